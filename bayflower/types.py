@@ -1,0 +1,193 @@
+"""The contract: the two halves of a method, the types they exchange, and the names used everywhere.
+
+Symbols
+
+    paper            here                  meaning
+    theta_k, w_i     params                trainable tensors of one client, by name
+    gamma, theta     broadcast.params      what the server sends
+    n_k, N_k         num_examples          training samples of a client (int64, 0-d)
+    m^(t)            state                 what a half remembers from round to round
+    omega, pi, g     (names of a half)     weights of clients in an average
+
+A *state*, *broadcast* or *update* is a NamedTuple whose fields are tensors, or dicts of tensors by name. Numbers are 0-d tensors.
+So one piece of code stacks, saves and sends all of them (`tree.py`).
+
+A *statistic* is a finite map from names to tensors. Two statistics are added name by name and a missing name counts as zero:
+the empty map is the identity. Names use "/" between levels, e.g. "params/fc.weight" or "alpha/17".
+
+Halves hold configuration only; every function is pure. They never import flwr.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+
+if TYPE_CHECKING:
+    from .models import Model
+    from .optim import Optimizer, OptState
+
+Tensors = dict[str, Tensor]
+Statistic = Mapping[str, Tensor]
+Purpose = Literal["train", "adapt"]
+
+
+class BayflowerError(Exception):
+    """An error a person can act on: its text is one line that names the cause and the remedy."""
+
+
+class ConfigError(BayflowerError):
+    """A setting that cannot be used, found before anything starts."""
+
+
+class Batch(NamedTuple):
+    """Samples of one client. `mask` is 1 for a sample and 0 for padding, in the dtype of the parameters."""
+
+    x: Tensor  # (B, ...)
+    y: Tensor  # (B,)
+    mask: Tensor  # (B,)
+
+
+class Phase(NamedTuple):
+    """One stretch of local training. Everything here is static: a step may branch on it.
+
+    Exactly one of `epochs` and `steps` is positive. `trainable` names the parameters that move (all if None).
+    `batches` is how many mini-batches one step consumes (2 for the support and query sets of MAML).
+    """
+
+    name: str
+    optimizer: Optimizer
+    batch_size: int
+    epochs: int = 0
+    steps: int = 0
+    trainable: tuple[str, ...] | None = None
+    batches: int = 1
+
+
+class Work(NamedTuple):
+    """What lives during one call of a client: parameters on the move, buffers, optimiser state, and the half's own notes."""
+
+    params: Tensors
+    buffers: Tensors
+    opt: OptState
+    memo: Any
+
+
+class ServerHalf(ABC):
+    """The server half of a method."""
+
+    State: ClassVar[type]
+    Broadcast: ClassVar[type]
+    per_client: ClassVar[bool] = False  # True if `broadcast` depends on the client
+
+    def __init__(self, config: Any, model: Model) -> None:
+        self.config = config
+        self.model = model
+
+    @abstractmethod
+    def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
+        """Return the state before the first round."""
+
+    @abstractmethod
+    def broadcast(self, state: Any, client: int) -> Any:
+        """Return what `client` is sent."""
+
+    @abstractmethod
+    def statistic(self, state: Any, client: int, update: Any) -> Statistic:
+        """Return the client's element of the monoid: float64 or int64 tensors by name."""
+
+    @abstractmethod
+    def finalise(self, state: Any, total: Statistic) -> Any:
+        """Return the next state from the sum of all statistics; an empty sum must return `state` itself."""
+
+    def negligible(self, names: Iterable[str]) -> set[str]:
+        """Return the names of a running total that can no longer influence `finalise`; they are dropped to save memory."""
+        return set()
+
+    def check(self, state: Any, client: int, update: Any) -> str | None:
+        """Return why a well-formed update must not be used, or None. Shapes, dtypes and NaN are checked before."""
+        return None
+
+    def params(self, state: Any) -> Tensors:
+        """Return the global parameters and buffers in `state`, by name (the shared part, for methods that share a part)."""
+        return {}
+
+
+class ClientHalf(ABC):
+    """The client half of a method. All functions but `phases` and `noise` are run under `torch.func.vmap` by the fused engine."""
+
+    State: ClassVar[type]
+    Update: ClassVar[type]
+    private: ClassVar[tuple[str, ...]] = ()  # fields of State that never travel
+    views: ClassVar[dict[str, str]] = {"personal": "the client's own model"}  # what `predict` can show, with a description
+
+    def __init__(self, config: Any, training: Any, model: Model) -> None:
+        self.config = config
+        self.training = training
+        self.model = model
+
+    # -- what is static ------------------------------------------------------------------------------------------
+    def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
+        """Return the stretches of local training of a round, or of the adaptation before a test."""
+        return (self.training.phase("local"),) if purpose == "train" else ()
+
+    def noise(self, stage: str, batch_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the standard normal noise one call of `stage` (a phase's name, or "predict") needs.
+
+        Always for a full batch: a half that gets fewer samples uses the first rows.
+        """
+        return {}
+
+    # -- one round -----------------------------------------------------------------------------------------------
+    @abstractmethod
+    def init(self, params: Tensors, buffers: Tensors) -> Any:
+        """Return the state of a client that has not trained, from the seeded initialisation of the model."""
+
+    @abstractmethod
+    def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
+        """Return the work of a round."""
+
+    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+        """Return (the objective to minimise on one batch, the buffers after the forward pass)."""
+        logits, buffers = self.model.forward(params, work.buffers, batch.x, train=True)
+        return masked_mean(self.model.nll(logits, batch.y), batch.mask), buffers
+
+    def step(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Work, Tensors]:
+        """Return (the work after one step, what a person wants to see). Default: one gradient step on `loss`."""
+        names = phase.trainable if phase.trainable is not None else tuple(work.params)
+        moving = {name: work.params[name] for name in names}
+
+        def objective(moving: Tensors) -> tuple[Tensor, Tensors]:
+            return self.loss({**work.params, **moving}, work, batches[0], noise, phase)
+
+        grads, (loss, buffers) = grad_and_value(objective, has_aux=True)(moving)
+        moved, opt = phase.optimizer.update(moving, grads, work.opt)
+        return work._replace(params={**work.params, **moved}, buffers=buffers, opt=opt), {"loss": loss}
+
+    @abstractmethod
+    def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
+        """Return (the client's next state, the update)."""
+
+    # -- the model that is used ----------------------------------------------------------------------------------
+    def adapt(self, state: Any | None, broadcast: Any, data: Batch) -> Work | None:
+        """Return the work of an adaptation with `phases("adapt")`, or None if nothing is adapted; `state` None: never trained."""
+        return None
+
+    def adapted(self, state: Any | None, broadcast: Any, work: Work | None, data: Batch) -> Any:
+        """Return the state to predict with after an adaptation (`work` is None where there was none)."""
+        return state
+
+    @abstractmethod
+    def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
+        """Return class probabilities (N, C) of the model called `view`."""
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return Σ mask·values / Σ mask; 0 where the mask is empty."""
+    count = mask.sum()
+    return (values * mask).sum() / torch.where(count > 0, count, torch.ones_like(count))
