@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, Tensor]
 Statistic = Mapping[str, Tensor]
-Purpose = Literal["train", "adapt"]
+Purpose = Literal["train", "finetune", "new"]
 
 
 class BayflowerError(Exception):
@@ -105,6 +105,10 @@ class ServerHalf(ABC):
     def finalise(self, state: Any, total: Statistic) -> Any:
         """Return the next state from the sum of all statistics; an empty sum must return `state` itself."""
 
+    @abstractmethod
+    def expects(self, state: Any) -> Any:
+        """Return an update whose tensors have the names, shapes and dtypes a client must send; values mean nothing."""
+
     def negligible(self, names: Iterable[str]) -> set[str]:
         """Return the names of a running total that can no longer influence `finalise`; they are dropped to save memory."""
         return set()
@@ -113,8 +117,12 @@ class ServerHalf(ABC):
         """Return why a well-formed update must not be used, or None. Shapes, dtypes and NaN are checked before."""
         return None
 
-    def params(self, state: Any) -> Tensors:
-        """Return the global parameters and buffers in `state`, by name (the shared part, for methods that share a part)."""
+    @abstractmethod
+    def shared(self, state: Any) -> Tensors:
+        """Return the global parameters and buffers in `state` by name (the shared part, for methods that share a part)."""
+
+    def report(self, state: Any) -> dict[str, float]:
+        """Return what a person wants to see of the last round."""
         return {}
 
 
@@ -124,7 +132,6 @@ class ClientHalf(ABC):
     State: ClassVar[type]
     Update: ClassVar[type]
     private: ClassVar[tuple[str, ...]] = ()  # fields of State that never travel
-    views: ClassVar[dict[str, str]] = {"personal": "the client's own model"}  # what `predict` can show, with a description
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         self.config = config
@@ -133,8 +140,12 @@ class ClientHalf(ABC):
 
     # -- what is static ------------------------------------------------------------------------------------------
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return the stretches of local training of a round, or of the adaptation before a test."""
+        """Return the stretches of local training: of a round ("train"), before a test ("finetune"), of a client that never trained ("new")."""
         return (self.training.phase("local"),) if purpose == "train" else ()
+
+    def views(self) -> dict[str, str]:
+        """Return the models that `predict` can show, each with a description; "personal" is always among them."""
+        return {"personal": "the client's own model"}
 
     def noise(self, stage: str, batch_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the standard normal noise one call of `stage` (a phase's name, or "predict") needs.
@@ -142,6 +153,10 @@ class ClientHalf(ABC):
         Always for a full batch: a half that gets fewer samples uses the first rows.
         """
         return {}
+
+    def remark(self) -> str | None:
+        """Return a line for the person if the method is not what its name promises on this network."""
+        return None
 
     # -- one round -----------------------------------------------------------------------------------------------
     @abstractmethod
@@ -174,13 +189,13 @@ class ClientHalf(ABC):
         """Return (the client's next state, the update)."""
 
     # -- the model that is used ----------------------------------------------------------------------------------
-    def adapt(self, state: Any | None, broadcast: Any, data: Batch) -> Work | None:
-        """Return the work of an adaptation with `phases("adapt")`, or None if nothing is adapted; `state` None: never trained."""
-        return None
+    def adapt(self, state: Any, broadcast: Any, data: Batch, purpose: Purpose) -> Work:
+        """Return the work of `phases(purpose)`, "finetune" or "new"; for "new" `state` is a fresh one from `init`."""
+        return self.begin(state, broadcast, data)
 
-    def adapted(self, state: Any | None, broadcast: Any, work: Work | None, data: Batch) -> Any:
-        """Return the state to predict with after an adaptation (`work` is None where there was none)."""
-        return state
+    def adapted(self, state: Any, work: Work, data: Batch, purpose: Purpose) -> Any:
+        """Return the state to predict with after the phases of `purpose`."""
+        return self.finish(state, work, data)[0]
 
     @abstractmethod
     def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:

@@ -1,0 +1,62 @@
+"""The table of methods: name → server half, client half, paper. A new method is two files, one row here, and one test.
+
+Halves are imported on demand, so that looking at the table costs nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from .types import ClientHalf, ConfigError, ServerHalf
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row. `stem` is the file name of both halves; `defaults` are settings in which the row differs from its stem's."""
+
+    name: str
+    stem: str
+    title: str
+    paper: str
+    summary: str
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> type:
+        """Return the class of the method's settings."""
+        return import_module(f"bayflower.strategies.{self.stem}").Config
+
+    @property
+    def server(self) -> type[ServerHalf]:
+        """Return the server half."""
+        return import_module(f"bayflower.strategies.{self.stem}").Server
+
+    @property
+    def client(self) -> type[ClientHalf]:
+        """Return the client half."""
+        return import_module(f"bayflower.clients.{self.stem}").Client
+
+
+ROWS = (
+    Method("fedmap", "fedmap", "FedMAP", "Zhang et al. 2024, arXiv 2405.19000v1",
+           "personal MAP models under a shared Gaussian prior, evidence-weighted"),
+    Method("fedavg", "fedavg", "FedAvg", "McMahan et al. 2017, AISTATS", "one global model, averaged by sample count"),
+    Method("fedavg-ft", "fedavg", "FedAvg-FT", "McMahan et al. 2017, AISTATS",
+           "FedAvg, fine-tuned on the client's data before each test", {"finetune_epochs": 1}),
+    Method("fedprox", "fedprox", "FedProx", "Li et al. 2020, MLSys", "FedAvg with a proximal term in the local loss"),
+    Method("fedbn", "fedbn", "FedBN", "Li et al. 2021, ICLR", "FedAvg with private normalisation layers"),
+    Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),
+)  # fmt: skip
+METHODS: dict[str, Method] = {row.name: row for row in ROWS}
+
+
+def get(name: str) -> Method:
+    """Return the row called `name`."""
+    if name not in METHODS:
+        close = difflib.get_close_matches(name.lower(), METHODS, n=1, cutoff=0.6)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"method {name!r} is not known{hint} Known: {', '.join(METHODS)}".replace("? Known", "? Known", 1))
+    return METHODS[name]

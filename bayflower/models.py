@@ -1,0 +1,173 @@
+"""Networks as pure functions, and the networks of the papers.
+
+`Model` wraps any `torch.nn.Module` factory: parameters and buffers are passed in and returned, the module gives only the structure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from .types import ConfigError, Tensors
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+COUPLING = (nn.modules.batchnorm._BatchNorm,)  # a sample's output depends on the other samples of its batch
+STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+class Model:
+    """A network without its numbers. `factory` builds the module; one logit means a binary task, else one logit a class."""
+
+    def __init__(self, factory: Callable[[], nn.Module], num_classes: int, name: str = "", head: str | None = None) -> None:
+        self.factory = factory
+        self.num_classes = num_classes
+        self.name = name
+        with torch.random.fork_rng(devices=[]):
+            self._train, self._eval = factory().train(), factory().eval()
+        if not any(value.requires_grad for value in self._train.parameters()):
+            raise ConfigError(f"model {name or 'given'} has no trainable parameters; nothing could be learned")
+        self._head = head
+
+    def initial(self, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
+        """Return (parameters, buffers) of the seeded initialisation; the same on every machine of one torch build."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = self.factory()
+        params = {name: value.detach().to(dtype).clone() for name, value in module.named_parameters()}
+        buffers = {name: cast(value.detach(), dtype).clone() for name, value in module.named_buffers()}
+        return params, buffers
+
+    def forward(self, params: Tensors, buffers: Tensors, x: Tensor, train: bool) -> tuple[Tensor, Tensors]:
+        """Return (logits, buffers after the pass); the input buffers are left as they were."""
+        module = self._train if train else self._eval
+        if train and buffers:
+            buffers = {name: value.clone() for name, value in buffers.items()}
+        return functional_call(module, (params, buffers), (x,)), buffers
+
+    def nll(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return −log p(y|x) of each sample (B,)."""
+        if logits.shape[-1] == 1:
+            return F.binary_cross_entropy_with_logits(logits[..., 0], y.to(logits.dtype), reduction="none")
+        return F.cross_entropy(logits, y, reduction="none")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return class probabilities (B, C)."""
+        if logits.shape[-1] == 1:
+            return torch.cat([torch.sigmoid(-logits), torch.sigmoid(logits)], dim=-1)
+        return torch.softmax(logits, dim=-1)
+
+    @cached_property
+    def coupled(self) -> bool:
+        """Return whether samples of a training batch influence each other (BatchNorm)."""
+        return any(isinstance(module, COUPLING) for module in self._train.modules())
+
+    @cached_property
+    def stochastic(self) -> bool:
+        """Return whether a training pass draws random numbers of its own (dropout)."""
+        return any(isinstance(module, STOCHASTIC) for module in self._train.modules())
+
+    @cached_property
+    def norm_names(self) -> frozenset[str]:
+        """Return the names of parameters and buffers that belong to normalisation layers."""
+        names = set()
+        for prefix, module in self._train.named_modules():
+            if isinstance(module, NORMS):
+                for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                    names.add(f"{prefix}.{name}" if prefix else name)
+        return frozenset(names)
+
+    @cached_property
+    def head_names(self) -> frozenset[str]:
+        """Return the names of the head's parameters: under `head` if given, else an attribute called head, else the last Linear."""
+        prefix = self._head
+        if prefix is None:
+            linears = [name for name, module in self._train.named_modules() if isinstance(module, nn.Linear)]
+            prefix = "head" if hasattr(self._train, "head") else (linears[-1] if linears else "")
+        names = frozenset(name for name, _ in self._train.named_parameters() if name == prefix or name.startswith(prefix + "."))
+        if not prefix or not names:
+            raise ConfigError(f"model {self.name or 'given'} has no head named {prefix!r}; name the layer, e.g. head='classifier'")
+        return names
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all parameters and buffers."""
+        return tuple(name for name, _ in [*self._train.named_parameters(), *self._train.named_buffers()])
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """Return the names of the parameters."""
+        return tuple(name for name, _ in self._train.named_parameters())
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Return the number of trainable numbers."""
+        return sum(value.numel() for value in self._train.parameters())
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `value` in `dtype` if it is a floating-point tensor, else as it is (counters stay integers)."""
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+# -- the papers' networks ------------------------------------------------------------------------------------------
+def mlp(shape: tuple[int, ...], num_classes: int, norm: bool = False) -> nn.Module:
+    """Return FedMAP's perceptron, inputs→32→16→1 (one logit a class if there are more than two), optionally with BatchNorm."""
+    outputs = 1 if num_classes == 2 else num_classes
+    layers: list[nn.Module] = [nn.Flatten()]
+    width = math.prod(shape)
+    for hidden in (32, 16) if num_classes == 2 else (64, 32):
+        layers += [nn.Linear(width, hidden), *([nn.BatchNorm1d(hidden)] if norm else []), nn.ReLU()]
+        width = hidden
+    return BaseHead(nn.Sequential(*layers), nn.Linear(width, outputs))
+
+
+def cnn(shape: tuple[int, ...], num_classes: int, features: int = 512) -> nn.Module:
+    """Return pFedVMP's CNN (its Table 4): two 5×5 convolutions, a feature layer of `features`, a linear head."""
+    channels, height, width = shape
+    flat = 64 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
+    base = nn.Sequential(
+        *(nn.Conv2d(channels, 32, 5), nn.LeakyReLU(0.1), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 5), nn.LeakyReLU(0.1), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(flat, features), nn.LeakyReLU(0.1)),
+    )
+    return BaseHead(base, nn.Linear(features, num_classes))
+
+
+class BaseHead(nn.Module):
+    """A feature extractor `base` and a classifier `head`."""
+
+    def __init__(self, base: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x))
+
+
+MODELS: dict[str, str] = {
+    "auto": "cnn for images of at least 16×16, else mlp",
+    "mlp": "perceptron with two hidden layers (FedMAP: 32 and 16 for two classes; 64 and 32 otherwise)",
+    "mlp-bn": "the same with BatchNorm after each hidden layer",
+    "cnn": "two 5×5 convolutions and a 512-feature layer (pFedVMP, Table 4); images of at least 16×16",
+}
+
+
+def build(name: str, input_shape: tuple[int, ...], num_classes: int) -> Model:
+    """Return the model called `name` for inputs of `input_shape`."""
+    if name not in MODELS:
+        raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    image = len(input_shape) == 3 and min(input_shape[1:]) >= 16
+    if name == "auto":
+        name = "cnn" if image else "mlp"
+    if name == "cnn" and not image:
+        raise ConfigError(f"model cnn needs images of at least 16×16, got inputs of shape {tuple(input_shape)}; use model=mlp")
+    if name == "cnn":
+        return Model(lambda: cnn(input_shape, num_classes), num_classes, name)
+    return Model(lambda: mlp(input_shape, num_classes, norm=name == "mlp-bn"), num_classes, name)

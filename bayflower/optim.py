@@ -1,0 +1,93 @@
+"""Optimisers as pure functions, so that the clients of a round can be stepped together; the numbers are torch.optim's.
+
+`update(params, grads, state)` returns new tensors. Every client has its own state, made fresh at the start of a phase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .types import ConfigError, Tensors
+
+OptimizerName = Literal["sgd", "adam", "rmsprop"]
+
+
+class OptState(NamedTuple):
+    """Steps done; first moment (momentum); second moment. Dicts are empty where the optimiser has no such moment."""
+
+    count: Tensor
+    first: Tensors
+    second: Tensors
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """`sgd` (with momentum), `adam` or `rmsprop`, with weight decay added to the gradient as in torch.optim."""
+
+    name: OptimizerName = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.0  # sgd and rmsprop
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0  # gradients are scaled down to this norm; 0 = never
+    betas: tuple[float, float] = (0.9, 0.999)  # adam
+    alpha: float = 0.99  # rmsprop
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.name not in ("sgd", "adam", "rmsprop"):
+            raise ConfigError(f"optimizer must be sgd, adam or rmsprop, got {self.name!r}")
+        if not self.lr > 0:
+            raise ConfigError(f"lr must be positive, got {self.lr}")
+        for name in ("momentum", "weight_decay", "clip_norm"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}; 0 switches it off")
+        if self.name == "adam" and self.momentum:
+            raise ConfigError(f"momentum is for sgd and rmsprop, got {self.momentum} with adam; leave it at 0")
+
+    def init(self, params: Tensors) -> OptState:
+        """Return the state before the first step."""
+        zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+        some = next(iter(params.values()), torch.zeros(()))
+        return OptState(
+            count=some.new_zeros(()),
+            first=zeros if self.name == "adam" or self.momentum else {},
+            second={} if self.name == "sgd" else {name: torch.zeros_like(value) for name, value in params.items()},
+        )
+
+    def update(self, params: Tensors, grads: Tensors, state: OptState) -> tuple[Tensors, OptState]:
+        """Return (parameters, state) after one step down `grads`."""
+        if self.clip_norm:
+            grads = clip(grads, self.clip_norm)
+        if self.weight_decay:
+            grads = {name: grad + self.weight_decay * params[name] for name, grad in grads.items()}
+        count = state.count + 1
+        if self.name == "adam":
+            return self._adam(params, grads, state, count)
+        second = state.second
+        if self.name == "rmsprop":
+            second = {name: self.alpha * second[name] + (1 - self.alpha) * grad * grad for name, grad in grads.items()}
+            grads = {name: grad / (second[name].sqrt() + self.eps) for name, grad in grads.items()}
+        first = state.first
+        if self.momentum:
+            first = grads = {name: self.momentum * first[name] + grad for name, grad in grads.items()}
+        return {name: value - self.lr * grads[name] for name, value in params.items()}, OptState(count, first, second)
+
+    def _adam(self, params: Tensors, grads: Tensors, state: OptState, count: Tensor) -> tuple[Tensors, OptState]:
+        beta1, beta2 = self.betas
+        first = {name: beta1 * state.first[name] + (1 - beta1) * grad for name, grad in grads.items()}
+        second = {name: beta2 * state.second[name] + (1 - beta2) * grad * grad for name, grad in grads.items()}
+        step = self.lr / (1 - beta1**count)
+        root = (1 - beta2**count).sqrt()
+        moved = {name: value - step * first[name] / (second[name].sqrt() / root + self.eps) for name, value in params.items()}
+        return moved, OptState(count, first, second)
+
+
+def clip(grads: Tensors, norm: float) -> Tensors:
+    """Return the gradients scaled so that their joint Euclidean norm is at most `norm`."""
+    total = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
+    scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+    return {name: grad * scale for name, grad in grads.items()}

@@ -1,0 +1,113 @@
+"""FedAvg, server half (McMahan et al. 2017, AISTATS): the average of the clients' models, weighted by sample count.
+
+    paper      here                shape
+    w          state.params        by name
+    n_k        num_examples        ()
+    n          total num_examples  ()
+
+    w = Σ_k n_k w_k / Σ_k n_k                                                          [eq. 1]
+
+FedProx, FedBN and the other averaging methods reuse this half: they differ in what a client sends.
+
+Departs: the paper's formula is applied to the clients of the round (partial participation), and to floating-point buffers
+(BatchNorm's running statistics) as to parameters; integer buffers (counters) take the rounded mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..types import ConfigError, ServerHalf, Statistic, Tensors
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the user sets for FedAvg."""
+
+    finetune_epochs: int = 0  # epochs of local fine-tuning before a test; 0 = test the global model (fedavg-ft: 1)
+
+    def __post_init__(self) -> None:
+        if self.finetune_epochs < 0:
+            raise ConfigError(f"finetune_epochs must not be negative, got {self.finetune_epochs}; 0 means no fine-tuning")
+
+
+class State(NamedTuple):
+    """The global model, or its shared part."""
+
+    params: Tensors
+    buffers: Tensors
+
+
+class Update(NamedTuple):
+    """What a client sends: its shared part and its number of training samples."""
+
+    num_examples: Tensor
+    params: Tensors
+    buffers: Tensors
+
+
+class Server(ServerHalf):
+    """Averages what is shared, weighted by sample count."""
+
+    State = State
+    Broadcast = State
+
+    def is_shared(self, name: str) -> bool:
+        """Return whether the parameter or buffer `name` travels."""
+        return True
+
+    def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> State:
+        """Return the shared part of the initial model."""
+        return State(
+            {name: value for name, value in params.items() if self.is_shared(name)},
+            {name: value for name, value in buffers.items() if self.is_shared(name)},
+        )
+
+    def broadcast(self, state: State, client: int) -> State:
+        """Return the shared part, the same for every client."""
+        return state
+
+    def expects(self, state: State) -> Update:
+        """Return the shape of an update."""
+        return Update(torch.zeros((), dtype=torch.int64), state.params, state.buffers)
+
+    def check(self, state: State, client: int, update: Update) -> str | None:
+        """Return why the update cannot be averaged, or None."""
+        count = int(update.num_examples)
+        return None if 0 < count < 2**40 else f"num_examples must be positive and below 2^40, got {count}"
+
+    def statistic(self, state: State, client: int, update: Update) -> Statistic:
+        """Return (n_k, n_k w_k); the product is exact in float64 for float32 weights and n_k < 2^29."""
+        return {"num_examples": update.num_examples, **weighted("params", update.params, update.num_examples),
+                **weighted("buffers", update.buffers, update.num_examples)}  # fmt: skip
+
+    def finalise(self, state: State, total: Statistic) -> State:
+        """Return w = Σ n_k w_k / Σ n_k [eq. 1]; no reply leaves the state as it was."""
+        if "num_examples" not in total:
+            return state
+        weight = total["num_examples"]
+        return State(averaged("params", state.params, total, weight), averaged("buffers", state.buffers, total, weight))
+
+    def shared(self, state: State) -> Tensors:
+        """Return the global model, or its shared part."""
+        return {**state.params, **state.buffers}
+
+
+def weighted(group: str, tensors: Tensors, weight: Tensor) -> dict[str, Tensor]:
+    """Return weight·tensor by "group/name", in float64 (integers stay integers when the weight is one)."""
+    scale = weight.to(torch.float64)
+    return {f"{group}/{name}": scale * value.to(torch.float64) for name, value in tensors.items()}
+
+
+def averaged(group: str, old: Tensors, total: Statistic, weight: Tensor) -> Tensors:
+    """Return Σ weight·tensor / Σ weight by name, in the dtype of `old`."""
+
+    def mean(name: str, value: Tensor) -> Tensor:
+        ratio = total[f"{group}/{name}"] / weight
+        return (ratio if value.is_floating_point() else ratio.round()).to(value.dtype)
+
+    return {name: mean(name, value) for name, value in old.items()}

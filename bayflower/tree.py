@@ -1,0 +1,108 @@
+"""States as trees of tensors: flattened to names for files and messages, stacked over clients for the fused engine.
+
+A tree is a tensor, a dict of trees, a NamedTuple or tuple of trees, or None. Flat names join the levels with "/":
+`State(params={"fc.weight": w}, count=c)` becomes `{"params/fc.weight": w, "count": c}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .types import BayflowerError, Tensors
+
+T = TypeVar("T")
+
+
+def map_tree(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Return the tree of fn(leaf, *corresponding leaves)."""
+    if tree is None:
+        return None
+    if isinstance(tree, Tensor):
+        return fn(tree, *rest)
+    if isinstance(tree, Mapping):
+        return {key: map_tree(fn, value, *(other[key] for other in rest)) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        parts = [map_tree(fn, *leaves) for leaves in zip(tree, *rest, strict=True)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    raise TypeError(f"a tree holds tensors, dicts and tuples, got {type(tree).__name__}")
+
+
+def stack(trees: Sequence[T]) -> T:
+    """Return one tree whose leaves have a leading axis over `trees`."""
+    first, *others = trees
+    return map_tree(lambda *leaves: torch.stack(leaves), first, *others)
+
+
+def take(tree: T, index: Tensor | int) -> T:
+    """Return the tree of leaf[index] along the leading axis."""
+    return map_tree(lambda leaf: leaf[index], tree)
+
+
+def put(tree: T, index: Tensor, values: T) -> T:
+    """Return the tree with leaf[index] replaced by the leaves of `values`; the input is left as it was."""
+    return map_tree(lambda leaf, value: leaf.index_copy(0, index, value), tree, values)
+
+
+def choose(condition: Tensor, yes: T, no: T) -> T:
+    """Return the tree of where(condition, yes, no), `condition` along the leading axis of every leaf (or 0-d)."""
+
+    def pick(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b)
+
+    return map_tree(pick, yes, no)
+
+
+def to(tree: T, device: torch.device | str) -> T:
+    """Return the tree on `device`."""
+    return map_tree(lambda leaf: leaf.to(device), tree)
+
+
+def flatten(tree: Any, prefix: str = "") -> Tensors:
+    """Return the leaves by name."""
+    if tree is None:
+        return {}
+    if isinstance(tree, Tensor):
+        return {prefix: tree}
+    items = tree.items() if isinstance(tree, Mapping) else zip(tree._fields, tree, strict=True)
+    flat: Tensors = {}
+    for name, value in items:
+        flat.update(flatten(value, f"{prefix}/{name}" if prefix else str(name)))
+    return flat
+
+
+def unflatten(kind: type[T], flat: Mapping[str, Tensor], prefix: str = "") -> T:
+    """Return the NamedTuple `kind` whose leaves are `flat`; dict fields take every name under them, so they may be empty."""
+    known = set()
+    fields: dict[str, Any] = {}
+    for field, hint in get_type_hints(kind).items():
+        name = prefix + field
+        if hint is Tensor:
+            if name not in flat:
+                raise BayflowerError(f"{kind.__qualname__} needs {name!r}, which is missing; it was written by another version or method")
+            fields[field] = flat[name]
+            known.add(name)
+        elif hasattr(hint, "_fields"):
+            inner = {key: value for key, value in flat.items() if key.startswith(name + "/")}
+            fields[field] = unflatten(hint, inner, name + "/")
+            known.update(inner)
+        else:
+            inner = {key: value for key, value in flat.items() if key.startswith(name + "/")}
+            fields[field] = {key[len(name) + 1 :]: value for key, value in inner.items()}
+            known.update(inner)
+    if unknown := sorted(set(flat) - known):
+        raise BayflowerError(f"{kind.__qualname__} does not know {unknown[0]!r}; it was written by another version or method")
+    return kind(**fields)
+
+
+def digest(tree: Any) -> str:
+    """Return a SHA-256 over names, dtypes, shapes and bytes of the leaves, in the order of names."""
+    seal = hashlib.sha256()
+    for name, leaf in sorted(flatten(tree).items()):
+        seal.update(f"{name}|{leaf.dtype}|{tuple(leaf.shape)}|".encode())
+        seal.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
+    return seal.hexdigest()
