@@ -1,0 +1,308 @@
+"""Exact sums: adding statistics gives the same bits in any order and in any tree of aggregators.
+
+Floating-point addition is commutative but not associative, so a plain sum over clients depends on who answers first. Here a sum is
+kept without any error and rounded once, when it is read: `value()` is the float64 nearest to the exact sum (ties to even). Being a
+function of the exact sum alone, it cannot depend on the order.
+
+How. The range of float64 is cut into windows of 46 bits; window w counts units of 2^(46w − 25). An element is the sum of its windows,
+and each window is a float64 tensor holding MAGIC + (an integer below 2^51), MAGIC = 1.5·2^52. Adding x to such a number rounds x to a
+whole number of units, and float64 subtraction then tells exactly what was taken:
+
+    new = limb + x/unit        taken = new − limb        rest = x − taken·unit        (each without error)
+
+`rest`, at most half a unit, goes to the next window below, until nothing is left. One addition puts at most 2^45 into a window, so
+carries must be passed up at the latest every 63 additions. Windows exist only where a chunk of 65,536 elements needs them: two (16 bytes an
+element) for values below 2^20 whose last bit is worth at least 2^-71, which is where n·θ of a float32 model lives.
+
+Integers are added as int64, with an error instead of an overflow. Everything is a torch operation, so a total may live on any device.
+The sign of zero is not kept (the identity of + is 0.0), and `torch.set_flush_denormal(True)` would break the lowest windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 65_536  # elements; the temporaries of one addition are a few times this
+WIDTH = 46
+ORIGIN = -25
+HIGHEST, LOWEST = 22, -23  # windows that reach 2^1032 and 2^-1083: all of float64
+LIFT, LIFTED = 512, -22  # from this window down 1/unit is no float64, so what is left is scaled up by 2^512 first
+MAGIC = 1.5 * 2.0**52
+LIMIT = 60  # additions between two carries; (LIMIT + 1)·2^45 < 2^51
+
+
+def unit(window: int) -> int:
+    """Return the exponent of the unit of `window`."""
+    return WIDTH * window + ORIGIN
+
+
+class Accumulator:
+    """The exact sum of float64 vectors of one size."""
+
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+        self.size = size
+        self.device = device
+        self.limbs: dict[int, Tensor] = {}
+        self.adds = 0  # since the last carry
+
+    def add(self, x: Tensor, bound: float | None = None) -> None:
+        """Add the finite float64 vector `x`; `bound` ≥ max |x| where the caller knows it."""
+        bound = magnitude(x) if bound is None else bound
+        if not bound < float("inf"):
+            raise ValueError(f"only finite numbers can be added, got one that is {'inf' if bound > 0 else 'nan'}")
+        if bound == 0.0:
+            return
+        self.reserve()
+        window = HIGHEST
+        while window > LOWEST and bound <= 2.0 ** (unit(window - 1) + WIDTH - 1):
+            window -= 1
+        floor, lift, rest = min(self.limbs, default=HIGHEST), 0, x
+        while True:
+            if window <= LIFTED and not lift:
+                lift, rest = LIFT, rest * 2.0**LIFT
+            exponent, limb = unit(window) + lift, self.limb(window)
+            new = torch.add(limb, rest, alpha=2.0**-exponent)
+            rest = torch.add(rest, limb.sub_(new), alpha=2.0**exponent)  # limb − new is minus what was taken
+            self.limbs[window] = new
+            if window == LOWEST or (window <= floor and not bool(rest.abs().sum())):
+                return
+            window -= 1
+
+    def merge(self, other: Accumulator, here: slice, there: slice) -> None:
+        """Add the elements `there` of `other` to the elements `here`; both must have been prepared: `reserve`, `carry`."""
+        for window, limb in other.limbs.items():
+            self.limb(window)[here] += (limb[there] - MAGIC).to(self.device)
+
+    def limb(self, window: int) -> Tensor:
+        """Return the tensor of `window`, made on first use."""
+        if window not in self.limbs:
+            self.limbs[window] = torch.full((self.size,), MAGIC, dtype=torch.float64, device=self.device)
+        return self.limbs[window]
+
+    def reserve(self) -> None:
+        """Make room for one more addition."""
+        if self.adds >= LIMIT:
+            self.carry()
+        self.adds += 1
+
+    def carry(self) -> None:
+        """Pass whole multiples of 2^46 to the window above, so that every window but the highest holds at most 2^45."""
+        self.adds = 1
+        for window in range(min(self.limbs, default=HIGHEST), HIGHEST):
+            if window not in self.limbs:
+                continue
+            digits = self.limbs[window] - MAGIC
+            over = (digits * 2.0**-WIDTH + MAGIC) - MAGIC  # rounded to a whole number
+            if bool(over.any()):
+                self.limbs[window] = digits.sub_(over, alpha=2.0**WIDTH).add_(MAGIC)
+                self.limb(window + 1).add_(over)
+        if HIGHEST in self.limbs and bool(((self.limbs[HIGHEST] - MAGIC).abs() > 2.0**50).any()):
+            raise OverflowError("the sum is over 10,000 times the largest float64")
+
+    def value(self) -> Tensor:
+        """Return the sum, each element rounded once to the nearest float64; ±inf where that is out of range.
+
+        From the lowest window up, the sum so far is high + low: high is rounded to nearest, low is the remainder *rounded to odd*: its
+        last bit is set where digits were lost. So it can be added to again, and rounded at the end as if exact (Boldo and Melquiond 2008).
+        """
+        self.carry()
+        high = torch.zeros(self.size, dtype=torch.float64, device=self.device)
+        low = torch.zeros_like(high)
+        for window in sorted(self.limbs):
+            digits, exponent = self.limbs[window] - MAGIC, unit(window)
+            if window == HIGHEST:  # the last step, where high may pass 2^1024 before low brings it back: do it 2^-64 smaller
+                scaled = torch.where(low == 0, low, torch.copysign((low.abs() * 2.0**-64).clamp_(min=2.0**-900), low))
+                top, error = two_sum(digits * 2.0 ** (exponent - 64), high * 2.0**-64)
+                return torch.where(digits == 0, high + low, (top + odd_sum(error, scaled)) * 2.0**64)
+            half = exponent // 2  # in two steps: 2^exponent itself may be no float64
+            high, error = two_sum(digits.mul_(2.0**half).mul_(2.0 ** (exponent - half)), high)
+            low = odd_sum(error, low)
+        return high + low
+
+
+def magnitude(x: Tensor) -> float:
+    """Return max |x| (0 for no elements), inf or nan if there is one."""
+    if x.numel() == 0:
+        return 0.0
+    low, high = float(x.amin()), float(x.amax())  # both pass a nan on; together faster than a norm
+    return max(-low, high) if high == high else high
+
+
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (s, e) with s = a + b rounded and s + e = a + b exactly."""
+    s = a + b
+    part = s - a
+    return s, (a - (s - part)).add_(b - part)
+
+
+def odd_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Return a + b rounded to odd: itself if it is a float64, else the neighbour whose last bit is 1."""
+    s, error = two_sum(a, b)
+    bits = s.view(torch.int64)
+    step = torch.where((error > 0) == (s > 0), 1, -1)  # away from zero or towards it
+    return torch.where((error != 0) & (bits & 1 == 0), bits + step, bits).view(torch.float64)
+
+
+class Place(NamedTuple):
+    """Where elements [start, start + size) of a tensor are kept: from `at` on in `chunk`."""
+
+    chunk: Accumulator
+    at: int
+    start: int
+    size: int
+
+
+class Total:
+    """A sum of statistics: the commutative monoid of maps from names to tensors, where a missing name is zero.
+
+    Small tensors that are first seen together share a chunk, so that a network of many layers costs no more than one long vector.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = device
+        self._shapes: dict[str, torch.Size] = {}
+        self._places: dict[str, list[Place]] = {}  # real numbers
+        self._integers: dict[str, Tensor] = {}
+
+    def names(self) -> list[str]:
+        """Return the names seen so far (and not dropped), sorted."""
+        return sorted(self._shapes)
+
+    def add(self, statistic: Mapping[str, Tensor]) -> None:
+        """Add a statistic, or raise and change nothing."""
+        for name, x in statistic.items():
+            self._check(name, x)
+        reals = {name: x.detach().reshape(-1) for name, x in statistic.items() if x.is_floating_point()}
+        fresh = self._lay_out({name: statistic[name].shape for name in reals})
+        try:
+            work = by_chunk({name: self._places[name] for name in reals})
+            # Each chunk is put together twice, to look and to add: cheaper than looking at many small tensors, smaller than keeping it.
+            bounds = [magnitude(self._gather(reals, chunk, parts)) for chunk, parts in work]
+            for bound, (_, parts) in zip(bounds, work, strict=True):
+                if not bound < float("inf"):
+                    bad = next(name for name, _ in parts if not magnitude(reals[name]) < float("inf"))
+                    raise ValueError(f"{bad} has a value that is not finite ({bound}); only finite numbers can be added")
+            self._add_integers({name: x.detach() for name, x in statistic.items() if name not in reals})
+        except Exception:
+            self.drop(fresh)
+            raise
+        for bound, (chunk, parts) in zip(bounds, work, strict=True):
+            chunk.add(self._gather(reals, chunk, parts), bound)
+
+    def merge(self, other: Total) -> None:
+        """Add another total, or raise and change nothing."""
+        for name, shape in other._shapes.items():
+            self._compare(name, shape, name in other._places)
+        self._add_integers(other._integers)
+        self._lay_out({name: other._shapes[name] for name in other._places})
+        ready: set[Accumulator] = set()
+        for source in {place.chunk for places in other._places.values() for place in places}:
+            source.carry()
+        for name, sources in other._places.items():
+            for there in sources:
+                for here in self._places[name]:
+                    start, stop = max(here.start, there.start), min(here.start + here.size, there.start + there.size)
+                    if start >= stop:
+                        continue
+                    if here.chunk not in ready:
+                        ready.add(here.chunk)
+                        here.chunk.reserve()
+                    a, b = here.at - here.start, there.at - there.start
+                    here.chunk.merge(there.chunk, slice(a + start, a + stop), slice(b + start, b + stop))
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget these names; their memory is freed with the last name that shares a chunk."""
+        for name in names:
+            self._shapes.pop(name, None)
+            self._places.pop(name, None)
+            self._integers.pop(name, None)
+
+    def value(self) -> dict[str, Tensor]:
+        """Return the sum, names sorted: float64 tensors, correctly rounded, and int64 tensors."""
+        out = {
+            name: self._integers[name].clone()
+            if name in self._integers
+            else torch.empty(self._shapes[name], dtype=torch.float64, device=self.device)
+            for name in self.names()
+        }
+        for chunk, parts in by_chunk(self._places):
+            x = chunk.value()
+            for name, place in parts:
+                piece = x[place.at : place.at + place.size]
+                if not bool(piece.isfinite().all()):
+                    raise OverflowError(f"the sum of {name} is beyond the largest float64")
+                out[name].view(-1)[place.start : place.start + place.size] = piece
+        return out
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+    def _check(self, name: str, x: Tensor) -> None:
+        """Raise if `x` cannot be added under `name`."""
+        if not isinstance(x, Tensor) or x.is_complex():
+            kind = getattr(x, "dtype", type(x).__name__)
+            raise ValueError(f"{name} must be a tensor of real numbers, integers or booleans, got {kind}")
+        self._compare(name, x.shape, x.is_floating_point())
+
+    def _compare(self, name: str, shape: torch.Size, real: bool) -> None:
+        """Raise if what is kept under `name` has another shape or kind."""
+        if name not in self._shapes:
+            return
+        if shape != self._shapes[name]:
+            raise ValueError(f"{name} has shape {tuple(shape)}, but {tuple(self._shapes[name])} in the statistics before")
+        if real != (name in self._places):
+            kinds = ("real numbers", "integers") if real else ("integers", "real numbers")
+            raise ValueError(f"{name} holds {kinds[0]}, but {kinds[1]} in the statistics before")
+
+    def _add_integers(self, integers: Mapping[str, Tensor]) -> None:
+        """Add integer tensors, all or none."""
+        sums: dict[str, Tensor] = {}
+        for name, term in integers.items():
+            old, x = self._integers.get(name), term.to(self.device, torch.int64)
+            new = x.clone() if old is None else old + x
+            if old is not None and bool((((old ^ new) & (x ^ new)) < 0).any()):  # the sign differs from that of both terms
+                raise OverflowError(f"the sum of {name} does not fit into int64")
+            sums[name] = new
+        self._integers.update(sums)
+        self._shapes.update({name: x.shape for name, x in sums.items()})
+
+    def _lay_out(self, shapes: Mapping[str, torch.Size]) -> list[str]:
+        """Return the names that are new, after giving them places, end to end in fresh chunks."""
+        fresh = {name: shape for name, shape in shapes.items() if name not in self._shapes}
+        left = sum(shape.numel() for shape in fresh.values())
+        chunk, used = Accumulator(0), 0
+        for name in sorted(fresh):
+            places: list[Place] = []
+            start = 0
+            while start < fresh[name].numel():
+                if used == chunk.size:
+                    chunk, used = Accumulator(min(left, CHUNK), self.device), 0
+                size = min(fresh[name].numel() - start, chunk.size - used)
+                places.append(Place(chunk, used, start, size))
+                start, used, left = start + size, used + size, left - size
+            self._places[name] = places
+        self._shapes.update(fresh)
+        return sorted(fresh)
+
+    def _gather(self, reals: Mapping[str, Tensor], chunk: Accumulator, parts: list[tuple[str, Place]]) -> Tensor:
+        """Return the chunk's part of a statistic as one float64 vector, 0 where the statistic has no such name."""
+        pieces = [reals[name][place.start : place.start + place.size] for name, place in parts]
+        if len(pieces) == 1 and parts[0][1].size == chunk.size:
+            return pieces[0].to(self.device, torch.float64)
+        if sum(place.size for _, place in parts) == chunk.size:
+            return torch.cat(pieces).to(self.device, torch.float64)
+        x = torch.zeros(chunk.size, dtype=torch.float64, device=self.device)
+        for (_, place), piece in zip(parts, pieces, strict=True):
+            x[place.at : place.at + place.size] = piece
+        return x
+
+
+def by_chunk(places: Mapping[str, list[Place]]) -> list[tuple[Accumulator, list[tuple[str, Place]]]]:
+    """Return the chunks that hold these names, each with what is in it, in the order in which it is kept."""
+    chunks: dict[Accumulator, list[tuple[str, Place]]] = {}
+    for name in sorted(places):  # chunks were filled in sorted order, see `_lay_out`
+        for place in places[name]:
+            chunks.setdefault(place.chunk, []).append((name, place))
+    return list(chunks.items())
