@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -18,6 +19,15 @@ LARGEST = math.ldexp(1.0 - 2.0**-53, 1024)
 SMALLEST = 5e-324
 finite = st.floats(allow_nan=False, allow_infinity=False)
 rows = st.integers(1, 3).flatmap(lambda width: st.lists(st.lists(finite, min_size=width, max_size=width), min_size=1, max_size=12))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Chunks are small: on a busy machine a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def oracle(terms: list[list[float]]) -> list[float | None]:
@@ -122,6 +132,20 @@ def test_many_terms_pass_carries() -> None:
     terms = [[math.ldexp(rng.uniform(-1, 1), rng.randint(-70, 30)), 1048576.0, -0.7, rng.gauss(0, 1)] for _ in range(5 * LIMIT + 7)]
     check(terms)
     check([[1048575.999, -(2.0**-27), 2.0**-28]] * (20 * LIMIT))  # the largest digits of a window, all of one sign
+
+
+def test_windows_never_leave_the_range_in_which_they_are_exact() -> None:
+    big, one = Total(), Total()
+    term = {"x": vector([1048575.999, -1048575.999, 2.0**-27 + 2.0**-72])}
+    one.add(term)
+    for i in range(5 * LIMIT):
+        if i % 2:
+            big.add(term)
+        else:
+            big.merge(one)
+        for limb in big._places["x"][0].chunk.limbs.values():
+            assert bool(((limb >= 2.0**52) & (limb <= 2.0**53)).all())
+    assert big.value()["x"].tolist() == [float(5 * LIMIT * Fraction(x)) for x in term["x"].tolist()]
 
 
 def test_sum_of_cancelling_terms_in_halves_of_a_unit() -> None:
