@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from .types import ConfigError, Tensors
+from .types import Anatomy, ConfigError, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 COUPLING = (nn.modules.batchnorm._BatchNorm,)  # a sample's output depends on the other samples of its batch
@@ -95,14 +95,14 @@ class Model:
         return names
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of all parameters and buffers."""
-        return tuple(name for name, _ in [*self._train.named_parameters(), *self._train.named_buffers()])
-
-    @cached_property
-    def trainable(self) -> tuple[str, ...]:
-        """Return the names of the parameters."""
-        return tuple(name for name, _ in self._train.named_parameters())
+    def anatomy(self) -> Anatomy:
+        """Return the names that server halves need."""
+        try:
+            head = self.head_names
+        except ConfigError:
+            head = frozenset()
+        parameters = tuple(name for name, _ in self._train.named_parameters())
+        return Anatomy(parameters, tuple(name for name, _ in self._train.named_buffers()), self.norm_names, head)
 
     @cached_property
     def num_parameters(self) -> int:

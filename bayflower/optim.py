@@ -6,22 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .types import ConfigError, Tensors
+from .types import ConfigError, OptState, Tensors
 
 OptimizerName = Literal["sgd", "adam", "rmsprop"]
-
-
-class OptState(NamedTuple):
-    """Steps done; first moment (momentum); second moment. Dicts are empty where the optimiser has no such moment."""
-
-    count: Tensor
-    first: Tensors
-    second: Tensors
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch.func import grad_and_value
 
 if TYPE_CHECKING:
     from .models import Model
-    from .optim import Optimizer, OptState
+    from .optim import Optimizer
 
 Tensors = dict[str, Tensor]
 Statistic = Mapping[str, Tensor]
@@ -69,13 +69,30 @@ class Phase(NamedTuple):
     batches: int = 1
 
 
+class OptState(NamedTuple):
+    """Steps done; first moment (momentum); second moment. Dicts are empty where the optimiser has no such moment."""
+
+    count: Tensor
+    first: Tensors
+    second: Tensors
+
+
 class Work(NamedTuple):
-    """What lives during one call of a client: parameters on the move, buffers, optimiser state, and the half's own notes."""
+    """What lives during one call of a client: parameters on the move, buffers, the half's own notes, optimiser state."""
 
     params: Tensors
     buffers: Tensors
-    opt: OptState
-    memo: Any
+    memo: Any  # a tree: constants of the round, or what a step remembers for the next
+    opt: OptState = OptState(torch.zeros(()), {}, {})  # the engine makes a fresh one at the start of each phase
+
+
+class Anatomy(NamedTuple):
+    """What a server knows of a network: names only. Clients report it, so that a server needs no model of its own."""
+
+    trainable: tuple[str, ...]  # names of parameters
+    buffers: tuple[str, ...]  # names of buffers
+    norm_names: frozenset[str]  # parameters and buffers of normalisation layers
+    head_names: frozenset[str]  # parameters of the classifier; empty if none was found
 
 
 class ServerHalf(ABC):
@@ -85,9 +102,9 @@ class ServerHalf(ABC):
     Broadcast: ClassVar[type]
     per_client: ClassVar[bool] = False  # True if `broadcast` depends on the client
 
-    def __init__(self, config: Any, model: Model) -> None:
+    def __init__(self, config: Any, anatomy: Anatomy) -> None:
         self.config = config
-        self.model = model
+        self.anatomy = anatomy
 
     @abstractmethod
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:

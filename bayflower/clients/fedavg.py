@@ -48,7 +48,7 @@ class Client(ClientHalf):
     @property
     def owns(self) -> bool:
         """Return whether any part of the model stays on the client."""
-        return any(self.is_own(name) for name in self.model.names)
+        return any(self.is_own(name) for name in (*self.model.anatomy.trainable, *self.model.anatomy.buffers))
 
     def finetune_epochs(self) -> int:
         """Return the epochs of fine-tuning before a test."""
@@ -59,7 +59,7 @@ class Client(ClientHalf):
         if purpose == "train":
             return (self.training.phase("local"),)
         if purpose == "new" and self.owns:
-            own = tuple(name for name in self.model.trainable if self.is_own(name))
+            own = tuple(name for name in self.model.anatomy.trainable if self.is_own(name))
             return (self.training.phase("fit", epochs=self.training.new_client_epochs, trainable=own),)
         epochs = self.finetune_epochs()
         return (self.training.phase("finetune", epochs=epochs),) if epochs else ()
@@ -81,7 +81,7 @@ class Client(ClientHalf):
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that starts at the shared part and the own part."""
         params, buffers = {**broadcast.params, **state.params}, {**broadcast.buffers, **state.buffers}
-        return Work(params, buffers, self.training.optimizer().init({}), memo=broadcast)
+        return Work(params, buffers, memo=broadcast)
 
     def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
         """Return the own part and the update (n_k, shared part) [eq. 2]."""

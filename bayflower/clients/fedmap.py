@@ -72,7 +72,7 @@ class Client(ClientHalf):
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that continues theta_k, or starts at gamma the first time."""
         params = choose(state.started, state.params, broadcast.params)
-        return Work(params, state.buffers, self.training.optimizer().init({}), memo=broadcast)
+        return Work(params, state.buffers, memo=broadcast)
 
     def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
         """Return J_k on one batch [eq. 7]."""

@@ -24,4 +24,4 @@ class Server(fedavg.Server):
 
     def is_shared(self, name: str) -> bool:
         """Return whether `name` lies outside the normalisation layers."""
-        return name not in self.model.norm_names
+        return name not in self.anatomy.norm_names

@@ -1,0 +1,5 @@
+"""`python -m bayflower`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,240 @@
+"""The command line: `bayflower run`, `compare`, `methods`, `settings`, `models`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__
+from . import methods as table
+from .types import BayflowerError, ConfigError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Bayesian personalised federated learning on Flower.",
+    epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
+)
+errors = Console(stderr=True)
+
+Dataset = Annotated[str | None, typer.Option(help="digits, synthetic, fmnist, mnist, cifar10, cifar100, emnist, or a path to an .npz file")]
+Clients = Annotated[int | None, typer.Option(help="number of clients that train")]
+Rounds = Annotated[int | None, typer.Option(help="rounds of training")]
+Seed = Annotated[int | None, typer.Option(help="decides partition, initialisation, batches and sampling")]
+Engine = Annotated[str, typer.Option(help="fused (all clients together) or loop (one by one, through Flower messages)")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any other setting; see `bayflower settings METHOD`")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs instead of a table")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="log what happens")]
+
+
+def main() -> None:
+    """Run the command line; an error that a person can act on is one line and exit code 2 (configuration) or 1."""
+    try:
+        app()
+    except BayflowerError as error:
+        errors.print(f"bayflower: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def values(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
+    """Return the settings given by flags and by --set KEY=VALUE."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    for text in sets or []:
+        key, mark, value = text.partition("=")
+        if not mark or not key:
+            raise ConfigError(f"--set needs KEY=VALUE, got {text!r}; for example --set lr=0.01")
+        if key.replace("-", "_") in given:
+            raise ConfigError(f"setting {key!r} was given twice; give it once")
+        given[key.replace("-", "_")] = value
+    return given
+
+
+@app.command()
+def run(
+    method: Annotated[str, typer.Argument(help="see `bayflower methods`")],
+    dataset: Dataset = None,
+    engine: Engine = "fused",
+    clients: Clients = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="folder for result.json [runs/METHOD-DATASET-SEED]")] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train one method and write `result.json`.
+
+    Example: `bayflower run fedmap --dataset synthetic --rounds 50 --set sigma2=100 --out runs/first`
+    """
+    from .config import parse
+    from .engines import prepare, run_to_result
+
+    quiet_logs(verbose)
+    chosen = parse(method, values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed))
+    folder = out or Path("runs") / f"{method}-{Path(chosen.data.dataset).stem}-{chosen.settings.seed}"
+    check_folder(folder)
+    prepared = prepare(chosen, engine)
+    with bar(chosen.settings.rounds, table.get(method).title, hidden=as_json) as progress:
+        result = run_to_result(prepared, folder, progress)
+    if as_json:
+        print(json.dumps(result))
+        return
+    from .tables import result_table
+
+    console = Console()
+    console.print(result_table(result))
+    for line in [*([result["remark"]] if result["remark"] else []), *result["faults"][-5:]]:
+        console.print(f"note: {line}", style="yellow", markup=False)
+    console.print(f"written: {folder / 'result.json'}", markup=False)
+
+
+@app.command()
+def compare(
+    methods: Annotated[list[str], typer.Argument(help="two or more methods; see `bayflower methods`")],
+    dataset: Dataset = None,
+    engine: Engine = "fused",
+    clients: Clients = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    sets: Sets = None,
+    out: Annotated[Path, typer.Option(help="folder; each method gets one below it")] = Path("runs/compare"),
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train several methods on the same data with the same training and show one table.
+
+    Settings that only some of the methods have (e.g. `--set sigma2=100`) go to those that have them.
+
+    Example: `bayflower compare fedmap fedavg local --dataset synthetic --rounds 50`
+    """
+    import dataclasses
+
+    from .config import groups, parse
+    from .engines import prepare, run_to_result
+
+    quiet_logs(verbose)
+    given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed)
+    known = {method: {field.name for kind in groups(method).values() for field in dataclasses.fields(kind)} for method in methods}
+    for key in given:
+        if not any(key in names for names in known.values()):
+            parse(methods[0], {key: given[key]})  # raises with a hint
+    runs = {method: parse(method, {key: value for key, value in given.items() if key in known[method]}) for method in methods}
+    check_folder(out)
+    prepared = {method: prepare(chosen, engine) for method, chosen in runs.items()}
+    results = []
+    for method, ready in prepared.items():
+        with bar(ready.run.settings.rounds, table.get(method).title, hidden=as_json) as progress:
+            results.append(run_to_result(ready, out / method, progress))
+    if as_json:
+        print(json.dumps(results))
+        return
+    from .tables import comparison_table
+
+    console = Console()
+    console.print(comparison_table(results))
+    for result in results:
+        if result["remark"]:
+            console.print(f"note: {result['remark']}", style="yellow", markup=False)
+    console.print(f"written: {out}/METHOD/result.json", markup=False)
+
+
+@app.command("methods")
+def list_methods(as_json: AsJson = False) -> None:
+    """List the methods: name, paper, where the two halves are."""
+    rows = [
+        {"name": row.name, "title": row.title, "paper": row.paper, "summary": row.summary,
+         "server": f"bayflower/strategies/{row.stem}.py", "client": f"bayflower/clients/{row.stem}.py"}
+        for row in table.ROWS
+    ]  # fmt: skip
+    show(rows, ("name", "paper", "summary"), as_json)
+
+
+@app.command()
+def settings(method: Annotated[str, typer.Argument(help="see `bayflower methods`")], as_json: AsJson = False) -> None:
+    """List every setting of a method with its default; set them with `--set KEY=VALUE`."""
+    from .config import describe
+
+    rows = [{"group": group, "name": name, "default": default, "meaning": text} for group, name, default, text in describe(method)]
+    show(rows, ("group", "name", "default", "meaning"), as_json)
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """List the networks for `--set model=NAME`."""
+    from .models import MODELS
+
+    show([{"name": name, "network": text} for name, text in MODELS.items()], ("name", "network"), as_json)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def show(rows: list[dict[str, Any]], columns: tuple[str, ...], as_json: bool) -> None:
+    """Print rows as a table or as JSON."""
+    if as_json:
+        print(json.dumps(rows))
+        return
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        grid.add_column(column, overflow="fold", no_wrap=column == "name")
+    for row in rows:
+        grid.add_row(*(str(row[column]) for column in columns))
+    Console().print(grid)
+
+
+def check_folder(folder: Path) -> None:
+    """Make `folder` now, so that a run does not fail at its end for want of a place to write."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out {str(folder)!r} cannot be made ({error.strerror}); choose another folder") from None
+
+
+class bar:  # noqa: N801 (reads as a verb: with bar(...))
+    """A progress bar over rounds with the current loss and accuracy; nothing where no one looks."""
+
+    def __init__(self, rounds: int, title: str, hidden: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[now]}"),
+            console=console, disable=hidden or not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.bar.add_task(title, total=rounds, now="")
+        self.accuracy = ""
+
+    def __enter__(self) -> Callable[[list[Any]], None]:
+        self.bar.start()
+        return self.update
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def update(self, records: list[Any]) -> None:
+        """Show the last round."""
+        for record in records[-2:]:
+            if "personal" in record:
+                self.accuracy = f"accuracy {record['personal']['accuracy']:.1%}"
+        loss = records[-1]["train_loss"]
+        self.bar.update(self.task, completed=len(records), now=f"loss {loss:.4f} {self.accuracy}" if loss is not None else self.accuracy)
+
+
+def quiet_logs(verbose: bool) -> None:
+    """Show warnings only, or everything of ours with --verbose."""
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("bayflower").setLevel(logging.INFO if verbose else logging.ERROR)
+    logging.getLogger("flwr").setLevel(logging.WARNING)

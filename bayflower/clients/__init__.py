@@ -1,0 +1,1 @@
+"""Client halves, one a method, and Flower ClientApps made of them."""

@@ -1,0 +1,134 @@
+"""Any client half as a Flower ClientApp: identity, training with the test of the model before it, and tests alone."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from .. import methods, solo, wire
+from ..config import Training, convert_fields
+from ..models import Model
+from ..store import Saved, Store
+from ..tree import digest, flatten, to, unflatten
+from ..types import BayflowerError, ClientHalf, Tensors
+
+
+class Site(NamedTuple):
+    """What one client has: its name (the partition id), whether it never trains, its network, its data, its durable memory."""
+
+    client: int
+    new: bool
+    model: Model
+    data: solo.Samples
+    store: Store
+
+
+def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
+    """Return the ClientApp that serves any method for the site `site_of` finds in Flower's context."""
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        site = site_of(context)
+        head = wire.make_header(client=site.client, new=site.new, anatomy=wire.anatomy_to_text(site.model.anatomy))
+        return Message(RecordDict({wire.HEADER: head}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return answer(message, site_of(context), train_reply)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return answer(message, site_of(context), test_reply)
+
+    return app
+
+
+def answer(message: Message, site: Site, work: Callable[[Message, dict[str, Any], Site], RecordDict]) -> Message:
+    """Return the reply; an error is raised again with client, round and stage in its text."""
+    head = wire.header(message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions"))
+    try:
+        with solo.one_thread():
+            content = work(message, head, site)
+    except Exception as error:
+        where = f"client {site.client}, round {head['round']}, {message.metadata.message_type}"
+        raise BayflowerError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from error
+    content[wire.HEADER] = wire.make_header(method=head["method"], run=head["run"], round=head["round"], client=site.client)
+    return Message(content, reply_to=message)
+
+
+def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
+    """Return the update of a round, and the test of the model before it where asked; an old reply if the message is a repetition."""
+    half, broadcast = make_half(head, site.model), sent(message, head, site)
+    cause, round = digest(broadcast), int(head["round"])
+    known = site.store.load(head["run"], site.client)
+    for saved in known:
+        if saved.round == round and saved.cause == cause:
+            return records(saved)
+    before = next((saved for saved in known if saved.round < round), None)
+    state = state_of(half, before, head, site)
+    keys = {"seed": int(head["seed"]), "client": site.client}
+    tally: Tensors = {}
+    if head["evaluate"]:
+        tally = flat_tallies(tested(half, state, broadcast, site, "finetune", round=round - 1, **keys))
+    trained = solo.train(half, state, broadcast, site.data.train, round=round, **keys)
+    numbers = {wire.NUM_EXAMPLES: len(site.data.train.y), wire.TRAIN_LOSS: trained.loss}
+    saved = Saved(round, cause, flatten(trained.state), flatten(trained.update), tally, numbers)
+    site.store.save(head["run"], site.client, saved)
+    return records(saved)
+
+
+def test_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
+    """Return the test of every view after the last round."""
+    half, broadcast = make_half(head, site.model), sent(message, head, site)
+    known = site.store.load(head["run"], site.client)
+    before = next((saved for saved in known if saved.round <= int(head["round"])), None)
+    state = state_of(half, before, head, site)
+    views = tested(half, state, broadcast, site, head["purpose"], seed=int(head["seed"]), client=site.client, round=int(head["round"]))
+    return RecordDict({wire.TALLY: wire.tallies_to_arrays(views), wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: len(site.data.test.y)})})
+
+
+def tested(half: ClientHalf, state: Any, broadcast: Any, site: Site, purpose: Any, *, seed: int, client: int, round: int) -> dict[str, Any]:
+    """Return the tally of every view, after the adaptation of `purpose`."""
+    keys = {"seed": seed, "client": client, "round": round}
+    adapted = solo.adapt(half, state, broadcast, site.data.train, purpose, **keys)
+    return solo.test(half, adapted, broadcast, site.data.test, **keys)
+
+
+def make_half(head: dict[str, Any], model: Model) -> ClientHalf:
+    """Return the client half the server asks for, with its settings."""
+    row = methods.get(head["method"])
+    told = json.loads(head["instructions"])
+    return row.client(convert_fields(row.config, told["options"]), convert_fields(Training, told["training"]), model)
+
+
+def sent(message: Message, head: dict[str, Any], site: Site) -> Any:
+    """Return the broadcast in the message, on the site's device."""
+    kind = methods.get(head["method"]).server.Broadcast
+    return to(unflatten(kind, wire.arrays(message, wire.BROADCAST)), site.data.train.x.device)
+
+
+def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site: Site) -> Any:
+    """Return the client's state, or that of a client that never trained."""
+    device, dtype = site.data.train.x.device, site.data.train.x.dtype
+    if before is None:
+        return to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
+    return to(unflatten(half.State, before.state), device)
+
+
+def flat_tallies(views: dict[str, Any]) -> Tensors:
+    """Return the tallies by "view/field"."""
+    return {f"{view}/{name}": leaf for view, tally in views.items() for name, leaf in flatten(tally).items()}
+
+
+def records(saved: Saved) -> RecordDict:
+    """Return the reply that was saved."""
+    content = RecordDict({wire.UPDATE: wire.to_arrays(saved.update), wire.METRICS: MetricRecord(dict(saved.numbers))})
+    if saved.tally:
+        content[wire.TALLY] = wire.to_arrays(saved.tally)
+    return content

@@ -1,0 +1,193 @@
+"""A run's settings: parsed once, checked once, frozen. Unknown keys and wrong types are errors, never ignored.
+
+The names are one flat space (`--set sigma2=15`, `--run-config "sigma2=15"`): run, data, local training, and the method's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from . import methods
+from .data import DataSettings
+from .models import MODELS
+from .optim import Optimizer, OptimizerName
+from .types import ConfigError, Phase
+
+Engine = Literal["loop", "fused"]
+ENGINES: dict[str, str] = {
+    "fused": "all clients of a round trained together, on one GPU or CPU",
+    "loop": "clients one after another behind an in-process Flower grid; the reference",
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a client trains in one round; the same for every method of a comparison unless set otherwise."""
+
+    optimizer: OptimizerName = "adam"  # sgd, adam or rmsprop; its state is fresh in every round
+    lr: float = 0.001
+    momentum: float = 0.0  # sgd and rmsprop
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0  # largest norm of a gradient; 0 = no clipping
+    batch_size: int = 64
+    local_epochs: int = 5  # passes over the local data in a round
+    local_steps: int = 0  # if positive: that many steps in a round instead of epochs
+    new_client_epochs: int = 50  # passes over its data for a client that never trained in the rounds
+
+    def __post_init__(self) -> None:
+        self.make_optimizer()
+        for name, least in (("batch_size", 1), ("local_epochs", 1), ("local_steps", 0), ("new_client_epochs", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def make_optimizer(self) -> Optimizer:
+        """Return the optimiser of local training."""
+        return Optimizer(self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm)
+
+    def phase(self, name: str, epochs: int | None = None, trainable: tuple[str, ...] | None = None) -> Phase:
+        """Return a stretch of local training: `epochs`, or what a round has."""
+        steps = self.local_steps if epochs is None else 0
+        return Phase(name, self.make_optimizer(), self.batch_size, 0 if steps else (epochs or self.local_epochs), steps, trainable)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The run itself."""
+
+    rounds: int = 20
+    seed: int = 0
+    model: str = "auto"  # see `bayflower models`
+    fraction_train: float = 1.0  # share of the clients that take part in a round, drawn anew each time
+    min_replies: int = 1  # fewest valid replies of a round; fewer stop the run
+    evaluate_every: int = 5  # rounds between two points of the accuracy curve; the last round is always tested; 0 = only the last
+    device: str = "auto"  # cpu, cuda or cuda:N; auto = a GPU if there is one
+    dtype: Literal["float32", "float64"] = "float32"
+    max_fused: int = 0  # fused engine: most clients trained together; 0 = all
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("seed", 0), ("min_replies", 1), ("evaluate_every", 0), ("max_fused", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.fraction_train <= 1:
+            raise ConfigError(f"fraction_train must be in (0, 1], got {self.fraction_train}; 1 means every client in every round")
+        if self.model not in MODELS:
+            raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {self.model!r}")
+        if self.dtype not in ("float32", "float64"):
+            raise ConfigError(f"dtype must be float32 or float64, got {self.dtype!r}")
+        if self.device != "auto":
+            self.torch_device()
+
+    def torch_device(self) -> torch.device:
+        """Return the device clients train on."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}") from None
+        if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+            raise ConfigError(f"device {self.device!r} is not there ({torch.cuda.device_count()} CUDA devices found); use device=cpu")
+        return device
+
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype of parameters and data."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that decides a run's numbers."""
+
+    method: str
+    settings: Settings
+    data: DataSettings
+    training: Training
+    options: Any  # the method's own Config
+
+    def flat(self) -> dict[str, Any]:
+        """Return every setting by its name."""
+        flat: dict[str, Any] = {"method": self.method}
+        for group in (self.settings, self.data, self.training, self.options):
+            flat.update({field.name: getattr(group, field.name) for field in dataclasses.fields(group)})
+        return flat
+
+    def instructions(self) -> str:
+        """Return what a client needs to know of training and method, as JSON: it travels with every message."""
+        return json.dumps({"training": dataclasses.asdict(self.training), "options": dataclasses.asdict(self.options)}, sort_keys=True)
+
+
+def groups(method: str) -> dict[str, type]:
+    """Return the settings classes of a run of `method`, by the name of their field in `Run`."""
+    return {"settings": Settings, "data": DataSettings, "training": Training, "options": methods.get(method).config}
+
+
+def parse(method: str, values: Mapping[str, Any] | None = None) -> Run:
+    """Return the run described by `values` (texts are converted), with defaults for the rest."""
+    row = methods.get(method)
+    known = {field.name: (group, field) for group, kind in groups(method).items() for field in dataclasses.fields(kind)}
+    chosen: dict[str, dict[str, Any]] = {group: {} for group in groups(method)}
+    for key, value in {**row.defaults, **(values or {})}.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"`bayflower settings {method}` lists them"
+            raise ConfigError(f"setting {key!r} is not known to method {method!r}; {hint}")
+        group, field = known[name]
+        chosen[group][name] = convert(name, value, typing.get_type_hints(groups(method)[group])[field.name])
+    return Run(method, **{group: kind(**chosen[group]) for group, kind in groups(method).items()})
+
+
+def convert(name: str, value: Any, hint: Any) -> Any:
+    """Return `value` as the type `hint` asks for; texts are read as numbers, true/false or none."""
+    if isinstance(hint, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    kind: type = str if typing.get_origin(hint) is Literal else hint
+    try:
+        if kind is bool:
+            if isinstance(value, str) and value.lower() in ("true", "false", "1", "0", "yes", "no"):
+                return value.lower() in ("true", "1", "yes")
+            if isinstance(value, bool):
+                return value
+            raise ValueError
+        if isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer()):
+            raise ValueError
+        return kind(value)
+    except (TypeError, ValueError):
+        article = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(kind.__name__, "a text")
+        raise ConfigError(f"{name} must be {article}, got {value!r}") from None
+
+
+def convert_fields(kind: type, values: Mapping[str, Any]) -> Any:
+    """Return the settings class `kind` with `values`, which came as JSON."""
+    hints = typing.get_type_hints(kind)
+    if unknown := sorted(set(values) - set(hints)):
+        raise ConfigError(f"{kind.__qualname__} has no setting {unknown[0]!r}; both sides need the same version of Bayflower")
+    return kind(**{name: convert(name, value, hints[name]) for name, value in values.items()})
+
+
+def describe(method: str) -> list[tuple[str, str, Any, str]]:
+    """Return (group, name, default, meaning) of every setting of `method`; the meaning is the comment beside the field."""
+    row = methods.get(method)
+    return [
+        (group, field.name, row.defaults.get(field.name, field.default), meanings(kind).get(field.name, ""))
+        for group, kind in groups(method).items()
+        for field in dataclasses.fields(kind)
+    ]
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """Return the comment beside each field in the source of a settings class: each number is explained once, there."""
+    return dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind), re.MULTILINE))

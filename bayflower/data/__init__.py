@@ -1,0 +1,27 @@
+"""Data sets, partitions into clients, and the batches and noise of every step. Pure numpy and torch; nothing here imports flwr."""
+
+from .batches import largest_batch, noise, num_steps, plan, rng
+from .federation import ClientData, Federation, load_client, load_federation, standardise
+from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
+from .sources import Source, load_source, read_npz
+
+__all__ = [
+    "DATASETS",
+    "PARTITIONS",
+    "READINGS",
+    "SCENARIOS",
+    "ClientData",
+    "DataSettings",
+    "Federation",
+    "Source",
+    "largest_batch",
+    "load_client",
+    "load_federation",
+    "load_source",
+    "noise",
+    "num_steps",
+    "plan",
+    "read_npz",
+    "rng",
+    "standardise",
+]

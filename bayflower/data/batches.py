@@ -1,0 +1,95 @@
+"""Which samples and which noise every step sees: functions of (seed, client, round, ...) alone, so the same on every engine.
+
+A *stream* is a name for one kind of draw. Two draws are independent if their seed, stream or keys differ; always use a stream with the
+same number of keys, because numpy's SeedSequence cannot tell a missing last key from a zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..types import BayflowerError, ConfigError, Phase
+
+Group = tuple[np.ndarray, ...]
+
+
+def rng(seed: int, stream: str, *keys: int) -> np.random.Generator:
+    """Return the generator of (seed, stream, keys): Philox, whose output is the same on every platform."""
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed must be in [0, {2**32 - 1}], got {seed}")
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, crc32(stream.encode()), *keys])))
+
+
+def num_steps(num_examples: int, phase: Phase, coupled: bool) -> int:
+    """Return how many steps `plan` gives, without drawing them."""
+    batches = len(_sizes(num_examples, phase, coupled))
+    return phase.steps if phase.steps else -(-phase.epochs * batches // phase.batches)
+
+
+def largest_batch(num_examples: int, phase: Phase, coupled: bool) -> int:
+    """Return the size of the largest batch of `plan`: batch_size + 1 where a last single sample joined the batch before it."""
+    return max(_sizes(num_examples, phase, coupled))
+
+
+def plan(num_examples: int, phase: Phase, *, seed: int, client: int, round: int, purpose: str, coupled: bool) -> list[Group]:
+    """Return for each step its `phase.batches` mini-batches, as arrays of sample numbers.
+
+    The mini-batches are cut from one endless sequence of shuffled epochs; an epoch's last batch may be smaller. In epochs mode there are
+    epochs x (batches of an epoch) of them, completed from a further shuffle where the last step would lack some. With `coupled` (layers
+    such as BatchNorm, which need two samples) a last batch of one sample joins the batch before it. A longer phase begins like a
+    shorter one.
+    """
+    sizes = _sizes(num_examples, phase, coupled)
+    steps = num_steps(num_examples, phase, coupled)
+    generator = rng(seed, f"batches/{purpose}/{phase.name}", client, round)
+    cuts = np.cumsum(sizes)[:-1]
+    epochs = -(-steps * phase.batches // len(sizes))
+    stream = [batch for _ in range(epochs) for batch in np.split(generator.permutation(num_examples), cuts)]
+    return [tuple(stream[step * phase.batches : (step + 1) * phase.batches]) for step in range(steps)]
+
+
+def noise(
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    seed: int,
+    client: int,
+    round: int,
+    stage: str,
+    step: int,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+) -> dict[str, Tensor]:
+    """Return standard normal tensors of these shapes, by name.
+
+    Each name has its own stream, so a further name does not change the others. `stage` must tell apart everything that happens in one
+    round (for example "train/local" and "adapt/local"). Drawn in float64 and rounded, so that runs in two precisions see the same noise.
+    """
+    return {
+        name: torch.from_numpy(rng(seed, f"noise/{stage}/{name}", client, round, step).standard_normal(shape)).to(device, dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def _sizes(num_examples: int, phase: Phase, coupled: bool) -> list[int]:
+    """Return the sizes of the batches of one epoch."""
+    if num_examples < 1:
+        raise BayflowerError(f"a client needs at least 1 training sample, got {num_examples}; use fewer clients or a larger min_size")
+    if (phase.epochs > 0) == (phase.steps > 0):
+        raise ConfigError(f"exactly one of epochs and steps must be positive in phase {phase.name!r}, got {phase.epochs} and {phase.steps}")
+    if phase.batch_size < 1 or phase.batches < 1:
+        raise ConfigError(f"batch_size and batches must be at least 1 in {phase.name!r}, got {phase.batch_size} and {phase.batches}")
+    full, rest = divmod(num_examples, phase.batch_size)
+    sizes = [phase.batch_size] * full + [rest] * (rest > 0)
+    if coupled:
+        if num_examples == 1:
+            raise BayflowerError("a client with one sample cannot train a network with BatchNorm; raise min_size or use another norm")
+        if phase.batch_size == 1:
+            raise ConfigError(f"batch_size must be at least 2 in phase {phase.name!r} for a network with BatchNorm, got 1")
+        if rest == 1:
+            sizes = [*sizes[:-2], phase.batch_size + 1]
+    return sizes

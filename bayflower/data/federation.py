@@ -1,0 +1,198 @@
+"""The data of every client, from settings and a seed alone.
+
+Protocol: train and test samples of the data set are pooled, thinned to the share `keep`, partitioned over all clients, and each client's
+part is split at random (not stratified) into a training and a test part. With test_fraction 0 the data set's own test mark decides instead.
+Tables (and synthetic data) are standardised for each client with statistics of its own training part; images are not.
+Which samples a client has depends on (seed, stream name) alone, so training longer or on another engine shifts nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..types import ConfigError
+from . import partition, synthetic
+from .batches import rng
+from .settings import DataSettings
+from .sources import Source, load_source
+
+
+class ClientData(NamedTuple):
+    """The samples of one client, in random order."""
+
+    client: int  # partition id
+    x_train: np.ndarray  # (n, ...) float32
+    y_train: np.ndarray  # (n,) int64
+    x_test: np.ndarray
+    y_test: np.ndarray
+
+
+class Federation(NamedTuple):
+    """All clients of a run. `partition` says in JSON's types how they came about."""
+
+    clients: tuple[ClientData, ...]  # those that train: ids 0..N-1
+    new_clients: tuple[ClientData, ...]  # those that never train: ids N..N+M-1
+    num_classes: int
+    input_shape: tuple[int, ...]
+    dataset: str
+    partition: dict[str, Any]
+    note: str  # what a table must say beside the name of the data set; "" if nothing
+
+
+class _Layout(NamedTuple):
+    """Who has what, before any sample is copied. Client i is part members[i]; without a source the samples are generated."""
+
+    source: Source | None
+    parts: list[np.ndarray]  # of all parts, in the partition's order
+    members: list[int]
+    description: dict[str, Any]
+
+
+@lru_cache(maxsize=2)
+def load_federation(settings: DataSettings, seed: int) -> Federation:
+    """Return every client's data. Cached: do not change the arrays."""
+    layout = _layout(settings, seed)
+    everyone = tuple(_client(layout, settings, seed, client) for client in range(settings.total_clients))
+    description = {
+        **layout.description,
+        "train_sizes": [len(data.y_train) for data in everyone],
+        "test_sizes": [len(data.y_test) for data in everyone],
+    }
+    source = layout.source
+    return Federation(
+        clients=everyone[: settings.num_clients],
+        new_clients=everyone[settings.num_clients :],
+        num_classes=synthetic.NUM_CLASSES if source is None else source.num_classes,
+        input_shape=everyone[0].x_train.shape[1:],
+        dataset="synthetic" if source is None else source.name,
+        partition=description,
+        note="" if source is None else source.note,
+    )
+
+
+def load_client(settings: DataSettings, seed: int, client: int) -> ClientData:
+    """Return one client's data, the same as in `load_federation`, without making the others'."""
+    if not 0 <= client < settings.total_clients:
+        raise ConfigError(
+            f"client must be in [0, {settings.total_clients - 1}], got {client}; num_clients is {settings.num_clients} "
+            f"and new_clients {settings.new_clients}"
+        )
+    return _client(_layout(settings, seed), settings, seed, client)
+
+
+@lru_cache(maxsize=2)
+def _layout(settings: DataSettings, seed: int) -> _Layout:
+    total = settings.total_clients
+    described: dict[str, Any] = {
+        "seed": seed,
+        "num_clients": settings.num_clients,
+        "new_clients": settings.new_clients,
+        "test_fraction": settings.fraction,
+    }
+    if settings.dataset == "synthetic":
+        members = _members(total, settings, seed)
+        described |= {"kind": "synthetic", "scenario": settings.scenario, "nuisance_variance": settings.nuisance_variance, "parts": members}
+        return _Layout(None, [], members, described)
+    source = load_source(settings)
+    if settings.fraction == 0 and (source.test is None or not source.test.any() or source.test.all()):
+        raise ConfigError(f"test_fraction must be in (0, 1) for {source.name!r}, got 0; it does not mark some of its samples as test")
+    kept = np.arange(len(source.y))
+    if settings.keep < 1:
+        kept = np.sort(rng(seed, "keep").choice(len(kept), size=max(1, int(settings.keep * len(kept) + 0.5)), replace=False))
+    parts, numbers = _parts(source, kept, settings, rng(seed, "partition"))
+    if len(parts) < total:
+        raise ConfigError(
+            f"num_clients + new_clients must be at most {len(parts)}, the natural clients of {source.name!r}, got {total}; "
+            f"lower num_clients or new_clients"
+        )
+    parts = [kept[part] for part in parts]
+    members = _members(len(parts), settings, seed)
+    for client, member in enumerate(members):
+        if len(parts[member]) < settings.min_size:
+            raise ConfigError(
+                f"client {client} would have {len(parts[member])} samples, fewer than min_size {settings.min_size}; "
+                f"lower min_size or the number of clients, or raise keep"
+            )
+    described |= {"kind": settings.partition, **numbers, "min_size": settings.min_size, "keep": settings.keep, "pooled": len(source.y)}
+    described |= {"kept": len(kept), "used": sum(len(parts[member]) for member in members), "parts": members}
+    return _Layout(source, parts, members, described)
+
+
+def _parts(source: Source, kept: np.ndarray, settings: DataSettings, draw: np.random.Generator) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Return (positions in `kept` of each part, the numbers that made them)."""
+    s, y, total, classes = settings, source.y[kept], settings.total_clients, source.num_classes
+    if s.partition == "iid":
+        return partition.iid(y, total, draw), {}
+    if s.partition == "dirichlet":
+        return partition.dirichlet(y, total, s.beta, s.min_size, draw), {"beta": s.beta}
+    if s.partition == "quantity":
+        return partition.quantity(y, total, s.beta, s.min_size, draw), {"beta": s.beta}
+    if s.partition == "pathological":
+        numbers: dict[str, Any] = {"classes_per_client": s.classes_per_client, "samples_per_class": s.samples_per_class}
+        return partition.pathological(y, total, s.classes_per_client, s.samples_per_class, classes, draw), numbers
+    if s.partition == "major-minor":
+        parts = partition.major_minor(y, total, s.major_classes, s.minor_share, s.major_minor_reading, s.samples_per_client, classes, draw)
+        shares = partition.major_minor_shares(s.major_minor_reading, s.major_classes, s.minor_share, classes)
+        numbers = {"major_classes": s.major_classes, "minor_share": s.minor_share, "reading": s.major_minor_reading}
+        return parts, {**numbers, "samples_per_client": len(parts[0]), "share_of_a_major": shares[0], "share_of_a_minor": shares[1]}
+    if source.client is None:
+        raise ConfigError(f"partition must not be 'natural' for {source.name!r}, which has no natural clients; try 'dirichlet'")
+    owners = source.client[kept]
+    return partition.natural(owners), {"natural_clients": [int(owner) for owner in np.unique(owners[owners >= 0])]}
+
+
+def _members(parts: int, settings: DataSettings, seed: int) -> list[int]:
+    """Return the part of each client id. A seeded permutation chooses which parts train and which are new; both stay in order."""
+    order = rng(seed, "members").permutation(parts)
+    training, new = order[: settings.num_clients], order[settings.num_clients : settings.total_clients]
+    return [int(part) for part in (*np.sort(training), *np.sort(new))]
+
+
+def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:
+    member = layout.members[client]
+    source = layout.source
+    marks = None
+    if source is None:
+        x, y = synthetic.client_samples(seed, member, settings.total_clients, settings.scenario, settings.nuisance_variance)
+    else:
+        indices = layout.parts[member]
+        x, y = source.samples(indices), source.y[indices]
+        marks = source.test[indices] if settings.fraction == 0 and source.test is not None else None
+    train, test = _split(len(y), settings.fraction, marks, rng(seed, "split", member))
+    if len(train) == 0 or len(test) == 0:
+        raise ConfigError(
+            f"client {client} would have {len(train)} training and {len(test)} test samples; every client needs one of each: "
+            f"raise min_size, or set test_fraction above 0"
+        )
+    x_train, x_test = x[train], x[test]
+    if x.ndim == 2:
+        x_train, x_test = standardise(x_train, x_test)
+    return ClientData(client, x_train, y[train], x_test, y[test])
+
+
+def _split(size: int, fraction: float, marks: np.ndarray | None, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return (training positions, test positions), each in random order."""
+    order = draw.permutation(size)
+    if marks is not None:
+        return order[~marks[order]], order[marks[order]]
+    count = min(max(int(fraction * size + 0.5), 1), size - 1)
+    return order[count:], order[:count]
+
+
+def standardise(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return both tables in float32 with NaN set to the training median and columns shifted and scaled to training mean 0, variance 1.
+
+    A column that is constant in training keeps its scale; one that is all missing in training is 0 throughout.
+    """
+    train, test = train.astype(np.float64), test.astype(np.float64)
+    unknown = np.isnan(train).all(axis=0)
+    median = np.zeros(train.shape[1])
+    median[~unknown] = np.nanmedian(train[:, ~unknown], axis=0)
+    test[:, unknown] = 0.0  # nothing in training says how to scale it
+    train, test = (np.where(np.isnan(part), median, part) for part in (train, test))
+    mean, std = train.mean(axis=0), train.std(axis=0)
+    std = np.where(train.min(axis=0) == train.max(axis=0), 1.0, std)
+    return ((train - mean) / std).astype(np.float32), ((test - mean) / std).astype(np.float32)

@@ -1,0 +1,145 @@
+"""The loop engine: an in-process Flower `Grid` with real messages; clients answer one after another. The reference, and for debugging."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run as FlowerRun
+from flwr.supercore.task_identity import TaskIdentity  # the one internal import: Message() asks for it
+
+from . import solo, wire
+from .clients.base import Site, client_app
+from .config import Run
+from .data import Federation
+from .halves import Halves
+from .outcome import Outcome, Progress
+from .store import MemoryStore, Store
+from .strategies import strategy_class
+
+SERVER_NODE = 1
+FIRST_NODE = 1000
+
+
+class InProcessGrid(Grid):
+    """A grid whose nodes live here. A message is worked on when its reply is pulled, one at a time, so replies never pile up."""
+
+    def __init__(self, app: ClientApp, contexts: Iterable[Context], fail: Callable[[Message], Message | None] | None = None) -> None:
+        self.app = app
+        self.contexts = {context.node_id: context for context in contexts}
+        self.fail = fail  # tests only: what a message is answered with instead; None leaves it unanswered
+        self.inbox: dict[str, Message] = {}
+        self._run = FlowerRun.create_empty(1)
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SERVER_NODE, 1
+
+    def set_run(self, run: FlowerRun) -> None:
+        """Set the run this grid belongs to."""
+        self._run = run
+
+    @property
+    def run(self) -> FlowerRun:
+        """Return the run this grid belongs to."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Return a message to a node."""
+        return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Take the messages in; return their ids."""
+        ids = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
+            self.inbox[message.metadata.message_id] = message
+            ids.append(message.metadata.message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Work on the first waiting message of `message_ids` and return its reply."""
+        wanted = set(message_ids)
+        for number in list(self.inbox):
+            if number in wanted:
+                reply = self._answer(self.inbox.pop(number))
+                return [] if reply is None else [reply]
+        return []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Return the replies to all messages."""
+        ids = list(self.push_messages(messages))
+        return [reply for number in ids for reply in self.pull_messages([number])]
+
+    def _answer(self, message: Message) -> Message | None:
+        received = Message(content=wire.copy_content(message.content), metadata=message.metadata)  # type: ignore[call-overload]
+        if self.fail is not None:
+            return self.fail(received)
+        return self.ask(received)
+
+    def ask(self, message: Message) -> Message:
+        """Return the ClientApp's reply, or the error reply Flower would give."""
+        try:
+            return self.app(message, self.contexts[message.metadata.dst_node_id])
+        except Exception as error:  # a client's failure is a reply, never the server's
+            return Message(Error(code=2, reason=f"{error}".splitlines()[0]), reply_to=message)
+
+
+def contexts(clients: Iterable[int]) -> list[Context]:
+    """Return Flower contexts of nodes that hold these partitions."""
+    known = list(clients)
+    return [
+        Context(1, FIRST_NODE + client, {"partition-id": client, "num-partitions": len(known)}, RecordDict(), {}) for client in known
+    ]
+
+
+def federation_app(run: Run, federation: Federation, halves: Halves, store: Store) -> ClientApp:
+    """Return the ClientApp whose sites are the federation's clients."""
+    settings = run.settings
+    everyone = {data.client: data for data in (*federation.clients, *federation.new_clients)}
+    new = {data.client for data in federation.new_clients}
+    loaded: dict[int, solo.Samples] = {}
+
+    def site_of(context: Context) -> Site:
+        client = int(context.node_config["partition-id"])
+        if client not in loaded:
+            loaded[client] = solo.samples(everyone[client], settings.torch_device(), settings.torch_dtype())
+        return Site(client, client in new, halves.model, loaded[client], store)
+
+    return client_app(site_of)
+
+
+def run_loop(
+    run: Run, federation: Federation, halves: Halves, progress: Progress | None = None, store: Store | None = None
+) -> Outcome:
+    """Return the outcome of all rounds and the final test."""
+    settings = run.settings
+    app = federation_app(run, federation, halves, store or MemoryStore())
+    grid = InProcessGrid(app, contexts(data.client for data in (*federation.clients, *federation.new_clients)))
+    strategy = make_strategy(run, progress)
+    params, buffers = halves.initial
+    strategy.start(grid, wire.to_arrays({**params, **buffers}), num_rounds=settings.rounds)
+    assert strategy.outcome is not None
+    return strategy.outcome
+
+
+def make_strategy(run: Run, progress: Progress | None = None):  # type: ignore[no-untyped-def]
+    """Return the strategy of `run.method` with the run's settings."""
+    import dataclasses
+
+    settings = run.settings
+    return strategy_class(run.method)(
+        fraction_train=settings.fraction_train,
+        min_replies=settings.min_replies,
+        evaluate_every=settings.evaluate_every,
+        seed=settings.seed,
+        progress=progress,
+        **dataclasses.asdict(run.training),
+        **dataclasses.asdict(run.options),
+    )

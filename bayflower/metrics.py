@@ -1,0 +1,182 @@
+"""Metrics as tallies: counts and sums that are made where the data is, can be added anywhere, and are the same on every engine.
+
+torchmetrics and scikit-learn define these numbers, and the tests hold us to them, but at run time they want all predictions in one
+place. A `Tally` is a fixed set of small tensors per client: it is additive (any order, any tree), it is made under `torch.func.vmap`
+for all clients at once, and no single prediction leaves a client. The real-valued sums are rounded to multiples of 2^-32 per term, so they
+are whole numbers in disguise: adding tallies is exact below 2^21 (two million samples, or nats), whatever the chunks, padding or device.
+
+Calibration uses 10 equal bins over [0, 1], [0, 0.1), [0.1, 0.2), …, [0.9, 1], with edges in the dtype of the probabilities as
+torchmetrics has them: p on an edge belongs to the upper bin. The one difference: p = 1 falls into the last bin, where torchmetrics (1.9)
+opens an eleventh for it. Two kinds: *top-label* bins the confidence of the predicted class; *all-class* bins all N×C probabilities against
+one-hot labels, which is what MetaVD's tables show (E-V9). Balanced accuracy is the mean recall of the classes present, which is what
+FedMAP's tables show (E-M7).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+NUM_BINS = 10
+GRID = 2.0**32
+
+
+class Tally(NamedTuple):
+    """What is counted on test samples. Integers are int64, the other sums float64 and multiples of 2^-32."""
+
+    num_examples: Tensor
+    correct: Tensor
+    nll: Tensor  # Σ −log p_y
+    class_total: Tensor  # (C,) samples of each class
+    class_correct: Tensor  # (C,)
+    bin_count: Tensor  # (10,) top-label bins
+    bin_confidence: Tensor  # (10,) Σ p
+    bin_correct: Tensor  # (10,)
+    all_count: Tensor  # (10,) all-class bins
+    all_confidence: Tensor  # (10,)
+    all_correct: Tensor  # (10,) how many of these probabilities belong to the true class
+
+
+def zero(num_classes: int, device: torch.device | str = "cpu") -> Tally:
+    """Return the tally of no samples."""
+    n = torch.zeros((), dtype=torch.int64, device=device)
+    c = torch.zeros(num_classes, dtype=torch.int64, device=device)
+    b = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
+    return Tally(n, n, n.double(), c, c, b, b.double(), b, b, b.double(), b)
+
+
+def add(a: Tally, b: Tally) -> Tally:
+    """Return the tally of both sets of samples."""
+    return Tally(*(x + y for x, y in zip(a, b, strict=True)))
+
+
+def tally(probs: Tensor, y: Tensor, mask: Tensor) -> Tally:
+    """Return the tally of the samples that the mask (N,) marks with 1: probs (N, C), y (N,). Pure, and runs under vmap.
+
+    −log p is taken at the smallest normal number of the dtype where p is below it (87 in float32, 708 in float64), never inf. A
+    sample with a probability that is not finite counts as p = 0 everywhere and is wrong.
+    """
+    used = mask != 0
+    finite = probs.isfinite().all(-1)
+    probs = torch.where(finite[:, None], probs, 0.0)
+    num_classes = probs.shape[-1]
+    classes = torch.arange(num_classes, device=probs.device)
+    truth = (y[:, None] == classes) & used[:, None]
+    confidence, predicted = probs.max(-1)
+    hit = (predicted == y) & finite & used
+    p_true = probs.gather(-1, y.clamp(0, num_classes - 1)[:, None])[:, 0]
+    nll = -p_true.clamp(min=torch.finfo(probs.dtype).tiny).double().log()
+    return Tally(
+        used.sum(),
+        hit.sum(),
+        on_grid(nll).mul(used).sum() / GRID,
+        truth.sum(0),
+        (truth & hit[:, None]).sum(0),
+        *binned(confidence, hit, used),
+        *binned(probs.flatten(), truth.flatten(), used[:, None].expand(-1, num_classes).flatten()),
+    )
+
+
+def on_grid(x: Tensor) -> Tensor:
+    """Return x in units of 2^-32, rounded, int64: sums of these have no rounding."""
+    return (x.double() * GRID).round().long()
+
+
+def binned(p: Tensor, hit: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for each bin, how many p fall into it, their sum, and how many of them hit."""
+    edges = torch.linspace(0, 1, NUM_BINS + 1, dtype=p.dtype, device=p.device)[1:-1]
+    above = [used] + [used & (p >= edge) for edge in edges]  # a bin is what is above its lower edge less what is above its upper edge
+    terms = on_grid(p)
+
+    def per_bin(x: Tensor) -> Tensor:
+        tail = torch.stack([(x * a).sum() for a in above])
+        return tail - torch.cat([tail[1:], torch.zeros_like(tail[:1])])
+
+    return per_bin(torch.ones_like(terms)), per_bin(terms) / GRID, per_bin(hit.long())
+
+
+def summarise(tallies: Mapping[int, Tally]) -> dict[str, Any]:
+    """Return the block METRICS of a result: plain numbers, None where a number is not defined.
+
+    Means over clients leave out clients without test samples; `per_client` lists those with None. `num_clients` counts those with samples.
+    """
+    clients = [(client, tallies[client]) for client in sorted(tallies)]
+    seen = [(client, t) for client, t in clients if int(t.num_examples) > 0]
+    per_client = [
+        {
+            "client": int(client),
+            "num_examples": int(t.num_examples),
+            "accuracy": ratio(t.correct, t.num_examples),
+            "balanced_accuracy": balanced_accuracy(t),
+            "nll": ratio(t.nll, t.num_examples),
+            "ece": calibration(*t[5:8])[0],
+        }
+        for client, t in clients
+    ]
+    accuracies = [float(t.correct) / float(t.num_examples) for _, t in seen]
+    balanced = [b for _, t in seen if (b := balanced_accuracy(t)) is not None]
+    mean = math.fsum(accuracies) / len(accuracies) if seen else None
+    std = math.sqrt(math.fsum((a - mean) ** 2 for a in accuracies) / len(accuracies)) if mean is not None else None
+    pooled = reduce(add, (t for _, t in seen)) if seen else zero(1)
+    ece, mce = calibration(pooled.bin_count, pooled.bin_confidence, pooled.bin_correct)
+    ece_all, mce_all = calibration(pooled.all_count, pooled.all_confidence, pooled.all_correct)
+    return dict(
+        num_examples=int(pooled.num_examples),
+        num_clients=len(seen),
+        accuracy=ratio(pooled.correct, pooled.num_examples),
+        accuracy_mean=mean,
+        balanced_accuracy=balanced_accuracy(pooled),
+        balanced_accuracy_mean=math.fsum(balanced) / len(balanced) if balanced else None,
+        nll=ratio(pooled.nll, pooled.num_examples),
+        ece=ece,
+        ece_allclass=ece_all,
+        mce=mce,
+        mce_allclass=mce_all,
+        fairness_std=std,
+        fairness_cv=std / mean if std is not None and mean else None,
+        worst_client_accuracy=min(accuracies, default=None),
+        per_client=per_client,
+        reliability={
+            "top_label": diagram(pooled.bin_count, pooled.bin_confidence, pooled.bin_correct),
+            "all_class": diagram(pooled.all_count, pooled.all_confidence, pooled.all_correct),
+        },
+    )
+
+
+def ratio(part: Tensor, whole: Tensor) -> float | None:
+    """Return part / whole, None for 0/0."""
+    return float(part) / float(whole) if float(whole) else None
+
+
+def balanced_accuracy(t: Tally) -> float | None:
+    """Return the mean recall over the classes that have samples."""
+    recalls = [c / n for n, c in zip(t.class_total.tolist(), t.class_correct.tolist(), strict=True) if n]
+    return math.fsum(recalls) / len(recalls) if recalls else None
+
+
+def calibration(count: Tensor, confidence: Tensor, correct: Tensor) -> tuple[float | None, float | None]:
+    """Return (expected, maximum) calibration error: the mean, weighted by count, and the largest |accuracy − confidence| of the bins."""
+    rows = [row for row in zip(count.tolist(), confidence.tolist(), correct.tolist(), strict=True) if row[0]]
+    if not rows:
+        return None, None
+    gaps = [abs(hits - total) for _, total, hits in rows]
+    return math.fsum(gaps) / sum(row[0] for row in rows), max(gap / row[0] for gap, row in zip(gaps, rows, strict=True))
+
+
+def diagram(count: Tensor, confidence: Tensor, correct: Tensor) -> list[dict[str, Any]]:
+    """Return the bars of a reliability diagram."""
+    return [
+        {
+            "low": i / NUM_BINS,
+            "high": (i + 1) / NUM_BINS,
+            "count": int(n),
+            "confidence": total / n if n else None,
+            "accuracy": hits / n if n else None,
+        }
+        for i, (n, total, hits) in enumerate(zip(count.tolist(), confidence.tolist(), correct.tolist(), strict=True))
+    ]

@@ -1,0 +1,103 @@
+"""What a run gives, and `result.json`: the file other tools rely on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from . import metrics
+from .config import Run
+from .data import Federation
+from .halves import Halves
+
+Views = dict[str, dict[int, metrics.Tally]]
+CURVE = ("accuracy", "balanced_accuracy_mean", "nll")
+
+
+class RoundRecord(dict[str, Any]):
+    """One entry of result.json's "rounds"."""
+
+    @classmethod
+    def make(
+        cls, round: int, seconds: float, up: int, down: int, losses: Mapping[int, tuple[int, float]], report: Mapping[str, float]
+    ) -> RoundRecord:
+        """Return the record of a round; `losses` holds (samples, mean loss) of each client that trained."""
+        weight = sum(count for count, _ in losses.values())
+        loss = sum(count * losses[client][1] for client in sorted(losses) for count in [losses[client][0]]) / weight if weight else None
+        return cls(round=round, seconds=seconds, bytes_up=up, bytes_down=down, train_loss=loss, num_clients=len(losses), **report)
+
+
+Progress = Callable[[list[RoundRecord]], None]
+
+
+class Outcome(NamedTuple):
+    """All rounds, the tallies of the final test (training clients by view, new clients by view), and the last states."""
+
+    rounds: list[RoundRecord]
+    views: Views
+    new_clients: Views
+    server_state: Any
+    client_states: dict[int, Any]
+    faults: tuple[str, ...] = ()
+
+
+def curve_point(views: Views) -> dict[str, Any]:
+    """Return a point of the accuracy curve: the personal model on the clients that were tested."""
+    summary = metrics.summarise(views["personal"])
+    return {"personal": {key: summary[key] for key in (*CURVE, "num_clients")}}
+
+
+def result(run: Run, engine: str, federation: Federation, halves: Halves, outcome: Outcome) -> dict[str, Any]:
+    """Return the content of result.json."""
+    views = halves.client.views()
+    trained = f"the {len(federation.clients)} training clients, each on its own test data, after round {run.settings.rounds}"
+    unseen = f"{len(federation.new_clients)} clients that never trained, each adapted on its own training data as the method defines"
+
+    def block(tallies: Mapping[int, metrics.Tally], model: str, clients: str) -> dict[str, Any]:
+        return {"model": model, "clients": clients, **metrics.summarise(tallies)}
+
+    final = {view: block(tallies, views[view], trained) for view, tallies in outcome.views.items()}
+    final.setdefault("global", None)  # type: ignore[arg-type]
+    new = outcome.new_clients.get("personal")
+    final["new_clients"] = block(new, views["personal"], unseen) if new else None  # type: ignore[assignment]
+    settings = run.settings
+    device = settings.torch_device()
+    return {
+        "method": run.method, "dataset": federation.dataset, "note": federation.note, "partition": federation.partition,
+        "engine": engine, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        "seed": settings.seed, "num_clients": len(federation.clients), "num_new_clients": len(federation.new_clients),
+        "model": {"name": halves.model.name, "parameters": halves.model.num_parameters},
+        "versions": versions(), "config": run.flat(), "rounds": [dict(record) for record in outcome.rounds], "final": final,
+        "faults": list(outcome.faults), "remark": halves.client.remark(),
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that decide the numbers."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    for package in ("bayflower", "flwr"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed as a package" if package in sys.modules or package == "bayflower" else "not installed"
+    return found
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` to `path` so that a reader sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with part.open("w") as file:
+        json.dump(content, file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,124 @@
+"""A client's durable state: what it knew after round r and r−1, and the reply it gave, so that a repeated message is answered
+again and not applied twice.
+
+One file a round and client, `<root>/<run>/client-<k>/round-<r>.safetensors`, written beside and renamed; the two newest are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .types import BayflowerError, Tensors
+
+KEPT = 2
+FORMAT = "bayflower-client-1"
+
+
+class Saved(NamedTuple):
+    """A client after one round."""
+
+    round: int
+    cause: str  # digest of the broadcast that led to it
+    state: Tensors
+    update: Tensors
+    tally: Tensors
+    numbers: dict[str, float]  # what else was in the reply
+
+
+class Store(Protocol):
+    """Where clients keep their states."""
+
+    def load(self, run: str, client: int) -> list[Saved]:
+        """Return what is known of a client, newest first, at most two."""
+
+    def save(self, run: str, client: int, saved: Saved) -> None:
+        """Keep `saved` and the newest one before it."""
+
+
+class MemoryStore:
+    """States in this process only."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, int], list[Saved]] = {}
+
+    def load(self, run: str, client: int) -> list[Saved]:
+        """Return what is known of a client, newest first."""
+        return self.kept.get((run, client), [])
+
+    def save(self, run: str, client: int, saved: Saved) -> None:
+        """Keep `saved` and the newest one before it."""
+        older = [one for one in self.load(run, client) if one.round < saved.round]
+        self.kept[run, client] = [saved, *older][:KEPT]
+
+
+class DiskStore:
+    """States in files under `root`."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def folder(self, run: str, client: int) -> Path:
+        """Return the folder of a client; `run` comes over the network, so it must be a plain word."""
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
+            raise BayflowerError(f"run must be 1 to 64 letters, digits, - or _, got {run!r}")
+        return self.root / run / f"client-{client}"
+
+    def load(self, run: str, client: int) -> list[Saved]:
+        """Return what is known of a client, newest first."""
+        return [read(path) for path in rounds(self.folder(run, client))[:KEPT]]
+
+    def save(self, run: str, client: int, saved: Saved) -> None:
+        """Keep `saved` and the newest one before it."""
+        folder = self.folder(run, client)
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / f"round-{saved.round}.safetensors", saved)
+        files = rounds(folder)
+        newer = [path for path in files if number(path) > saved.round]
+        for path in [*newer, *[path for path in files if number(path) <= saved.round][KEPT:]]:
+            path.unlink(missing_ok=True)
+
+
+def number(path: Path) -> int:
+    """Return the round in a file's name."""
+    return int(path.stem.split("-")[1])
+
+
+def rounds(folder: Path) -> list[Path]:
+    """Return the files of a client, newest round first."""
+    return sorted(folder.glob("round-*.safetensors"), key=number, reverse=True)
+
+
+def write(path: Path, saved: Saved) -> None:
+    """Write one file so that a reader sees all of it or nothing."""
+    tensors = {
+        f"{part}/{name}": tensor.detach().cpu().contiguous()
+        for part in ("state", "update", "tally")
+        for name, tensor in getattr(saved, part).items()
+    }
+    head = {"format": FORMAT, "round": str(saved.round), "cause": saved.cause, "numbers": json.dumps(saved.numbers)}
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    save_file(tensors, part, metadata=head)
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def read(path: Path) -> Saved:
+    """Return the content of one file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            head = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise BayflowerError(f"client state {path} cannot be read ({error}); restore it from a back-up, or remove it to start anew") from None
+    if head.get("format") != FORMAT:
+        raise BayflowerError(f"client state {path} has format {head.get('format')!r}, expected {FORMAT!r}; it is not ours or of another version")
+    parts = {part: {name[len(part) + 1 :]: t for name, t in tensors.items() if name.startswith(part + "/")} for part in ("state", "update", "tally")}
+    return Saved(int(head["round"]), head["cause"], numbers=json.loads(head["numbers"]), **parts)

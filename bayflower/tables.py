@@ -1,0 +1,68 @@
+"""Results as tables for a person."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+BLOCKS = {"personal": "personal", "global": "global", "new_clients": "new clients"}
+
+
+def percent(value: float | None) -> str:
+    """Return e.g. "83.21"."""
+    return "–" if value is None else f"{100 * value:.2f}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return the number with `digits` decimals."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def size(value: float) -> str:
+    """Return a number of bytes for a person."""
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"
+
+
+def result_table(result: dict[str, Any]) -> Table:
+    """Return the final block of one result: a row a model."""
+    rounds = result["rounds"]
+    title = f"{result['method']} on {result['dataset']}, {result['num_clients']} clients, {len(rounds)} rounds, seed {result['seed']}"
+    grid = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+                 caption=f"accuracies in %; {result['engine']} engine, {result['device']}, {sum(r['seconds'] for r in rounds):.1f} s of rounds")  # fmt: skip
+    for column in ("model", "accuracy", "mean", "balanced", "worst", "NLL", "ECE", "fair. CV"):
+        grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    names = [*BLOCKS, *(name for name in result["final"] if name not in BLOCKS)]
+    for name in names:
+        block = result["final"].get(name)
+        if block:
+            grid.add_row(
+                BLOCKS.get(name, name), percent(block["accuracy"]), percent(block["accuracy_mean"]), percent(block["balanced_accuracy_mean"]),
+                percent(block["worst_client_accuracy"]), number(block["nll"]), percent(block["ece"]), number(block["fairness_cv"]),
+            )  # fmt: skip
+    return grid
+
+
+def comparison_table(results: list[dict[str, Any]]) -> Table:
+    """Return one row a method: the personal model, and what it cost."""
+    first = results[0]
+    title = f"{first['dataset']}, {first['num_clients']} clients, {len(first['rounds'])} rounds, seed {first['seed']}: personal models after the last round"
+    grid = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+                 caption="accuracies and ECE in %; balanced: mean over clients of balanced accuracy; worst: of a client")  # fmt: skip
+    for column in ("method", "accuracy", "balanced", "worst", "NLL", "ECE", "fair. CV", "up/round", "time"):
+        grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    best = max(result["final"]["personal"]["balanced_accuracy_mean"] for result in results)
+    for result in results:
+        block, rounds = result["final"]["personal"], result["rounds"]
+        mark = "bold" if block["balanced_accuracy_mean"] == best else ""
+        grid.add_row(
+            result["method"], percent(block["accuracy"]), percent(block["balanced_accuracy_mean"]), percent(block["worst_client_accuracy"]),
+            number(block["nll"]), percent(block["ece"]), number(block["fairness_cv"]),
+            size(sum(r["bytes_up"] for r in rounds) / len(rounds)), f"{sum(r['seconds'] for r in rounds):.1f} s", style=mark,
+        )  # fmt: skip
+    return grid

@@ -1,0 +1,127 @@
+"""Records ↔ states: every key that appears in a Flower message, and every check of what arrives.
+
+To a client ("train", "evaluate"):   broadcast   ArrayRecord   the method's Broadcast, one array a leaf
+                                     bayflower   ConfigRecord  protocol, method, run, round, seed, evaluate, purpose, instructions
+From a client ("train"):             update      ArrayRecord   the method's Update
+                                     tally       ArrayRecord   test results by view, where a test was asked for
+                                     metrics     MetricRecord  num-examples, train-loss
+                                     bayflower   ConfigRecord  protocol, method, run, round, client
+From a client ("query"):             bayflower   ConfigRecord  client, new, anatomy (JSON)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from torch import Tensor
+
+from .metrics import Tally
+from .tree import flatten, unflatten
+from .types import Anatomy, BayflowerError, Tensors
+
+PROTOCOL = 1
+BROADCAST, UPDATE, TALLY, METRICS, HEADER = "broadcast", "update", "tally", "metrics", "bayflower"
+NUM_EXAMPLES, TRAIN_LOSS = "num-examples", "train-loss"
+
+
+class WireError(BayflowerError):
+    """A message that cannot be used; the text says what is wrong with it."""
+
+
+def to_arrays(tree: Any) -> ArrayRecord:
+    """Return the leaves as an ArrayRecord."""
+    return ArrayRecord({name: Array.from_torch_tensor(leaf.contiguous()) for name, leaf in flatten(tree).items()})
+
+
+def to_tensors(record: Mapping[str, Array]) -> Tensors:
+    """Return the arrays by name."""
+    tensors = {}
+    for name, array in record.items():
+        try:
+            tensors[name] = torch.from_numpy(array.numpy().copy())
+        except (ValueError, TypeError, EOFError) as error:
+            raise WireError(f"array {name!r} cannot be read ({error})") from None
+    return tensors
+
+
+def arrays(message: Message, key: str) -> Tensors:
+    """Return the arrays of the record called `key`."""
+    record = message.content.get(key)
+    if not isinstance(record, ArrayRecord):
+        raise WireError(f"the ArrayRecord {key!r} is missing")
+    return to_tensors(record)
+
+
+def matching(flat: Mapping[str, Tensor], template: Any) -> Any:
+    """Return the tree shaped like `template` with the values of `flat`; names, shapes and dtypes must agree and be finite."""
+    expected = flatten(template)
+    if missing := sorted(set(expected) - set(flat)):
+        raise WireError(f"key {missing[0]!r} is missing")
+    if unknown := sorted(set(flat) - set(expected)):
+        raise WireError(f"key {unknown[0]!r} was not asked for")
+    for name, want in expected.items():
+        got = flat[name]
+        if got.shape != want.shape:
+            raise WireError(f"{name!r} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+        if got.dtype != want.dtype:
+            raise WireError(f"{name!r} has dtype {dtype_name(got)}, expected {dtype_name(want)}")
+        if got.is_floating_point() and not bool(torch.isfinite(got).all()):
+            raise WireError(f"{name!r} has values that are not finite")
+    return unflatten(type(template), flat)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return e.g. "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def header(message: Message, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the message's header, which must have `names` and speak our protocol."""
+    record = message.content.get(HEADER)
+    if not isinstance(record, ConfigRecord):
+        raise WireError(f"the ConfigRecord {HEADER!r} is missing; the other side does not run Bayflower")
+    if record.get("protocol") != PROTOCOL:
+        raise WireError(f"protocol {record.get('protocol')!r} is not {PROTOCOL}; both sides need the same version of Bayflower")
+    if missing := [name for name in names if name not in record]:
+        raise WireError(f"header key {missing[0]!r} is missing")
+    return dict(record)
+
+
+def make_header(**values: Any) -> ConfigRecord:
+    """Return a header."""
+    return ConfigRecord({"protocol": PROTOCOL, **values})
+
+
+def tallies_to_arrays(views: Mapping[str, Tally]) -> ArrayRecord:
+    """Return the tallies of all views as one record."""
+    return to_arrays({view: dict(zip(tally._fields, tally, strict=True)) for view, tally in views.items()})
+
+
+def arrays_to_tallies(flat: Mapping[str, Tensor]) -> dict[str, Tally]:
+    """Return the tallies by view."""
+    views = sorted({name.split("/", 1)[0] for name in flat})
+    result = {}
+    for view in views:
+        own = {name.split("/", 1)[1]: value for name, value in flat.items() if name.startswith(view + "/")}
+        result[view] = unflatten(Tally, own)
+    return result
+
+
+def anatomy_to_text(anatomy: Anatomy) -> str:
+    """Return the anatomy as JSON."""
+    return json.dumps({name: sorted(value) if isinstance(value, frozenset) else value for name, value in anatomy._asdict().items()})
+
+
+def text_to_anatomy(text: str) -> Anatomy:
+    """Return the anatomy a client reported."""
+    raw = json.loads(text)
+    return Anatomy(tuple(raw["trainable"]), tuple(raw["buffers"]), frozenset(raw["norm_names"]), frozenset(raw["head_names"]))
+
+
+def copy_content(content: RecordDict) -> RecordDict:
+    """Return the records in new containers, the immutable arrays shared: what a receiver changes is not the sender's."""
+    return RecordDict({name: type(record)(dict(record)) for name, record in content.items()})

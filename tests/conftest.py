@@ -1,0 +1,55 @@
+"""What several test files share: golden vectors, a small federation, and the trees' comparison."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+
+import pytest
+import torch
+
+from bayflower.config import Run, parse
+from bayflower.engines import Prepared, prepare
+from bayflower.tree import flatten
+
+SMALL = {"dataset": "digits", "num_clients": 5, "new_clients": 2, "keep": 0.25, "beta": 0.5, "min_size": 8, "batch_size": 16,
+         "local_epochs": 2, "new_client_epochs": 3, "rounds": 2, "evaluate_every": 1}  # fmt: skip
+NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, Any]:
+    return json.loads((Path(__file__).parent / "golden.json").read_text())
+
+
+def small(method: str, **changes: Any) -> Run:
+    """Return a run of a few seconds."""
+    return parse(method, {**SMALL, **NEEDED.get(method, {}), "device": "cpu", **changes})
+
+
+def small_prepared(method: str, engine: str = "loop", **changes: Any) -> Prepared:
+    return prepare(small(method, **changes), engine)
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    left, right = flatten(a), flatten(b)
+    assert left.keys() == right.keys()
+    for name in left:
+        assert left[name].dtype == right[name].dtype, name
+        assert torch.equal(left[name], right[name]), name
+
+
+def worst_difference(a: Any, b: Any) -> float:
+    """Return the largest over tensors of ‖a − b‖ / ‖b‖."""
+    left, right = flatten(a), flatten(b)
+    assert left.keys() == right.keys()
+    worst = 0.0
+    for name in left:
+        x, y = left[name].double(), right[name].double()
+        assert x.shape == y.shape, name
+        worst = max(worst, float((x - y).norm() / y.norm().clamp(min=1e-12)))
+    return worst

@@ -1,0 +1,226 @@
+"""Every method × every promise of the contract."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import NEEDED, assert_same_bits, small_prepared, worst_difference
+from torch.func import vmap
+
+from bayflower import solo
+from bayflower.engines import execute
+from bayflower.exact import Total
+from bayflower.methods import METHODS, ROWS
+from bayflower.store import DiskStore, Saved
+from bayflower.tree import digest, flatten, map_tree, num_bytes, stack, take, unflatten
+from bayflower.types import Batch
+from bayflower.wire import matching, to_arrays, to_tensors
+
+NAMES = sorted(METHODS)
+MODELS = ["mlp", "mlp-bn"]
+
+
+class Bench:
+    """A method with some clients' updates of one round."""
+
+    def __init__(self, method: str, model: str, dtype: str = "float32", clients: int = 4) -> None:
+        self.prepared = small_prepared(method, model=model, dtype=dtype)
+        self.server, self.client, self.model, (self.params, self.buffers) = self.prepared.halves
+        self.clients = [data.client for data in self.prepared.federation.clients[:clients]]
+        self.state = self.server.init(self.params, self.buffers, tuple(self.clients))
+        kind = torch.float64 if dtype == "float64" else torch.float32
+        self.data = {d.client: solo.samples(d, torch.device("cpu"), kind) for d in self.prepared.federation.clients[:clients]}
+        self.trained = {client: self.train(client) for client in self.clients}
+
+    def train(self, client: int, round: int = 1) -> solo.Trained:
+        state = self.client.init(self.params, self.buffers)
+        broadcast = self.server.broadcast(self.state, client)
+        return solo.train(self.client, state, broadcast, self.data[client].train, seed=0, client=client, round=round)
+
+    def statistic(self, client: int):
+        return self.server.statistic(self.state, client, self.trained[client].update)
+
+    def finalised(self, clients):
+        total = Total()
+        for client in clients:
+            total.add(self.statistic(client))
+            total.drop(self.server.negligible(total.names()))
+        return self.server.finalise(self.state, total.value())
+
+
+@pytest.fixture(scope="module", params=[(method, model) for method in NAMES for model in MODELS], ids=lambda p: f"{p[0]}-{p[1]}")
+def bench(request) -> Bench:
+    return Bench(*request.param)
+
+
+def test_one_update_is_returned(bench):
+    """Finalising one update at server rate 1 gives that client's shared part, to the bit."""
+    client = bench.clients[0]
+    after = bench.server.shared(bench.finalised([client]))
+    update = bench.trained[client].update
+    sent = {**update.params, **getattr(update, "buffers", {})}
+    assert after.keys() <= sent.keys()
+    for name, value in after.items():
+        assert torch.equal(value, sent[name]), name
+
+
+def test_no_reply_changes_nothing(bench):
+    assert_same_bits(bench.server.finalise(bench.state, Total().value()), bench.state)
+
+
+def test_an_absent_client_is_the_identity(bench):
+    """The total without a client is the total to which the empty statistic was added for it."""
+    some = bench.clients[1:]
+    total = Total()
+    total.add({})
+    for client in some:
+        total.add(bench.statistic(client))
+    assert_same_bits(bench.server.finalise(bench.state, total.value()), bench.finalised(some))
+
+
+def test_order_and_trees_change_no_bit(bench):
+    want = bench.finalised(bench.clients)
+    for seed in range(4):
+        order = bench.clients.copy()
+        random.Random(seed).shuffle(order)
+        assert_same_bits(bench.finalised(order), want)
+        left, right = Total(), Total()
+        for client in order:
+            (left if random.Random(client + seed).random() < 0.5 else right).add(bench.statistic(client))
+        left.merge(right)
+        assert_same_bits(bench.server.finalise(bench.state, left.value()), want)
+
+
+def test_updates_are_what_the_server_expects(bench):
+    template = bench.server.expects(bench.state)
+    for trained in bench.trained.values():
+        sent = to_tensors(to_arrays(trained.update))
+        assert_same_bits(matching(sent, template), trained.update)
+
+
+def test_states_survive_the_wire_and_the_disk(bench, tmp_path):
+    client = bench.clients[0]
+    trained = bench.trained[client]
+    broadcast = bench.server.broadcast(bench.state, client)
+    assert_same_bits(unflatten(type(broadcast), to_tensors(to_arrays(broadcast))), broadcast)
+    assert_same_bits(unflatten(type(bench.state), to_tensors(to_arrays(bench.state))), bench.state)
+    store = DiskStore(tmp_path)
+    for round in (1, 2, 3):
+        store.save("run", client, Saved(round, f"cause-{round}", flatten(trained.state), flatten(trained.update), {}, {"loss": 0.5}))
+    kept = store.load("run", client)
+    assert [saved.round for saved in kept] == [3, 2]
+    assert_same_bits(unflatten(type(trained.state), kept[0].state), trained.state)
+    assert_same_bits(unflatten(type(trained.update), kept[0].update), trained.update)
+    assert kept[0].numbers == {"loss": 0.5}
+
+
+def test_bytes_computed_from_shapes_are_the_arrays_real_bytes(bench):
+    for tree in (bench.trained[bench.clients[0]].update, bench.server.broadcast(bench.state, 0)):
+        assert num_bytes(tree) == sum(len(array.data) for array in to_arrays(tree).values())
+
+
+def test_the_same_seed_gives_the_same_bits(bench):
+    client = bench.clients[0]
+    again = bench.train(client)
+    assert_same_bits(again.update, bench.trained[client].update)
+    assert_same_bits(again.state, bench.trained[client].state)
+    other = bench.train(client, round=2)
+    assert digest(other.state) != digest(again.state) or digest(other.update) != digest(again.update)
+
+
+def test_private_fields_are_not_in_the_update(bench):
+    """What is declared private in the state after training has no equal in the update."""
+    for trained in bench.trained.values():
+        private = {name: leaf for field in bench.client.private for name, leaf in flatten({field: getattr(trained.state, field)}).items()}
+        sent = flatten(trained.update)
+        for name, leaf in private.items():
+            assert not any(torch.equal(leaf, other) for other in sent.values() if other.shape == leaf.shape and leaf.numel() > 1), name
+
+
+def test_padding_contributes_nothing(bench):
+    """A step on a padded batch equals the step without the padding (models whose samples are independent)."""
+    if bench.model.coupled:
+        pytest.skip("layers couple the samples: engines never pad such a model")
+    client = bench.clients[0]
+    data = bench.data[client].train
+    phase = bench.client.phases("train")[0]
+    state, broadcast = bench.client.init(bench.params, bench.buffers), bench.server.broadcast(bench.state, client)
+    work = solo.fresh_optimizer(phase, bench.client.begin(state, broadcast, data))
+    small = Batch(*(tensor[:5] for tensor in data))
+    noise = {}
+    garbage = Batch(*(torch.cat([a, b * 7]) for a, b in zip(small, Batch(*(tensor[5:8] for tensor in data)), strict=True)))
+    garbage = garbage._replace(mask=torch.cat([torch.ones(5), torch.zeros(3)]), y=torch.cat([small.y, torch.zeros(3, dtype=torch.int64)]))
+    want, want_info = bench.client.step(phase, work, (small,), noise)
+    got, got_info = bench.client.step(phase, work, (garbage,), noise)
+    assert worst_difference(got.params, want.params) < 1e-6
+    assert float(got_info["loss"]) == pytest.approx(float(want_info["loss"]), rel=1e-5)
+
+
+def test_all_functions_stack_over_clients(bench):
+    """begin, step, finish and predict under vmap equal the same calls one by one."""
+    phase = bench.client.phases("train")[0]
+    clients = bench.clients[:3]
+    size = min(len(bench.data[client].train.y) for client in clients)
+    cut = {client: Batch(*(tensor[:size] for tensor in bench.data[client].train)) for client in clients}
+    states = {client: bench.trained[client].state for client in clients}
+    broadcast = bench.server.broadcast(bench.state, clients[0])
+
+    def one(state, data):
+        work = solo.fresh_optimizer(phase, bench.client.begin(state, broadcast, data))
+        work, info = bench.client.step(phase, work, (data,), {})
+        state, update = bench.client.finish(state, work, data)
+        probs = {view: bench.client.predict(view, state, broadcast, data.x, {}) for view in bench.client.views()}
+        return state, update, info, probs
+
+    together = vmap(one)(stack([states[client] for client in clients]), stack([cut[client] for client in clients]))
+    for position, client in enumerate(clients):
+        alone = one(states[client], cut[client])
+        for got, want in zip(take(together, position), alone, strict=True):
+            difference = worst_difference(map_tree(torch.Tensor.double, got), map_tree(torch.Tensor.double, want))
+            assert difference < 2e-5
+
+
+def test_a_new_client_gets_a_model(bench):
+    """A client that never trained is adapted as the method defines, and predicts probabilities."""
+    half = bench.client
+    data = bench.data[bench.clients[-1]]
+    fresh = half.init(bench.params, bench.buffers)
+    broadcast = bench.server.broadcast(bench.finalised(bench.clients[:-1]), 99)
+    state = solo.adapt(half, fresh, broadcast, data.train, "new", seed=0, client=99, round=1)
+    probs = half.predict("personal", state, broadcast, data.test.x, {})
+    torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)))
+
+
+@pytest.mark.parametrize("engine", ["loop", "fused"])
+@pytest.mark.parametrize("method", NAMES)
+def test_runs_repeat_to_the_bit(method, engine):
+    first, second = (execute(small_prepared(method, engine, fraction_train=0.6)) for _ in range(2))
+    assert_same_bits(first.server_state, second.server_state)
+    for view in first.views:
+        for client, tally in first.views[view].items():
+            assert_same_bits(tally, second.views[view][client])
+    other = execute(small_prepared(method, engine, fraction_train=0.6, seed=1))
+    assert digest(other.views["personal"][0]) != digest(first.views["personal"][0])
+
+
+def test_no_half_imports_flwr():
+    """All halves and the fused engine run in a process in which flwr cannot be imported."""
+    stems = sorted({row.stem for row in ROWS})
+    code = (
+        "import sys; sys.modules['flwr'] = None\n"
+        "import importlib\n"
+        f"for stem in {stems!r}:\n"
+        "    importlib.import_module(f'bayflower.strategies.{stem}'); importlib.import_module(f'bayflower.clients.{stem}')\n"
+        "from bayflower.config import parse\nfrom bayflower.engines import prepare, run_to_result\n"
+        "run = parse('fedmap', {'num_clients': 2, 'rounds': 1, 'keep': 0.05, 'local_epochs': 1, 'device': 'cpu'})\n"
+        "assert run_to_result(prepare(run, 'fused'))['final']['personal']['num_clients'] == 2\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_every_row_needs_what_it_says():
+    assert set(NEEDED) <= set(METHODS)
