@@ -70,9 +70,9 @@ def damp(old: Diagonal, new: Diagonal, rate: float) -> Diagonal:
 
 def kl(p: Diagonal, q: Diagonal) -> Tensor:
     """Return KL(p ‖ q) = ½ Σ [λ_q/λ_p − 1 − log(λ_q/λ_p) + λ_q (μ_p − μ_q)²], summed over the coordinates."""
-    excess = q.precision / positive("precision of p", p.precision) - 1
+    ratio = q.precision / positive("precision of p", p.precision)
     distance = p.shift / p.precision - q.shift / positive("precision of q", q.precision)
-    return 0.5 * (excess - torch.log1p(excess) + q.precision * distance**2).sum()  # log1p: no cancellation where p is near q
+    return 0.5 * ((ratio - 1) - ratio.log() + q.precision * distance**2).sum()  # near 1, ratio − 1 has no error: accurate for p near q
 
 
 class LowRank(NamedTuple):

@@ -74,7 +74,7 @@ def tally(probs: Tensor, y: Tensor, mask: Tensor) -> Tally:
     return Tally(
         used.sum(),
         hit.sum(),
-        on_grid(nll).mul(used).sum() / GRID,
+        on_grid(nll).mul(used).sum().double() / GRID,
         truth.sum(0),
         (truth & hit[:, None]).sum(0),
         *binned(confidence, hit, used),
@@ -97,7 +97,7 @@ def binned(p: Tensor, hit: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor
         tail = torch.stack([(x * a).sum() for a in above])
         return tail - torch.cat([tail[1:], torch.zeros_like(tail[:1])])
 
-    return per_bin(torch.ones_like(terms)), per_bin(terms) / GRID, per_bin(hit.long())
+    return per_bin(torch.ones_like(terms)), per_bin(terms).double() / GRID, per_bin(hit.long())
 
 
 def summarise(tallies: Mapping[int, Tally]) -> dict[str, Any]:
