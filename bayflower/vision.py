@@ -27,7 +27,7 @@ def import_torchvision() -> ModuleType:
     prepare_torchvision()
     try:
         return importlib.import_module("torchvision")
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         raise BayflowerError(f"torchvision cannot be imported ({error}); install it with: pip install torchvision") from error
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types import BayflowerError, ConfigError
+from ..types import ConfigError
 from .settings import KNOWN, DataSettings
 
 KEYS = ("x", "y", "test", "client", "num_classes")
@@ -146,10 +146,10 @@ def _torchvision(settings: DataSettings, path: Path) -> Source:
     if not kind:
         raise ConfigError(f"dataset {settings.dataset!r} was not found: no file {path}; set data_dir to the folder that holds it")
     extra: dict[str, Any] = {"split": "balanced"} if kind == "EMNIST" else {}
+    make = getattr(import_torchvision().datasets, kind)
     try:
-        make = getattr(import_torchvision().datasets, kind)
         parts = [make(root=settings.data_dir, train=train, download=settings.download, **extra) for train in (True, False)]
-    except (BayflowerError, RuntimeError, OSError, EOFError) as error:
+    except (RuntimeError, OSError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         remedy = "check the network" if settings.download else "set download=true"
         raise ConfigError(
