@@ -40,6 +40,14 @@ def unit(window: int) -> int:
     return WIDTH * window + ORIGIN
 
 
+class Buffers:
+    """Two vectors to work in, used again for every addition: fresh ones would scatter the heap, and memory would creep up."""
+
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+        self.spare = torch.empty(size, dtype=torch.float64, device=device)
+        self.rest = torch.empty(size, dtype=torch.float64, device=device)
+
+
 class Accumulator:
     """The exact sum of float64 vectors of one size."""
 
@@ -49,26 +57,27 @@ class Accumulator:
         self.limbs: dict[int, Tensor] = {}
         self.adds = 0  # since the last carry
 
-    def add(self, x: Tensor, bound: float | None = None) -> None:
-        """Add the finite float64 vector `x`; `bound` ≥ max |x| where the caller knows it."""
+    def add(self, x: Tensor, bound: float | None = None, buffers: Buffers | None = None) -> None:
+        """Add the finite float64 vector `x`, which may be `buffers.rest`; `bound` ≥ max |x| where the caller knows it."""
         bound = magnitude(x) if bound is None else bound
         if not bound < float("inf"):
             raise ValueError(f"only finite numbers can be added, got one that is {'inf' if bound > 0 else 'nan'}")
         if bound == 0.0:
             return
         self.reserve()
+        buffers = buffers or Buffers(self.size, self.device)
         window = HIGHEST
         while window > LOWEST and bound <= 2.0 ** (unit(window - 1) + WIDTH - 1):
             window -= 1
         floor, lift, rest = min(self.limbs, default=HIGHEST), 0, x
         while True:
             if window <= LIFTED and not lift:
-                lift, rest = LIFT, rest * 2.0**LIFT
-            exponent, limb = unit(window) + lift, self.limb(window)
-            new = torch.add(limb, rest, alpha=2.0**-exponent)
-            rest = torch.add(rest, limb.sub_(new), alpha=2.0**exponent)  # limb − new is minus what was taken
-            self.limbs[window] = new
-            if window == LOWEST or (window <= floor and not bool(rest.abs().sum())):
+                lift, rest = LIFT, torch.mul(rest, 2.0**LIFT, out=buffers.rest)
+            exponent, limb, new = unit(window) + lift, self.limb(window), buffers.spare
+            torch.add(limb, rest, alpha=2.0**-exponent, out=new)
+            rest = torch.add(rest, limb.sub_(new), alpha=2.0**exponent, out=buffers.rest)  # limb − new is minus what was taken
+            self.limbs[window], buffers.spare = new, limb
+            if window == LOWEST or (window <= floor and not bool(torch.abs(rest, out=buffers.spare).sum())):
                 return
             window -= 1
 
@@ -95,10 +104,9 @@ class Accumulator:
         for window in range(min(self.limbs, default=HIGHEST), HIGHEST):
             if window not in self.limbs:
                 continue
-            digits = self.limbs[window] - MAGIC
-            over = (digits * 2.0**-WIDTH + MAGIC) - MAGIC  # rounded to a whole number
+            over = self.limbs[window].sub(MAGIC).mul_(2.0**-WIDTH).add_(MAGIC).sub_(MAGIC)  # a whole number
             if bool(over.any()):
-                self.limbs[window] = digits.sub_(over, alpha=2.0**WIDTH).add_(MAGIC)
+                self.limbs[window].sub_(over, alpha=2.0**WIDTH)
                 self.limb(window + 1).add_(over)
         if HIGHEST in self.limbs and bool(((self.limbs[HIGHEST] - MAGIC).abs() > 2.0**50).any()):
             raise OverflowError("the sum is over 10,000 times the largest float64")
@@ -167,6 +175,7 @@ class Total:
         self._shapes: dict[str, torch.Size] = {}
         self._places: dict[str, list[Place]] = {}  # real numbers
         self._integers: dict[str, Tensor] = {}
+        self._buffers: dict[int, Buffers] = {}  # by size of chunk
 
     def names(self) -> list[str]:
         """Return the names seen so far (and not dropped), sorted."""
@@ -191,7 +200,7 @@ class Total:
             self.drop(fresh)
             raise
         for bound, (chunk, parts) in zip(bounds, work, strict=True):
-            chunk.add(self._gather(reals, chunk, parts), bound)
+            chunk.add(self._gather(reals, chunk, parts), bound, self._buffers[chunk.size])
 
     def merge(self, other: Total) -> None:
         """Add another total, or raise and change nothing."""
@@ -288,12 +297,17 @@ class Total:
 
     def _gather(self, reals: Mapping[str, Tensor], chunk: Accumulator, parts: list[tuple[str, Place]]) -> Tensor:
         """Return the chunk's part of a statistic as one float64 vector, 0 where the statistic has no such name."""
+        if chunk.size not in self._buffers:
+            self._buffers[chunk.size] = Buffers(chunk.size, self.device)
+        x = self._buffers[chunk.size].rest
         pieces = [reals[name][place.start : place.start + place.size] for name, place in parts]
-        if len(pieces) == 1 and parts[0][1].size == chunk.size:
-            return pieces[0].to(self.device, torch.float64)
-        if sum(place.size for _, place in parts) == chunk.size:
-            return torch.cat(pieces).to(self.device, torch.float64)
-        x = torch.zeros(chunk.size, dtype=torch.float64, device=self.device)
+        whole = sum(place.size for _, place in parts) == chunk.size
+        if whole and len(pieces) == 1 and pieces[0].dtype == x.dtype and pieces[0].device == x.device:
+            return pieces[0]
+        if whole and len(pieces) > 1:
+            return torch.cat(pieces, out=x)
+        if not whole:
+            x.zero_()
         for (_, place), piece in zip(parts, pieces, strict=True):
             x[place.at : place.at + place.size] = piece
         return x
