@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 65_536  # elements; the temporaries of one addition are a few times this
+PIECE = 16_384  # elements that are rounded at a time: that takes a dozen temporaries
 WIDTH = 46
 ORIGIN = -25
 HIGHEST, LOWEST = 22, -23  # windows that reach 2^1032 and 2^-1083: all of float64
@@ -112,24 +113,33 @@ class Accumulator:
             raise OverflowError("the sum is over 10,000 times the largest float64")
 
     def value(self) -> Tensor:
-        """Return the sum, each element rounded once to the nearest float64; ±inf where that is out of range.
-
-        From the lowest window up, the sum so far is high + low: high is rounded to nearest, low is the remainder *rounded to odd*: its
-        last bit is set where digits were lost. So it can be added to again, and rounded at the end as if exact (Boldo and Melquiond 2008).
-        """
+        """Return the sum, each element rounded once to the nearest float64; ±inf where that is out of range."""
         self.carry()
-        high = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        low = torch.zeros_like(high)
-        for window in sorted(self.limbs):
-            digits, exponent = self.limbs[window] - MAGIC, unit(window)
-            if window == HIGHEST:  # the last step, where high may pass 2^1024 before low brings it back: do it 2^-64 smaller
-                scaled = torch.where(low == 0, low, torch.copysign((low.abs() * 2.0**-64).clamp_(min=2.0**-900), low))
-                top, error = two_sum(digits * 2.0 ** (exponent - 64), high * 2.0**-64)
-                return torch.where(digits == 0, high + low, (top + odd_sum(error, scaled)) * 2.0**64)
-            half = exponent // 2  # in two steps: 2^exponent itself may be no float64
-            high, error = two_sum(digits.mul_(2.0**half).mul_(2.0 ** (exponent - half)), high)
-            low = odd_sum(error, low)
-        return high + low
+        out = torch.zeros(self.size, dtype=torch.float64, device=self.device)
+        for start in range(0, self.size if self.limbs else 0, PIECE):
+            part = slice(start, start + PIECE)
+            out[part] = rounded({window: limb[part] - MAGIC for window, limb in self.limbs.items()})
+        return out
+
+
+def rounded(digits: Mapping[int, Tensor]) -> Tensor:
+    """Return Σ digits·unit rounded once, for digits of at most 2^45 (in the highest window any).
+
+    From the lowest window up, the sum so far is high + low: high is rounded to nearest, low is the remainder *rounded to odd*: its
+    last bit is set where digits were lost. So it can be added to again, and rounded at the end as if exact (Boldo and Melquiond 2008).
+    """
+    high = torch.zeros_like(next(iter(digits.values())))
+    low = torch.zeros_like(high)
+    for window in sorted(digits):
+        x, exponent = digits[window], unit(window)
+        if window == HIGHEST:  # the last step, where high may pass 2^1024 before low brings it back: do it 2^-64 smaller
+            scaled = torch.where(low == 0, low, torch.copysign((low.abs() * 2.0**-64).clamp_(min=2.0**-900), low))
+            top, error = two_sum(x * 2.0 ** (exponent - 64), high * 2.0**-64)
+            return torch.where(x == 0, high + low, (top + odd_sum(error, scaled)) * 2.0**64)
+        half = exponent // 2  # in two steps: 2^exponent itself may be no float64
+        high, error = two_sum(x * 2.0**half * 2.0 ** (exponent - half), high)
+        low = odd_sum(error, low)
+    return high + low
 
 
 def magnitude(x: Tensor) -> float:
@@ -185,7 +195,7 @@ class Total:
         """Add a statistic, or raise and change nothing."""
         for name, x in statistic.items():
             self._check(name, x)
-        reals = {name: x.detach().reshape(-1) for name, x in statistic.items() if x.is_floating_point()}
+        reals = {name: x.detach().reshape(-1).to(self.device) for name, x in statistic.items() if x.is_floating_point()}
         fresh = self._lay_out({name: statistic[name].shape for name in reals})
         try:
             work = by_chunk({name: self._places[name] for name in reals})
@@ -302,7 +312,7 @@ class Total:
         x = self._buffers[chunk.size].rest
         pieces = [reals[name][place.start : place.start + place.size] for name, place in parts]
         whole = sum(place.size for _, place in parts) == chunk.size
-        if whole and len(pieces) == 1 and pieces[0].dtype == x.dtype and pieces[0].device == x.device:
+        if whole and len(pieces) == 1 and pieces[0].dtype == x.dtype:
             return pieces[0]
         if whole and len(pieces) > 1:
             return torch.cat(pieces, out=x)

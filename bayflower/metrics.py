@@ -125,27 +125,27 @@ def summarise(tallies: Mapping[int, Tally]) -> dict[str, Any]:
     pooled = reduce(add, (t for _, t in seen)) if seen else zero(1)
     ece, mce = calibration(pooled.bin_count, pooled.bin_confidence, pooled.bin_correct)
     ece_all, mce_all = calibration(pooled.all_count, pooled.all_confidence, pooled.all_correct)
-    return dict(
-        num_examples=int(pooled.num_examples),
-        num_clients=len(seen),
-        accuracy=ratio(pooled.correct, pooled.num_examples),
-        accuracy_mean=mean,
-        balanced_accuracy=balanced_accuracy(pooled),
-        balanced_accuracy_mean=math.fsum(balanced) / len(balanced) if balanced else None,
-        nll=ratio(pooled.nll, pooled.num_examples),
-        ece=ece,
-        ece_allclass=ece_all,
-        mce=mce,
-        mce_allclass=mce_all,
-        fairness_std=std,
-        fairness_cv=std / mean if std is not None and mean else None,
-        worst_client_accuracy=min(accuracies, default=None),
-        per_client=per_client,
-        reliability={
+    return {
+        "num_examples": int(pooled.num_examples),
+        "num_clients": len(seen),
+        "accuracy": ratio(pooled.correct, pooled.num_examples),
+        "accuracy_mean": mean,
+        "balanced_accuracy": balanced_accuracy(pooled),
+        "balanced_accuracy_mean": math.fsum(balanced) / len(balanced) if balanced else None,
+        "nll": ratio(pooled.nll, pooled.num_examples),
+        "ece": ece,
+        "ece_allclass": ece_all,
+        "mce": mce,
+        "mce_allclass": mce_all,
+        "fairness_std": std,
+        "fairness_cv": std / mean if std is not None and mean else None,
+        "worst_client_accuracy": min(accuracies, default=None),
+        "per_client": per_client,
+        "reliability": {
             "top_label": diagram(pooled.bin_count, pooled.bin_confidence, pooled.bin_correct),
             "all_class": diagram(pooled.all_count, pooled.all_confidence, pooled.all_correct),
         },
-    )
+    }
 
 
 def ratio(part: Tensor, whole: Tensor) -> float | None:

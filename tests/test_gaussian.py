@@ -79,7 +79,7 @@ def test_improper_factors_are_fine_until_a_moment_is_asked() -> None:
     assert not is_proper(cavity)
     assert is_proper(a)
     for ask in (cavity.mean, cavity.variance, lambda: kl(cavity, a), lambda: kl(a, cavity)):
-        with pytest.raises(ValueError, match="precision .*must be positive"):
+        with pytest.raises(ValueError, match=r"precision .*must be positive"):
             ask()
     with pytest.raises(ValueError, match="variance must be positive"):
         Diagonal.from_moments(torch.zeros(2), torch.tensor([1.0, 0.0]))
