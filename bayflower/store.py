@@ -97,8 +97,8 @@ def rounds(folder: Path) -> list[Path]:
 
 def write(path: Path, saved: Saved) -> None:
     """Write one file so that a reader sees all of it or nothing."""
-    tensors = {
-        f"{part}/{name}": tensor.detach().cpu().contiguous()
+    tensors = {  # clones, because a state and an update may share memory and a file may not
+        f"{part}/{name}": tensor.detach().cpu().contiguous().clone()
         for part in ("state", "update", "tally")
         for name, tensor in getattr(saved, part).items()
     }

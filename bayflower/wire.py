@@ -37,23 +37,24 @@ def to_arrays(tree: Any) -> ArrayRecord:
     return ArrayRecord({name: Array.from_torch_tensor(leaf.contiguous()) for name, leaf in flatten(tree).items()})
 
 
-def to_tensors(record: Mapping[str, Array]) -> Tensors:
-    """Return the arrays by name."""
+def to_tensors(record: ArrayRecord, consume: bool = False) -> Tensors:
+    """Return the arrays by name; with `consume` each is taken out of the record as it is read, so that it is never held twice."""
     tensors = {}
-    for name, array in record.items():
+    for name in list(record):
+        array = record.pop(name) if consume else record[name]
         try:
-            tensors[name] = torch.from_numpy(array.numpy().copy())
+            tensors[name] = torch.from_numpy(array.numpy())
         except (ValueError, TypeError, EOFError) as error:
             raise WireError(f"array {name!r} cannot be read ({error})") from None
     return tensors
 
 
-def arrays(message: Message, key: str) -> Tensors:
+def arrays(message: Message, key: str, consume: bool = False) -> Tensors:
     """Return the arrays of the record called `key`."""
     record = message.content.get(key)
     if not isinstance(record, ArrayRecord):
         raise WireError(f"the ArrayRecord {key!r} is missing")
-    return to_tensors(record)
+    return to_tensors(record, consume)
 
 
 def matching(flat: Mapping[str, Tensor], template: Any) -> Any:

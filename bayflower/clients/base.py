@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from ..models import Model
 from ..store import Saved, Store
 from ..tree import digest, flatten, to, unflatten
 from ..types import BayflowerError, ClientHalf, Tensors
+
+log = logging.getLogger("bayflower")
 
 
 class Site(NamedTuple):
@@ -57,7 +60,9 @@ def answer(message: Message, site: Site, work: Callable[[Message, dict[str, Any]
             content = work(message, head, site)
     except Exception as error:
         where = f"client {site.client}, round {head['round']}, {message.metadata.message_type}"
-        raise BayflowerError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from error
+        reason = " ".join(str(error).split())
+        log.debug("%s", traceback.format_exc())
+        raise BayflowerError(f"{where}: {type(error).__name__}: {reason}") from error
     content[wire.HEADER] = wire.make_header(method=head["method"], run=head["run"], round=head["round"], client=site.client)
     return Message(content, reply_to=message)
 

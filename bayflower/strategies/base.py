@@ -97,21 +97,20 @@ class BayflowerStrategy(Strategy):
         self.summary()
         anatomy = self._identify(grid, timeout)
         self._initialise(anatomy, wire.to_tensors(initial_arrays))
-        result = Result(arrays=self._arrays())
+        result = Result()
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self._ask(evaluate_fn, 0, result)
         for round in range(1, num_rounds + 1):
             started = time.perf_counter()
             messages = self.configure_train(round, result.arrays, train_config, grid)
-            arrays, trained = self.aggregate_train(round, stream(grid, messages, timeout))
+            trained = self._aggregate(round, stream(grid, messages, timeout))
             self.records[-1]["seconds"] = time.perf_counter() - started
-            if arrays is not None:
-                result.arrays = arrays
             if trained is not None:
                 result.train_metrics_clientapp[round] = trained
             self._ask(evaluate_fn, round, result)
             if self.progress:
                 self.progress(self.records)
+        result.arrays = self._arrays()
         messages = self.configure_evaluate(num_rounds, result.arrays, evaluate_config, grid)
         tested = self.aggregate_evaluate(num_rounds, stream(grid, messages, timeout))
         if tested is not None:
@@ -130,18 +129,24 @@ class BayflowerStrategy(Strategy):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Add the replies as they come and return the new global arrays; a reply that cannot be used is reported and left out."""
+        trained = self._aggregate(server_round, replies)
+        return (None if trained is None else self._arrays()), trained
+
+    def _aggregate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         half = self._half()
         total, losses, up, tested = Total(), {}, 0, {}
         for reply in replies:
             try:
                 client, update, tallies, loss = self._accept(reply, server_round, losses)
                 total.add(half.statistic(self.state, client, update))
+                count, size = int(update.num_examples), num_bytes(update)
             except (BayflowerError, ValueError) as error:
                 self._fault(reply, server_round, str(error))
                 continue
             total.drop(half.negligible(total.names()))
-            losses[client] = (int(update.num_examples), loss)
-            up += num_bytes(update)
+            losses[client] = (count, loss)
+            up += size
+            del update, reply  # before the next one comes
             for view, tally in tallies.items():
                 tested.setdefault(view, {})[client] = tally
         for client in sorted(set(self._sent) - set(losses) - self._blamed(server_round)):
@@ -158,9 +163,7 @@ class BayflowerStrategy(Strategy):
             self.state = half.finalise(self.state, total.value())
         report = half.report(self.state)
         self.records.append(RoundRecord.make(server_round, 0.0, up, sum(self._sent.values()), losses, report))
-        if not losses:
-            return None, None
-        return self._arrays(), MetricRecord({wire.TRAIN_LOSS: self.records[-1]["train_loss"], **report})
+        return MetricRecord({wire.TRAIN_LOSS: self.records[-1]["train_loss"], **report}) if losses else None
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterator[Message]:
         """Yield one message for every client, those that never trained included."""
@@ -285,7 +288,7 @@ class BayflowerStrategy(Strategy):
         if client in done:
             raise wire.WireError("a second reply in the same round")
         half = self._half()
-        update = wire.matching(wire.arrays(reply, wire.UPDATE), half.expects(self.state))
+        update = wire.matching(wire.arrays(reply, wire.UPDATE, consume=True), half.expects(self.state))
         if reason := half.check(self.state, client, update):
             raise wire.WireError(reason)
         tallies = wire.arrays_to_tallies(wire.arrays(reply, wire.TALLY)) if wire.TALLY in reply.content else {}
@@ -308,8 +311,10 @@ class BayflowerStrategy(Strategy):
         log.warning("%s", text)
 
     def _ask(self, evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None, round: int, result: Result) -> None:
-        answer = evaluate_fn(round, result.arrays) if evaluate_fn else None
-        if answer is not None:
+        if evaluate_fn is None:
+            return
+        result.arrays = self._arrays()
+        if (answer := evaluate_fn(round, result.arrays)) is not None:
             result.evaluate_metrics_serverapp[round] = answer
 
 

@@ -98,9 +98,9 @@ class Server(ServerHalf):
 
 
 def weighted(group: str, tensors: Tensors, weight: Tensor) -> dict[str, Tensor]:
-    """Return weight·tensor by "group/name", in float64 (integers stay integers when the weight is one)."""
-    scale = weight.to(torch.float64)
-    return {f"{group}/{name}": scale * value.to(torch.float64) for name, value in tensors.items()}
+    """Return weight·tensor by "group/name", in float64."""
+    scale = float(weight)
+    return {f"{group}/{name}": value.to(torch.float64, copy=True).mul_(scale) for name, value in tensors.items()}
 
 
 def averaged(group: str, old: Tensors, total: Statistic, weight: Tensor) -> Tensors:

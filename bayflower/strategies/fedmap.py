@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ..types import ConfigError, ServerHalf, Statistic, Tensors
+from .fedavg import weighted
 
 Weights = Literal["mean", "count", "sum", "uniform"]
 BIN = 256  # powers of two in one exponent bin
@@ -107,8 +108,7 @@ class Server(ServerHalf):
         number, mantissa = split(float(update.log_weight))
         weight = torch.tensor(mantissa, dtype=torch.float64)
         key = f"bin/{number}"
-        scaled = {f"{key}/params/{name}": (weight.to(value.device) * value.to(torch.float64)) for name, value in update.params.items()}
-        return {f"{key}/weight": weight, f"{key}/sq_weight": weight.square(), **scaled}
+        return {f"{key}/weight": weight, f"{key}/sq_weight": weight.square(), **weighted(f"{key}/params", update.params, weight)}
 
     def negligible(self, names: Iterable[str]) -> set[str]:
         """Return the names in bins more than one below the highest."""

@@ -1,0 +1,155 @@
+"""Same seed, same work, whatever the engine: fused against loop, per tensor and norm-wise, and the per-client metrics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import assert_same_bits, small_prepared, worst_difference
+
+from bayflower import models
+from bayflower.engines import execute
+from bayflower.fused import run_fused
+from bayflower.halves import Halves
+from bayflower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
+from bayflower.methods import METHODS, get
+from bayflower.store import DiskStore
+from bayflower.tree import flatten, unflatten
+from bayflower.wire import to_arrays
+
+NAMES = sorted(METHODS)
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
+
+
+def outcomes(method: str, **settings):
+    """Return (loop, fused) outcomes, with the loop's client states read back from its store."""
+    prepared = small_prepared(method, **settings)
+    fused = run_fused(prepared.run, prepared.federation, prepared.halves)
+
+    class Spy:
+        def __init__(self):
+            self.saved = {}
+
+        def load(self, run, client):
+            return self.saved.get(client, [])
+
+        def save(self, run, client, saved):
+            self.saved[client] = [saved]
+
+    spy = Spy()
+    loop = run_loop(prepared.run, prepared.federation, prepared.halves, store=spy)
+    states = {client: unflatten(prepared.halves.client.State, saved[0].state) for client, saved in spy.saved.items()}
+    return loop._replace(client_states=states), fused
+
+
+def compare(loop, fused, tolerance: float) -> None:
+    assert worst_difference(fused.server_state, loop.server_state) < tolerance
+    for client, state in loop.client_states.items():
+        assert worst_difference(fused.client_states[client], state) < tolerance, client
+    for one, two in zip(loop.rounds, fused.rounds, strict=True):
+        assert one["train_loss"] == pytest.approx(two["train_loss"], rel=max(tolerance, 1e-6))
+        assert {k: one[k] for k in ("round", "bytes_up", "bytes_down", "num_clients")} == {k: two[k] for k in ("round", "bytes_up", "bytes_down", "num_clients")}
+        assert ("personal" in one) == ("personal" in two)
+    assert loop.views.keys() == fused.views.keys()
+    assert loop.new_clients.keys() == fused.new_clients.keys()
+    for mine, yours in ((loop.views, fused.views), (loop.new_clients, fused.new_clients)):
+        for view in mine:
+            assert mine[view].keys() == yours[view].keys()
+            for client, tally in mine[view].items():
+                assert float(yours[view][client].nll) == pytest.approx(float(tally.nll), rel=max(tolerance * 100, 1e-5))
+                assert int(yours[view][client].num_examples) == int(tally.num_examples)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
+@pytest.mark.parametrize("method", NAMES)
+def test_one_float32_sgd_round_agrees_to_1e_5(method, model, device):
+    compare(*outcomes(method, model=model, rounds=1, optimizer="sgd", lr=0.05, device=device), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
+@pytest.mark.parametrize("method", NAMES)
+def test_five_float64_rounds_agree_to_1e_9(method, model, device):
+    settings = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "fraction_train": 0.6, "dtype": "float64", "rounds": 5, "evaluate_every": 2}
+    compare(*outcomes(method, model=model, device=device, **settings), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
+def test_adaptive_optimisers_agree_where_every_gradient_is_real(optimizer):
+    """Inputs without constant columns and no BatchNorm: elsewhere these optimisers turn rounding errors of zero gradients into steps."""
+    settings = {"dataset": "synthetic", "num_clients": 4, "new_clients": 0, "keep": 1.0, "batch_size": 256, "dtype": "float64", "rounds": 2}
+    compare(*outcomes("fedmap", optimizer=optimizer, **settings), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cnn_agrees(tmp_path, device):
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 4, 240)
+    x = (rng.normal(size=(240, 20, 20)) * 20 + 30 * y[:, None, None] + 60).clip(0, 255).astype(np.uint8)
+    np.savez(tmp_path / "images.npz", x=x, y=y)
+    settings = {"dataset": str(tmp_path / "images.npz"), "keep": 1.0, "optimizer": "sgd", "lr": 0.05, "rounds": 1, "new_clients": 1}
+    compare(*outcomes("fedmap", model="cnn", device=device, **settings), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedmap", "fedbn"])
+def test_chunks_of_clients_change_nothing_that_matters(method):
+    whole, parts = (execute(small_prepared(method, "fused", dtype="float64", max_fused=most)) for most in (0, 2))
+    assert worst_difference(parts.server_state, whole.server_state) < 1e-10
+    assert worst_difference(parts.client_states, whole.client_states) < 1e-10
+
+
+def test_a_network_with_dropout_is_trained_one_by_one_and_says_so(caplog):
+    """Dropout draws its own numbers; both engines seed it per client and round, so they agree to the bit on the CPU."""
+    prepared = small_prepared("fedmap", dtype="float64")
+
+    def factory():
+        return models.BaseHead(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)), torch.nn.Linear(16, 10))
+
+    model = models.Model(factory, 10, "with dropout")
+    row = get("fedmap")
+    halves = Halves(row.server(prepared.run.options, model.anatomy), row.client(prepared.run.options, prepared.run.training, model),
+                    model, model.initial(0, torch.float64))  # fmt: skip
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        fused = run_fused(prepared.run, prepared.federation, halves)
+    finally:
+        torch.set_num_threads(threads)
+    assert "one by one" in caplog.text
+    loop = run_loop(prepared.run, prepared.federation, halves)
+    assert_same_bits(fused.server_state, loop.server_state)
+
+
+def test_loop_gives_the_same_bits_from_disk_and_in_any_order_of_arrival(tmp_path):
+    """Replies in reverse, states in files: bit-equal to replies in order, states in memory."""
+    prepared = small_prepared("fedmap", rounds=3)
+    want = run_loop(prepared.run, prepared.federation, prepared.halves)
+
+    class Reversed(InProcessGrid):
+        def pull_messages(self, message_ids):
+            wanted = set(message_ids)
+            for number in reversed(list(self.inbox)):
+                if number in wanted:
+                    return [self._answer(self.inbox.pop(number))]
+            return []
+
+    run, federation, halves = prepared.run, prepared.federation, prepared.halves
+    app = federation_app(run, federation, halves, DiskStore(tmp_path))
+    grid = Reversed(app, contexts(data.client for data in (*federation.clients, *federation.new_clients)))
+    strategy = make_strategy(run)
+    strategy.start(grid, to_arrays({**halves.initial[0], **halves.initial[1]}), num_rounds=3)
+    assert_same_bits(strategy.outcome.server_state, want.server_state)
+    for view, tallies in want.views.items():
+        for client, tally in tallies.items():
+            assert_same_bits(strategy.outcome.views[view][client], tally)
+    assert [record["train_loss"] for record in strategy.records] == [record["train_loss"] for record in want.rounds]
+
+
+def test_partial_participation_is_seeded_and_untouched_clients_keep_their_state():
+    outcome = execute(small_prepared("local", "fused", fraction_train=0.4, rounds=1))
+    prepared = small_prepared("local", "fused")
+    fresh = flatten(prepared.halves.client.init(*prepared.halves.initial))
+    same = [client for client, state in outcome.client_states.items() if all(torch.equal(a, fresh[n]) for n, a in flatten(state).items())]
+    assert len(same) == 3

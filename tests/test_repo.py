@@ -1,0 +1,121 @@
+"""The repository keeps its own rules: who imports flwr, folder = table, equations cited = equations tested, sizes, no pickle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from bayflower import methods
+from bayflower.config import groups
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "bayflower"
+MAY_IMPORT_FLWR = {"strategies/base.py", "clients/base.py", "wire.py", "loop.py"}
+SHARED = {"__init__.py", "base.py"}
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Return the top-level packages a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(name.name.split(".")[0] for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_only_the_adapters_import_flwr():
+    importing = {str(path.relative_to(PACKAGE)) for path in SOURCES if "flwr" in imports(path)}
+    assert importing == MAY_IMPORT_FLWR
+
+
+def test_folders_and_table_agree():
+    stems = {row.stem for row in methods.ROWS}
+    for folder in ("strategies", "clients"):
+        assert {path.stem for path in (PACKAGE / folder).glob("*.py") if path.name not in SHARED} == stems
+    for stem in stems:
+        assert (ROOT / "tests" / f"test_{stem}.py").exists(), f"method {stem} has no test file"
+    assert len({row.name for row in methods.ROWS}) == len(methods.ROWS)
+
+
+@pytest.mark.parametrize("stem", sorted({row.stem for row in methods.ROWS}))
+def test_equations_cited_are_tested(stem):
+    cited = set()
+    for folder in ("strategies", "clients"):
+        cited |= set(re.findall(r"\[eq\. \d+\]", (PACKAGE / folder / f"{stem}.py").read_text()))
+    tested = set(re.findall(r"\[eq\. \d+\]", (ROOT / "tests" / f"test_{stem}.py").read_text()))
+    assert cited <= tested, f"cited but not tested: {sorted(cited - tested)}"
+
+
+@pytest.mark.parametrize("stem", sorted({row.stem for row in methods.ROWS}))
+@pytest.mark.parametrize("folder", ["strategies", "clients"])
+def test_halves_have_symbols_and_departures(folder, stem):
+    text = ast.get_docstring(ast.parse((PACKAGE / folder / f"{stem}.py").read_text()))
+    assert text and "Departs:" in text and re.search(r"paper +here", text)  # noqa: PT018
+
+
+def public(body: list[ast.stmt]):
+    """Yield the public classes, functions and methods of a module or class body."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node.body)
+
+
+def test_everything_public_says_what_it_is():
+    silent = [f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}" for path in SOURCES
+              for node in public(ast.parse(path.read_text()).body)
+              if ast.get_docstring(node) is None and node.name != "forward"]  # fmt: skip
+    assert silent == []
+
+
+def test_setting_names_are_unique_in_every_run():
+    import dataclasses
+
+    for name in methods.METHODS:
+        names = ["method", *(field.name for kind in groups(name).values() for field in dataclasses.fields(kind))]
+        assert len(names) == len(set(names)), name
+
+
+def test_files_can_be_read_in_one_sitting():
+    long = {str(path.relative_to(ROOT)): n for path in ROOT.glob("**/*.py") if ".venv" not in path.parts
+            and (n := len(path.read_text().splitlines())) > 400}  # fmt: skip
+    assert long == {}
+    for row in methods.ROWS:
+        for folder in ("strategies", "clients"):
+            assert len((PACKAGE / folder / f"{row.stem}.py").read_text().splitlines()) <= 250
+
+
+def test_no_pickle_and_no_utils():
+    for path in [*SOURCES, *ROOT.glob("benchmarks/*.py"), *ROOT.glob("experiments/*.py")]:
+        assert not imports(path) & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, path
+        text = path.read_text()
+        assert not re.search(r"allow_pickle\s*=\s*True|torch\.load\(|torch\.save\(", text), path
+        assert path.name != "utils.py"
+
+
+def test_errata_of_fedmap_are_all_named():
+    text = "".join((PACKAGE / name).read_text() for name in ("strategies/fedmap.py", "clients/fedmap.py"))
+    assert {f"E-M{i}" for i in range(1, 10)} <= set(re.findall(r"E-M\d", text))
+
+
+def test_readme_table_is_the_table():
+    readme = (ROOT / "README.md").read_text()
+    for row in methods.ROWS:
+        assert f"`{row.name}`" in readme, row.name
+        assert f"bayflower/strategies/{row.stem}.py" in readme
+        assert f"bayflower/clients/{row.stem}.py" in readme
+
+
+def test_documents_point_at_files_that_exist():
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} → {target}"
+        for target in re.findall(r"`((?:bayflower|docs|tests|benchmarks|experiments)/[\w./-]+)`", page.read_text()):
+            assert (ROOT / target).exists(), f"{page.name} → {target}"
