@@ -65,7 +65,7 @@ class Training:
 class Settings:
     """The run itself."""
 
-    rounds: int = 20
+    rounds: int = 50
     seed: int = 0
     model: str = "auto"  # see `bayflower models`
     fraction_train: float = 1.0  # share of the clients that take part in a round, drawn anew each time
@@ -73,6 +73,7 @@ class Settings:
     evaluate_every: int = 5  # rounds between two points of the accuracy curve; the last round is always tested; 0 = only the last
     device: str = "auto"  # cpu, cuda or cuda:N; auto = a GPU if there is one
     dtype: Literal["float32", "float64"] = "float32"
+    tf32: bool = False  # let a GPU round the inputs of float32 products to 10 bits: faster, and no longer equal to a CPU's numbers
     max_fused: int = 0  # fused engine: most clients trained together; 0 = all
 
     def __post_init__(self) -> None:

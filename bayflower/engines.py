@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from . import outcome as outcomes
 from .config import ENGINES, Run
 from .data import Federation, load_federation
@@ -36,6 +38,7 @@ def execute(prepared: Prepared, progress: Progress | None = None) -> Outcome:
     """Return the outcome of a prepared run."""
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     run, engine, federation, halves = prepared
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
     if engine == "fused":
         from .fused import run_fused
 

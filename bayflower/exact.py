@@ -174,6 +174,22 @@ class Place(NamedTuple):
     size: int
 
 
+class Scaled(NamedTuple):
+    """The product weight·tensor in float64, formed piece by piece when it is added: it never exists as a whole."""
+
+    tensor: Tensor
+    weight: float
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the tensor's shape."""
+        return self.tensor.shape
+
+    def is_floating_point(self) -> bool:
+        """Return True: the product is real whatever the tensor is."""
+        return True
+
+
 class Total:
     """A sum of statistics: the commutative monoid of maps from names to tensors, where a missing name is zero.
 
@@ -191,11 +207,11 @@ class Total:
         """Return the names seen so far (and not dropped), sorted."""
         return sorted(self._shapes)
 
-    def add(self, statistic: Mapping[str, Tensor]) -> None:
+    def add(self, statistic: Mapping[str, Tensor | Scaled]) -> None:
         """Add a statistic, or raise and change nothing."""
         for name, x in statistic.items():
-            self._check(name, x)
-        reals = {name: x.detach().reshape(-1).to(self.device) for name, x in statistic.items() if x.is_floating_point()}
+            self._check(name, x.tensor if isinstance(x, Scaled) else x, isinstance(x, Scaled) or None)
+        reals = {name: flat(x, self.device) for name, x in statistic.items() if x.is_floating_point()}
         fresh = self._lay_out({name: statistic[name].shape for name in reals})
         try:
             work = by_chunk({name: self._places[name] for name in reals})
@@ -203,9 +219,9 @@ class Total:
             bounds = [magnitude(self._gather(reals, chunk, parts)) for chunk, parts in work]
             for bound, (_, parts) in zip(bounds, work, strict=True):
                 if not bound < float("inf"):
-                    bad = next(name for name, _ in parts if not magnitude(reals[name]) < float("inf"))
+                    bad = next(name for name, _ in parts if not magnitude(piece(reals[name], slice(None))) < float("inf"))
                     raise ValueError(f"{bad} has a value that is not finite ({bound}); only finite numbers can be added")
-            self._add_integers({name: x.detach() for name, x in statistic.items() if name not in reals})
+            self._add_integers({name: x.detach() for name, x in statistic.items() if not isinstance(x, Scaled) and name not in reals})
         except Exception:
             self.drop(fresh)
             raise
@@ -251,19 +267,19 @@ class Total:
         for chunk, parts in by_chunk(self._places):
             x = chunk.value()
             for name, place in parts:
-                piece = x[place.at : place.at + place.size]
-                if not bool(piece.isfinite().all()):
+                part = x[place.at : place.at + place.size]
+                if not bool(part.isfinite().all()):
                     raise OverflowError(f"the sum of {name} is beyond the largest float64")
-                out[name].view(-1)[place.start : place.start + place.size] = piece
+                out[name].view(-1)[place.start : place.start + place.size] = part
         return out
 
     # -- inside ----------------------------------------------------------------------------------------------------
-    def _check(self, name: str, x: Tensor) -> None:
+    def _check(self, name: str, x: Tensor, real: bool | None = None) -> None:
         """Raise if `x` cannot be added under `name`."""
         if not isinstance(x, Tensor) or x.is_complex():
             kind = getattr(x, "dtype", type(x).__name__)
             raise ValueError(f"{name} must be a tensor of real numbers, integers or booleans, got {kind}")
-        self._compare(name, x.shape, x.is_floating_point())
+        self._compare(name, x.shape, x.is_floating_point() if real is None else real)
 
     def _compare(self, name: str, shape: torch.Size, real: bool) -> None:
         """Raise if what is kept under `name` has another shape or kind."""
@@ -305,12 +321,12 @@ class Total:
         self._shapes.update(fresh)
         return sorted(fresh)
 
-    def _gather(self, reals: Mapping[str, Tensor], chunk: Accumulator, parts: list[tuple[str, Place]]) -> Tensor:
+    def _gather(self, reals: Mapping[str, Tensor | Scaled], chunk: Accumulator, parts: list[tuple[str, Place]]) -> Tensor:
         """Return the chunk's part of a statistic as one float64 vector, 0 where the statistic has no such name."""
         if chunk.size not in self._buffers:
             self._buffers[chunk.size] = Buffers(chunk.size, self.device)
         x = self._buffers[chunk.size].rest
-        pieces = [reals[name][place.start : place.start + place.size] for name, place in parts]
+        pieces = [piece(reals[name], slice(place.start, place.start + place.size)) for name, place in parts]
         whole = sum(place.size for _, place in parts) == chunk.size
         if whole and len(pieces) == 1 and pieces[0].dtype == x.dtype:
             return pieces[0]
@@ -318,9 +334,20 @@ class Total:
             return torch.cat(pieces, out=x)
         if not whole:
             x.zero_()
-        for (_, place), piece in zip(parts, pieces, strict=True):
-            x[place.at : place.at + place.size] = piece
+        for (_, place), part in zip(parts, pieces, strict=True):
+            x[place.at : place.at + place.size] = part
         return x
+
+
+def flat(x: Tensor | Scaled, device: torch.device | str) -> Tensor | Scaled:
+    """Return `x` as a vector on `device`."""
+    vector = (x.tensor if isinstance(x, Scaled) else x).detach().reshape(-1).to(device)
+    return Scaled(vector, float(x.weight)) if isinstance(x, Scaled) else vector
+
+
+def piece(x: Tensor | Scaled, part: slice) -> Tensor:
+    """Return a part of a vector; of a product, formed now, in float64."""
+    return x.tensor[part].to(torch.float64, copy=True).mul_(x.weight) if isinstance(x, Scaled) else x[part]
 
 
 def by_chunk(places: Mapping[str, list[Place]]) -> list[tuple[Accumulator, list[tuple[str, Place]]]]:

@@ -22,8 +22,8 @@ from . import metrics, sampling, solo
 from .config import Run
 from .data import ClientData, Federation, batches
 from .exact import Total
-from .outcome import Outcome, Progress, RoundRecord, curve_point
 from .halves import Halves
+from .outcome import Outcome, Progress, RoundRecord, curve_point
 from .tree import map_tree, num_bytes, stack, take, to
 from .types import Batch, Phase, Purpose, Work
 
@@ -82,7 +82,7 @@ class Fused:
         result: dict[str, dict[int, metrics.Tally]] = {}
         with torch.no_grad():
             for view in self.half.views():
-                tally = None
+                tally: Any = None
                 for start in range(0, test.y.shape[1], solo.CHUNK):
                     part = map_tree(lambda leaf, start=start: leaf[:, start : start + solo.CHUNK], test)
 
@@ -91,8 +91,8 @@ class Fused:
 
                     piece = self._map(one, (0, self._axis, 0, 0))(state, broadcast, part, noise)
                     tally = piece if tally is None else metrics.add(tally, piece)
-                tally = to(tally, "cpu")
-                result[view] = {client: take(tally, position) for position, client in enumerate(chosen)}
+                found = to(tally, "cpu")
+                result[view] = {client: take(found, position) for position, client in enumerate(chosen)}
         return result
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Fused:
             groups = tuple(gather(data, rows[:active, t, g], real[:active, t, g]) for g in range(phase.batches))
             noise = self._noise(phase.name, stage, phase.batch_size, [chosen[i] for i in order[:active]], round, t)
             work, info = step(work, groups, noise)
-            losses[:active] += info["loss"].detach().double() * sum(group.mask.sum(1) for group in groups).double()
+            losses[:active] += info["loss"].detach().double() * torch.stack([group.mask.sum(1) for group in groups]).sum(0).double()
         work = map_tree(lambda *pieces: torch.cat(pieces), work, *reversed(aside)) if aside else work
         back = torch.argsort(index)
         return solo.detach(take(work, back)), losses[back]
@@ -204,8 +204,7 @@ class Fused:
         if not shapes:
             return {}
         draws = [
-            batches.noise(shapes, seed=self.seed, client=client, round=round, stage=stage, step=step, dtype=self.dtype)
-            for client in chosen
+            batches.noise(shapes, seed=self.seed, client=client, round=round, stage=stage, step=step, dtype=self.dtype) for client in chosen
         ]
         return to(stack(draws), self.device)
 

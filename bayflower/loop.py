@@ -44,9 +44,7 @@ class InProcessGrid(Grid):
         """Return the run this grid belongs to."""
         return self._run
 
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
+    def create_message(self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None) -> Message:
         """Return a message to a node."""
         return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
 
@@ -94,9 +92,7 @@ class InProcessGrid(Grid):
 def contexts(clients: Iterable[int]) -> list[Context]:
     """Return Flower contexts of nodes that hold these partitions."""
     known = list(clients)
-    return [
-        Context(1, FIRST_NODE + client, {"partition-id": client, "num-partitions": len(known)}, RecordDict(), {}) for client in known
-    ]
+    return [Context(1, FIRST_NODE + client, {"partition-id": client, "num-partitions": len(known)}, RecordDict(), {}) for client in known]
 
 
 def federation_app(run: Run, federation: Federation, halves: Halves, store: Store) -> ClientApp:
@@ -115,9 +111,7 @@ def federation_app(run: Run, federation: Federation, halves: Halves, store: Stor
     return client_app(site_of)
 
 
-def run_loop(
-    run: Run, federation: Federation, halves: Halves, progress: Progress | None = None, store: Store | None = None
-) -> Outcome:
+def run_loop(run: Run, federation: Federation, halves: Halves, progress: Progress | None = None, store: Store | None = None) -> Outcome:
     """Return the outcome of all rounds and the final test."""
     settings = run.settings
     app = federation_app(run, federation, halves, store or MemoryStore())

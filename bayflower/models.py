@@ -12,7 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from .types import Anatomy, ConfigError, Tensors
 
@@ -53,8 +52,8 @@ class Model:
     def nll(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return −log p(y|x) of each sample (B,)."""
         if logits.shape[-1] == 1:
-            return F.binary_cross_entropy_with_logits(logits[..., 0], y.to(logits.dtype), reduction="none")
-        return F.cross_entropy(logits, y, reduction="none")
+            return nn.functional.binary_cross_entropy_with_logits(logits[..., 0], y.to(logits.dtype), reduction="none")
+        return nn.functional.cross_entropy(logits, y, reduction="none")
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return class probabilities (B, C)."""

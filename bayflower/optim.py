@@ -45,7 +45,7 @@ class Optimizer:
         zeros = {name: torch.zeros_like(value) for name, value in params.items()}
         some = next(iter(params.values()), torch.zeros(()))
         return OptState(
-            count=some.new_zeros(()),
+            steps=some.new_zeros(()),
             first=zeros if self.name == "adam" or self.momentum else {},
             second={} if self.name == "sgd" else {name: torch.zeros_like(value) for name, value in params.items()},
         )
@@ -56,7 +56,7 @@ class Optimizer:
             grads = clip(grads, self.clip_norm)
         if self.weight_decay:
             grads = {name: grad + self.weight_decay * params[name] for name, grad in grads.items()}
-        count = state.count + 1
+        count = state.steps + 1
         if self.name == "adam":
             return self._adam(params, grads, state, count)
         second = state.second

@@ -117,8 +117,15 @@ def read(path: Path) -> Saved:
             head = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise BayflowerError(f"client state {path} cannot be read ({error}); restore it from a back-up, or remove it to start anew") from None
+        raise BayflowerError(
+            f"client state {path} cannot be read ({error}); restore it from a back-up, or remove it to start anew"
+        ) from None
     if head.get("format") != FORMAT:
-        raise BayflowerError(f"client state {path} has format {head.get('format')!r}, expected {FORMAT!r}; it is not ours or of another version")
-    parts = {part: {name[len(part) + 1 :]: t for name, t in tensors.items() if name.startswith(part + "/")} for part in ("state", "update", "tally")}
+        raise BayflowerError(
+            f"client state {path} has format {head.get('format')!r}, expected {FORMAT!r}; it is not ours or of another version"
+        )
+    parts = {
+        part: {name[len(part) + 1 :]: t for name, t in tensors.items() if name.startswith(part + "/")}
+        for part in ("state", "update", "tally")
+    }
     return Saved(int(head["round"]), head["cause"], numbers=json.loads(head["numbers"]), **parts)

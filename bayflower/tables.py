@@ -29,12 +29,17 @@ def size(value: float) -> str:
     return f"{value:.1f} GB"
 
 
+def plain(title: str, caption: str) -> Table:
+    """Return an empty table in the house's style."""
+    return Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
 def result_table(result: dict[str, Any]) -> Table:
     """Return the final block of one result: a row a model."""
     rounds = result["rounds"]
     title = f"{result['method']} on {result['dataset']}, {result['num_clients']} clients, {len(rounds)} rounds, seed {result['seed']}"
-    grid = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-                 caption=f"accuracies in %; {result['engine']} engine, {result['device']}, {sum(r['seconds'] for r in rounds):.1f} s of rounds")  # fmt: skip
+    seconds = sum(record["seconds"] for record in rounds)
+    grid = plain(title, f"accuracies and ECE in %; {result['engine']} engine, {result['device']}, {seconds:.1f} s of rounds")
     for column in ("model", "accuracy", "mean", "balanced", "worst", "NLL", "ECE", "fair. CV"):
         grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     names = [*BLOCKS, *(name for name in result["final"] if name not in BLOCKS)]
@@ -42,8 +47,9 @@ def result_table(result: dict[str, Any]) -> Table:
         block = result["final"].get(name)
         if block:
             grid.add_row(
-                BLOCKS.get(name, name), percent(block["accuracy"]), percent(block["accuracy_mean"]), percent(block["balanced_accuracy_mean"]),
-                percent(block["worst_client_accuracy"]), number(block["nll"]), percent(block["ece"]), number(block["fairness_cv"]),
+                BLOCKS.get(name, name), percent(block["accuracy"]), percent(block["accuracy_mean"]),
+                percent(block["balanced_accuracy_mean"]), percent(block["worst_client_accuracy"]),
+                number(block["nll"]), percent(block["ece"]), number(block["fairness_cv"]),
             )  # fmt: skip
     return grid
 
@@ -51,9 +57,8 @@ def result_table(result: dict[str, Any]) -> Table:
 def comparison_table(results: list[dict[str, Any]]) -> Table:
     """Return one row a method: the personal model, and what it cost."""
     first = results[0]
-    title = f"{first['dataset']}, {first['num_clients']} clients, {len(first['rounds'])} rounds, seed {first['seed']}: personal models after the last round"
-    grid = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-                 caption="accuracies and ECE in %; balanced: mean over clients of balanced accuracy; worst: of a client")  # fmt: skip
+    title = f"{first['dataset']}, {first['num_clients']} clients, {len(first['rounds'])} rounds, seed {first['seed']}"
+    grid = plain(title, "personal models after the last round; accuracies and ECE in %; balanced: mean over clients; worst: client")
     for column in ("method", "accuracy", "balanced", "worst", "NLL", "ECE", "fair. CV", "up/round", "time"):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     best = max(result["final"]["personal"]["balanced_accuracy_mean"] for result in results)

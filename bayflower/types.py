@@ -29,11 +29,13 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 if TYPE_CHECKING:
+    from .exact import Scaled
     from .models import Model
     from .optim import Optimizer
 
 Tensors = dict[str, Tensor]
-Statistic = Mapping[str, Tensor]
+Statistic = Mapping[str, "Tensor | Scaled"]
+Sum = Mapping[str, Tensor]
 Purpose = Literal["train", "finetune", "new"]
 
 
@@ -72,7 +74,7 @@ class Phase(NamedTuple):
 class OptState(NamedTuple):
     """Steps done; first moment (momentum); second moment. Dicts are empty where the optimiser has no such moment."""
 
-    count: Tensor
+    steps: Tensor
     first: Tensors
     second: Tensors
 
@@ -98,8 +100,8 @@ class Anatomy(NamedTuple):
 class ServerHalf(ABC):
     """The server half of a method."""
 
-    State: ClassVar[type]
-    Broadcast: ClassVar[type]
+    state_type: ClassVar[type]
+    broadcast_type: ClassVar[type]
     per_client: ClassVar[bool] = False  # True if `broadcast` depends on the client
 
     def __init__(self, config: Any, anatomy: Anatomy) -> None:
@@ -116,10 +118,10 @@ class ServerHalf(ABC):
 
     @abstractmethod
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
-        """Return the client's element of the monoid: float64 or int64 tensors by name."""
+        """Return the client's element of the monoid: real or integer tensors by name (`Scaled` where a product would be large)."""
 
     @abstractmethod
-    def finalise(self, state: Any, total: Statistic) -> Any:
+    def finalise(self, state: Any, total: Sum) -> Any:
         """Return the next state from the sum of all statistics; an empty sum must return `state` itself."""
 
     @abstractmethod
@@ -146,9 +148,9 @@ class ServerHalf(ABC):
 class ClientHalf(ABC):
     """The client half of a method. All functions but `phases` and `noise` are run under `torch.func.vmap` by the fused engine."""
 
-    State: ClassVar[type]
-    Update: ClassVar[type]
-    private: ClassVar[tuple[str, ...]] = ()  # fields of State that never travel
+    state_type: ClassVar[type]
+    update_type: ClassVar[type]
+    private: ClassVar[tuple[str, ...]] = ()  # fields of the state that never travel
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         self.config = config
@@ -157,7 +159,7 @@ class ClientHalf(ABC):
 
     # -- what is static ------------------------------------------------------------------------------------------
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return the stretches of local training: of a round ("train"), before a test ("finetune"), of a client that never trained ("new")."""
+        """Return the stretches of local training of a round ("train"), before a test ("finetune"), of a client that never trained ("new")."""
         return (self.training.phase("local"),) if purpose == "train" else ()
 
     def views(self) -> dict[str, str]:

@@ -125,4 +125,4 @@ def text_to_anatomy(text: str) -> Anatomy:
 
 def copy_content(content: RecordDict) -> RecordDict:
     """Return the records in new containers, the immutable arrays shared: what a receiver changes is not the sender's."""
-    return RecordDict({name: type(record)(dict(record)) for name, record in content.items()})
+    return RecordDict({name: type(record)(dict(record)) for name, record in content.items()})  # type: ignore[arg-type]

@@ -67,8 +67,8 @@ def run_cell(cell: dict[str, Any], folder: str) -> str:
     block = result["final"]["personal"]
     kept = {
         "cell": cell, "seconds": time.perf_counter() - started, "device": result["device"], "versions": result["versions"],
-        "balanced": [client["balanced_accuracy"] for client in block["per_client"]], "accuracy": block["accuracy_mean"], "ece": block["ece"],
-        "nll": block["nll"], "effective_clients": result["rounds"][-1].get("effective_clients"),
+        "balanced": [client["balanced_accuracy"] for client in block["per_client"]], "accuracy": block["accuracy_mean"],
+        "ece": block["ece"], "nll": block["nll"], "effective_clients": result["rounds"][-1].get("effective_clients"),
     }  # fmt: skip
     write_json(Path(folder) / name(cell), kept)
     return name(cell)

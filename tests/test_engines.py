@@ -22,6 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 
 def outcomes(method: str, **settings):
     """Return (loop, fused) outcomes, with the loop's client states read back from its store."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     prepared = small_prepared(method, **settings)
     fused = run_fused(prepared.run, prepared.federation, prepared.halves)
 
@@ -37,7 +38,7 @@ def outcomes(method: str, **settings):
 
     spy = Spy()
     loop = run_loop(prepared.run, prepared.federation, prepared.halves, store=spy)
-    states = {client: unflatten(prepared.halves.client.State, saved[0].state) for client, saved in spy.saved.items()}
+    states = {client: unflatten(prepared.halves.client.state_type, saved[0].state) for client, saved in spy.saved.items()}
     return loop._replace(client_states=states), fused
 
 
@@ -47,7 +48,9 @@ def compare(loop, fused, tolerance: float) -> None:
         assert worst_difference(fused.client_states[client], state) < tolerance, client
     for one, two in zip(loop.rounds, fused.rounds, strict=True):
         assert one["train_loss"] == pytest.approx(two["train_loss"], rel=max(tolerance, 1e-6))
-        assert {k: one[k] for k in ("round", "bytes_up", "bytes_down", "num_clients")} == {k: two[k] for k in ("round", "bytes_up", "bytes_down", "num_clients")}
+        assert {k: one[k] for k in ("round", "bytes_up", "bytes_down", "num_clients")} == {
+            k: two[k] for k in ("round", "bytes_up", "bytes_down", "num_clients")
+        }
         assert ("personal" in one) == ("personal" in two)
     assert loop.views.keys() == fused.views.keys()
     assert loop.new_clients.keys() == fused.new_clients.keys()
@@ -70,7 +73,15 @@ def test_one_float32_sgd_round_agrees_to_1e_5(method, model, device):
 @pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
 @pytest.mark.parametrize("method", NAMES)
 def test_five_float64_rounds_agree_to_1e_9(method, model, device):
-    settings = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "fraction_train": 0.6, "dtype": "float64", "rounds": 5, "evaluate_every": 2}
+    settings = {
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "momentum": 0.9,
+        "fraction_train": 0.6,
+        "dtype": "float64",
+        "rounds": 5,
+        "evaluate_every": 2,
+    }
     compare(*outcomes(method, model=model, device=device, **settings), tolerance=1e-9)
 
 
@@ -105,7 +116,9 @@ def test_a_network_with_dropout_is_trained_one_by_one_and_says_so(caplog):
     prepared = small_prepared("fedmap", dtype="float64")
 
     def factory():
-        return models.BaseHead(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)), torch.nn.Linear(16, 10))
+        return models.BaseHead(
+            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)), torch.nn.Linear(16, 10)
+        )
 
     model = models.Model(factory, 10, "with dropout")
     row = get("fedmap")

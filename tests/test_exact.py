@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bayflower.exact import CHUNK, LIMIT, Accumulator, Total
+from bayflower.exact import CHUNK, LIMIT, Accumulator, Scaled, Total
 
 LARGEST = math.ldexp(1.0 - 2.0**-53, 1024)
 SMALLEST = 5e-324
@@ -277,3 +277,18 @@ def test_accumulator_alone() -> None:
     accumulator.add(vector([0.1, -3.0]))
     accumulator.add(vector([0.2, 3.0]))
     assert accumulator.value().tolist() == [0.1 + 0.2, 0.0]
+
+
+def test_products_formed_on_the_way_equal_products_formed_before():
+    generator = torch.Generator().manual_seed(5)
+    one, two = Total(), Total()
+    for weight in (3.0, 0.1, 1e-200, 7e150):
+        tensors = {"a": torch.randn(70_000, generator=generator), "b": torch.randn(5, 4, generator=generator, dtype=torch.float64),
+                   "c": torch.arange(6)}  # fmt: skip
+        one.add({name: Scaled(x, weight) for name, x in tensors.items()})
+        two.add({name: x.double() * weight for name, x in tensors.items()})
+    left, right = one.value(), two.value()
+    assert all(torch.equal(left[name], right[name]) for name in right)
+    with pytest.raises(ValueError, match="b has a value that is not finite"):
+        one.add({"a": Scaled(torch.zeros(70_000), 1.0), "b": Scaled(torch.full((5, 4), 1e300, dtype=torch.float64), 1e300)})
+    assert torch.equal(one.value()["a"], left["a"])

@@ -162,7 +162,9 @@ def test_weights_of_any_size_equal_the_log_sum_exp(logs, seed):
 def test_any_order_gives_the_same_bits_though_bins_are_dropped():
     logs = [-3000.0, -90.0, -0.3, -88.0, -200.0, -700.0]
     thetas = torch.randn(len(logs), 50, generator=torch.Generator().manual_seed(1))
-    results = [aggregate([logs[i] for i in order], thetas[list(order)]) for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 37)]
+    results = [
+        aggregate([logs[i] for i in order], thetas[list(order)]) for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 37)
+    ]
     for other in results[1:]:
         assert_same_bits(other, results[0])
 

@@ -114,7 +114,7 @@ def make_half(head: dict[str, Any], model: Model) -> ClientHalf:
 
 def sent(message: Message, head: dict[str, Any], site: Site) -> Any:
     """Return the broadcast in the message, on the site's device."""
-    kind = methods.get(head["method"]).server.Broadcast
+    kind = methods.get(head["method"]).server.broadcast_type
     return to(unflatten(kind, wire.arrays(message, wire.BROADCAST)), site.data.train.x.device)
 
 
@@ -123,7 +123,7 @@ def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site:
     device, dtype = site.data.train.x.device, site.data.train.x.dtype
     if before is None:
         return to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
-    return to(unflatten(half.State, before.state), device)
+    return to(unflatten(half.state_type, before.state), device)
 
 
 def flat_tallies(views: dict[str, Any]) -> Tensors:

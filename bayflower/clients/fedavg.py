@@ -37,8 +37,8 @@ class State(NamedTuple):
 class Client(ClientHalf):
     """Trains from the shared part and the client's own part; sends the shared part."""
 
-    State = State
-    Update = Update
+    state_type = State
+    update_type = Update
     private = ("params", "buffers")
 
     def is_own(self, name: str) -> bool:

@@ -50,8 +50,8 @@ class State(NamedTuple):
 class Client(ClientHalf):
     """Fits its personal model under the prior N(gamma, sigma² I)."""
 
-    State = State
-    Update = Update
+    state_type = State
+    update_type = Update
     private = ("buffers",)
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:

@@ -134,7 +134,9 @@ class BayflowerStrategy(Strategy):
 
     def _aggregate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         half = self._half()
-        total, losses, up, tested = Total(), {}, 0, {}
+        total, up = Total(), 0
+        losses: dict[int, tuple[int, float]] = {}
+        tested: Views = {}
         for reply in replies:
             try:
                 client, update, tallies, loss = self._accept(reply, server_round, losses)
@@ -214,7 +216,7 @@ class BayflowerStrategy(Strategy):
         for reply in stream(grid, messages, timeout):
             node = reply.metadata.src_node_id
             if reply.has_error():
-                self._note(f"node {node} cannot be used: {reply.error.reason.strip().splitlines()[-1]}")
+                self._note(f"node {node} cannot be used: {reason(reply)}")
                 continue
             head = wire.header(reply, ("client", "new", "anatomy"))
             client = int(head["client"])
@@ -266,8 +268,7 @@ class BayflowerStrategy(Strategy):
     def _sender(self, reply: Message, round: int) -> int:
         """Return the client a reply comes from; raise if it is not a reply to what was asked in this round."""
         if reply.has_error():
-            lines = reply.error.reason.strip().splitlines() or [f"error code {reply.error.code}"]
-            raise wire.WireError(f"the client failed: {lines[-1]}")
+            raise wire.WireError(f"the client failed: {reason(reply)}")
         head = wire.header(reply, ("method", "run", "round", "client"))
         client = head["client"]
         member = self.members.get(client) if isinstance(client, int) else None
@@ -316,6 +317,12 @@ class BayflowerStrategy(Strategy):
         result.arrays = self._arrays()
         if (answer := evaluate_fn(round, result.arrays)) is not None:
             result.evaluate_metrics_serverapp[round] = answer
+
+
+def reason(reply: Message) -> str:
+    """Return why a client failed, in one line."""
+    lines = (reply.error.reason or "").strip().splitlines()
+    return lines[-1] if lines else f"error code {reply.error.code}"
 
 
 def stream(grid: Grid, messages: Iterable[Message], timeout: float) -> Iterator[Message]:

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..types import ConfigError, ServerHalf, Statistic, Tensors
+from ..exact import Scaled
+from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Update(NamedTuple):
 class Server(ServerHalf):
     """Averages what is shared, weighted by sample count."""
 
-    State = State
-    Broadcast = State
+    state_type = State
+    broadcast_type = State
 
     def is_shared(self, name: str) -> bool:
         """Return whether the parameter or buffer `name` travels."""
@@ -85,7 +86,7 @@ class Server(ServerHalf):
         return {"num_examples": update.num_examples, **weighted("params", update.params, update.num_examples),
                 **weighted("buffers", update.buffers, update.num_examples)}  # fmt: skip
 
-    def finalise(self, state: State, total: Statistic) -> State:
+    def finalise(self, state: State, total: Sum) -> State:
         """Return w = Σ n_k w_k / Σ n_k [eq. 1]; no reply leaves the state as it was."""
         if "num_examples" not in total:
             return state
@@ -97,13 +98,12 @@ class Server(ServerHalf):
         return {**state.params, **state.buffers}
 
 
-def weighted(group: str, tensors: Tensors, weight: Tensor) -> dict[str, Tensor]:
-    """Return weight·tensor by "group/name", in float64."""
-    scale = float(weight)
-    return {f"{group}/{name}": value.to(torch.float64, copy=True).mul_(scale) for name, value in tensors.items()}
+def weighted(group: str, tensors: Tensors, weight: Tensor) -> dict[str, Scaled]:
+    """Return weight·tensor by "group/name"."""
+    return {f"{group}/{name}": Scaled(value, float(weight)) for name, value in tensors.items()}
 
 
-def averaged(group: str, old: Tensors, total: Statistic, weight: Tensor) -> Tensors:
+def averaged(group: str, old: Tensors, total: Sum, weight: Tensor) -> Tensors:
     """Return Σ weight·tensor / Σ weight by name, in the dtype of `old`."""
 
     def mean(name: str, value: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..types import ConfigError, ServerHalf, Statistic, Tensors
+from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
 from .fedavg import weighted
 
 Weights = Literal["mean", "count", "sum", "uniform"]
@@ -80,8 +80,8 @@ class Update(NamedTuple):
 class Server(ServerHalf):
     """Keeps the mean of the prior."""
 
-    State = State
-    Broadcast = Broadcast
+    state_type = State
+    broadcast_type = Broadcast
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> State:
         """Return gamma at the initial model (E-M8); running statistics of normalisation layers belong to the clients."""
@@ -116,7 +116,7 @@ class Server(ServerHalf):
         top = max(bins.values(), default=0)
         return {name for name, number in bins.items() if number < top - 1}
 
-    def finalise(self, state: State, total: Statistic) -> State:
+    def finalise(self, state: State, total: Sum) -> State:
         """Return gamma = Σ omega theta / Σ omega [eq. 9]; no reply leaves the state as it was."""
         if not total:
             return state
