@@ -31,7 +31,15 @@ def size(value: float) -> str:
 
 def plain(title: str, caption: str) -> Table:
     """Return an empty table in the house's style."""
-    return Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
 
 
 def result_table(result: dict[str, Any]) -> Table:
@@ -58,7 +66,7 @@ def comparison_table(results: list[dict[str, Any]]) -> Table:
     """Return one row a method: the personal model, and what it cost."""
     first = results[0]
     title = f"{first['dataset']}, {first['num_clients']} clients, {len(first['rounds'])} rounds, seed {first['seed']}"
-    grid = plain(title, "personal models after the last round; accuracies and ECE in %; balanced: mean over clients; worst: client")
+    grid = plain(title, "personal models, last round; % but for NLL and CV; balanced: mean over clients")
     for column in ("method", "accuracy", "balanced", "worst", "NLL", "ECE", "fair. CV", "up/round", "time"):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     best = max(result["final"]["personal"]["balanced_accuracy_mean"] for result in results)

@@ -159,7 +159,7 @@ class ClientHalf(ABC):
 
     # -- what is static ------------------------------------------------------------------------------------------
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return the stretches of local training of a round ("train"), before a test ("finetune"), of a client that never trained ("new")."""
+        """Return the stretches of training of a round ("train"), before a test ("finetune"), of a client that never trained ("new")."""
         return (self.training.phase("local"),) if purpose == "train" else ()
 
     def views(self) -> dict[str, str]:
