@@ -27,11 +27,17 @@ app = typer.Typer(
 )
 errors = Console(stderr=True)
 
-Dataset = Annotated[str | None, typer.Option(help="digits, synthetic, fmnist, mnist, cifar10, cifar100, emnist, or a path to an .npz file")]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        help="digits, synthetic, fmnist, mnist, cifar10, cifar100, emnist, emnist47, officecaltech, heart, or a path to an .npz file"
+    ),
+]
 Clients = Annotated[int | None, typer.Option(help="number of clients that train")]
 Rounds = Annotated[int | None, typer.Option(help="rounds of training")]
 Seed = Annotated[int | None, typer.Option(help="decides partition, initialisation, batches and sampling")]
-Engine = Annotated[str, typer.Option(help="fused (all clients together) or loop (one by one, through Flower messages)")]
+Engine = Annotated[str, typer.Option(help="fused (all clients together), loop (one by one), ray (simulation) or deployment (processes)")]
+Port = Annotated[int, typer.Option(help="ray and deployment: port of the SuperLink on loopback; 0 = any free one")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any other setting; see `bayflower settings METHOD`")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs instead of a table")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="log what happens")]
@@ -69,6 +75,8 @@ def run(
     seed: Seed = None,
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="folder for result.json [runs/METHOD-DATASET-SEED]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the folder, with the same settings")] = False,
+    port: Port = 0,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -76,16 +84,24 @@ def run(
 
     Example: `bayflower run fedmap --dataset synthetic --rounds 50 --set sigma2=100 --out runs/first`
     """
+    from . import checkpoint
     from .config import parse
-    from .engines import prepare, run_to_result
+    from .engines import prepare, run_to_result, run_under_flower
 
     quiet_logs(verbose)
-    chosen = parse(method, values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed))
+    given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed)
+    chosen = parse(method, given)
     folder = out or Path("runs") / f"{method}-{Path(chosen.data.dataset).stem}-{chosen.settings.seed}"
     check_folder(folder)
+    start = checkpoint.to_resume(folder, chosen) if resume else None
+    if not resume:
+        checkpoint.begin_anew(folder)
     prepared = prepare(chosen, engine)
     with bar(chosen.settings.rounds, table.get(method).title, hidden=as_json) as progress:
-        result = run_to_result(prepared, folder, progress)
+        if engine in ("fused", "loop"):
+            result = run_to_result(prepared, folder, progress, start)
+        else:
+            (result,) = run_under_flower([prepared], given, folder, port, resume, lambda status: progress(status.get("records", [])))
     if as_json:
         print(json.dumps(result))
         return
@@ -108,6 +124,7 @@ def compare(
     seed: Seed = None,
     sets: Sets = None,
     out: Annotated[Path, typer.Option(help="folder; each method gets one below it")] = Path("runs/compare"),
+    port: Port = 0,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -120,7 +137,7 @@ def compare(
     import dataclasses
 
     from .config import groups, parse
-    from .engines import prepare, run_to_result
+    from .engines import prepare, run_to_result, run_under_flower
 
     quiet_logs(verbose)
     given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed)
@@ -131,7 +148,11 @@ def compare(
     runs = {method: parse(method, {key: value for key, value in given.items() if key in known[method]}) for method in methods}
     check_folder(out)
     prepared = {method: prepare(chosen, engine) for method, chosen in runs.items()}
-    results = []
+    results: list[dict[str, Any]] = []
+    if engine in ("ray", "deployment"):
+        with bar(max(ready.run.settings.rounds for ready in prepared.values()), f"Flower ({engine})", hidden=as_json) as progress:
+            results = run_under_flower(list(prepared.values()), given, out, port, False, lambda status: progress(status.get("records", [])))
+        prepared = {}
     for method, ready in prepared.items():
         with bar(ready.run.settings.rounds, table.get(method).title, hidden=as_json) as progress:
             results.append(run_to_result(ready, out / method, progress))
@@ -226,11 +247,15 @@ class bar:  # noqa: N801 (reads as a verb: with bar(...))
 
     def update(self, records: list[Any]) -> None:
         """Show the last round."""
+        if not records:
+            return
         for record in records[-2:]:
             if "personal" in record:
                 self.accuracy = f"accuracy {record['personal']['accuracy']:.1%}"
         loss = records[-1]["train_loss"]
-        self.bar.update(self.task, completed=len(records), now=f"loss {loss:.4f} {self.accuracy}" if loss is not None else self.accuracy)
+        self.bar.update(
+            self.task, completed=records[-1]["round"], now=f"loss {loss:.4f} {self.accuracy}" if loss is not None else self.accuracy
+        )
 
 
 def quiet_logs(verbose: bool) -> None:

@@ -24,10 +24,11 @@ from .models import MODELS
 from .optim import Optimizer, OptimizerName
 from .types import ConfigError, Phase
 
-Engine = Literal["loop", "fused"]
 ENGINES: dict[str, str] = {
     "fused": "all clients of a round trained together, on one GPU or CPU",
     "loop": "clients one after another behind an in-process Flower grid; the reference",
+    "ray": "Flower's own simulation, as `flwr run .` does it: many cores, several GPUs, a Ray cluster",
+    "deployment": "a SuperLink and one SuperNode process a client, on loopback",
 }
 
 
@@ -36,11 +37,11 @@ class Training:
     """How a client trains in one round; the same for every method of a comparison unless set otherwise."""
 
     optimizer: OptimizerName = "adam"  # sgd, adam or rmsprop; its state is fresh in every round
-    lr: float = 0.001
+    lr: float = 0.001  # learning rate
     momentum: float = 0.0  # sgd and rmsprop
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # added to the gradient, times the parameter
     clip_norm: float = 0.0  # largest norm of a gradient; 0 = no clipping
-    batch_size: int = 64
+    batch_size: int = 64  # samples in one step
     local_epochs: int = 5  # passes over the local data in a round
     local_steps: int = 0  # if positive: that many steps in a round instead of epochs
     new_client_epochs: int = 50  # passes over its data for a client that never trained in the rounds
@@ -65,19 +66,21 @@ class Training:
 class Settings:
     """The run itself."""
 
-    rounds: int = 50
-    seed: int = 0
+    rounds: int = 50  # rounds of training
+    seed: int = 0  # decides partition, initialisation, batches and sampling
     model: str = "auto"  # see `bayflower models`
     fraction_train: float = 1.0  # share of the clients that take part in a round, drawn anew each time
     min_replies: int = 1  # fewest valid replies of a round; fewer stop the run
     evaluate_every: int = 5  # rounds between two points of the accuracy curve; the last round is always tested; 0 = only the last
+    checkpoint_every: int = 10  # rounds between two checkpoints, from which --resume goes on; 0 = none (ray, deployment: every round)
     device: str = "auto"  # cpu, cuda or cuda:N; auto = a GPU if there is one
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64"] = "float32"  # of parameters, data and messages
     tf32: bool = False  # let a GPU round the inputs of float32 products to 10 bits: faster, and no longer equal to a CPU's numbers
     max_fused: int = 0  # fused engine: most clients trained together; 0 = all
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("seed", 0), ("min_replies", 1), ("evaluate_every", 0), ("max_fused", 0)):
+        for name, least in (("rounds", 1), ("seed", 0), ("min_replies", 1), ("evaluate_every", 0), ("checkpoint_every", 0),
+                            ("max_fused", 0)):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.fraction_train <= 1:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from . import outcome as outcomes
+from .checkpoint import Checkpoint
 from .config import ENGINES, Run
 from .data import Federation, load_federation
 from .halves import Halves, make_halves
@@ -34,23 +37,43 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     return Prepared(run, engine, federation, halves)
 
 
-def execute(prepared: Prepared, progress: Progress | None = None) -> Outcome:
-    """Return the outcome of a prepared run."""
+def run_under_flower(
+    prepared: list[Prepared], given: Mapping[str, Any], out: Path, port: int, resume: bool, show: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """Return the results of some methods run one after another by Flower's own programs, in one app."""
+    from .processes import run_app
+
+    first = prepared[0]
+    config = {**given, "method": ",".join(one.run.method for one in prepared), "resume": resume, "wait": 120}
+    if Path(first.run.data.dataset).suffix:  # the apps run in other folders
+        config["dataset"] = str(Path(first.run.data.dataset).resolve())
+    config["data_dir"] = str(Path(first.run.data.data_dir).resolve())
+    run_app(first.engine, config, first.run.data.total_clients, out, port, show)
+    folders = [out / one.run.method for one in prepared] if len(prepared) > 1 else [out]
+    return [json.loads((folder / "result.json").read_text()) for folder in folders]
+
+
+def execute(prepared: Prepared, progress: Progress | None = None, out: Path | None = None, resume: Checkpoint | None = None) -> Outcome:
+    """Return the outcome of a prepared run; checkpoints go to `out`."""
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    if prepared.engine not in ("fused", "loop"):
+        raise ConfigError(f"engine {prepared.engine} runs in processes of its own; use run_under_flower")
     run, engine, federation, halves = prepared
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
     if engine == "fused":
         from .fused import run_fused
 
-        return run_fused(run, federation, halves, progress)
+        return run_fused(run, federation, halves, progress, out, resume)
     from .loop import run_loop  # needs flwr, which the fused engine does not
 
-    return run_loop(run, federation, halves, progress)
+    return run_loop(run, federation, halves, progress, out, resume)
 
 
-def run_to_result(prepared: Prepared, out: Path | None = None, progress: Progress | None = None) -> dict[str, Any]:
+def run_to_result(
+    prepared: Prepared, out: Path | None = None, progress: Progress | None = None, resume: Checkpoint | None = None
+) -> dict[str, Any]:
     """Return result.json's content, written to `out`/result.json if given."""
-    outcome = execute(prepared, progress)
+    outcome = execute(prepared, progress, out, resume)
     content = outcomes.result(prepared.run, prepared.engine, prepared.federation, prepared.halves, outcome)
     if out is not None:
         outcomes.write_json(out / "result.json", content)

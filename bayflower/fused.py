@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,15 +21,17 @@ from torch import Tensor
 from torch.func import vmap
 
 from . import metrics, sampling, solo
+from .checkpoint import Checkpoint, make, server_state, write
 from .config import Run
 from .data import ClientData, Federation, batches
 from .exact import Total
 from .halves import Halves
 from .outcome import Outcome, Progress, RoundRecord, curve_point
-from .tree import map_tree, num_bytes, stack, take, to
+from .tree import map_tree, num_bytes, stack, take, to, unflatten
 from .types import Batch, Phase, Purpose, Work
 
 log = logging.getLogger("bayflower")
+SMALL_MODEL = 100_000  # parameters; below it a CPU's second thread waits more than it works, most of all on a busy machine
 
 
 class Stacked(NamedTuple):
@@ -239,14 +243,31 @@ def gather(data: Batch, rows: Tensor, real: Tensor) -> Batch:
     return Batch(data.x[client, rows], data.y[client, rows], data.mask[client, rows] * real)
 
 
-def run_fused(run: Run, federation: Federation, halves: Halves, progress: Progress | None = None) -> Outcome:
-    """Return the outcome of all rounds and the final test."""
+def run_fused(
+    run: Run, federation: Federation, halves: Halves, progress: Progress | None = None, out: Path | None = None,
+    resume: Checkpoint | None = None,
+) -> Outcome:  # fmt: skip
+    """Return the outcome of all rounds and the final test; checkpoints go to `out`."""
+    if run.settings.torch_device().type == "cpu" and halves.model.num_parameters < SMALL_MODEL and torch.get_num_threads() > 1:
+        with solo.one_thread():
+            return run_fused(run, federation, halves, progress, out, resume)
     settings, server = run.settings, halves.server
     engine = Fused(halves, federation.clients, run)
     if not engine.together:
         log.warning("fused: clients are trained one by one because the model draws its own random numbers (dropout)")
     state = to(server.init(*halves.initial, engine.clients), "cpu")
     records: list[RoundRecord] = []
+    name, first = uuid.uuid4().hex, 1
+    if resume:
+        state, records, name, first = server_state(resume, server.state_type), resume.records, resume.run, resume.round + 1
+        states: list[Any] = [unflatten(halves.client.state_type, resume.clients[client]) for client in engine.clients]
+        engine.states = to(stack(states), engine.device)
+
+    def save(round: int) -> None:
+        every = settings.checkpoint_every
+        if out is not None and every and (round % every == 0 or round == settings.rounds):
+            clients = {client: take(engine.states, row) for client, row in engine.row.items()}
+            write(out, make(run, name, round, state, clients, records, []))
 
     def sent(chunk: list[int]) -> Any:
         if not server.per_client:
@@ -260,11 +281,11 @@ def run_fused(run: Run, federation: Federation, halves: Halves, progress: Progre
                 views.setdefault(view, {}).update(tallies)
         return views
 
-    for round in range(1, settings.rounds + 1):
-        started = time.perf_counter()
+    for round in range(first, settings.rounds + 1):
         chosen = sampling.choose(engine.clients, settings.fraction_train, seed=settings.seed, round=round)
         if round > 1 and settings.evaluate_every and (round - 1) % settings.evaluate_every == 0:
             records[-1].update(curve_point(tested(engine, chosen, round - 1, "finetune")))
+        started = time.perf_counter()  # tests are not training
         total, losses, up, down = Total(), {}, 0, 0
         for chunk in engine.chunks(chosen, settings.max_fused):
             message = sent(chunk)
@@ -279,6 +300,7 @@ def run_fused(run: Run, federation: Federation, halves: Halves, progress: Progre
                 down += num_bytes(server.broadcast(state, client))
         state = server.finalise(state, total.value())
         records.append(RoundRecord.make(round, time.perf_counter() - started, up, down, losses, server.report(state)))
+        save(round)
         if progress:
             progress(records)
     views = tested(engine, engine.clients, settings.rounds, "finetune")

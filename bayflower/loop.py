@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -12,13 +15,16 @@ from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity  # the one internal import: Message() asks for it
 
 from . import solo, wire
+from .checkpoint import Checkpoint, make, write
 from .clients.base import Site, client_app
 from .config import Run
 from .data import Federation
 from .halves import Halves
 from .outcome import Outcome, Progress
-from .store import MemoryStore, Store
+from .store import MemoryStore, Saved, Store
 from .strategies import strategy_class
+from .strategies.base import BayflowerStrategy
+from .tree import flatten
 
 SERVER_NODE = 1
 FIRST_NODE = 1000
@@ -111,22 +117,36 @@ def federation_app(run: Run, federation: Federation, halves: Halves, store: Stor
     return client_app(site_of)
 
 
-def run_loop(run: Run, federation: Federation, halves: Halves, progress: Progress | None = None, store: Store | None = None) -> Outcome:
-    """Return the outcome of all rounds and the final test."""
+def run_loop(
+    run: Run, federation: Federation, halves: Halves, progress: Progress | None = None, out: Path | None = None,
+    resume: Checkpoint | None = None, store: Store | None = None,
+) -> Outcome:  # fmt: skip
+    """Return the outcome of all rounds and the final test; checkpoints go to `out`."""
     settings = run.settings
-    app = federation_app(run, federation, halves, store or MemoryStore())
+    memory = store or MemoryStore()
+    if resume:
+        for client, state in resume.clients.items():
+            memory.save(resume.run, client, Saved(resume.round, "", state, {}, {}, {}))
+    app = federation_app(run, federation, halves, memory)
     grid = InProcessGrid(app, contexts(data.client for data in (*federation.clients, *federation.new_clients)))
-    strategy = make_strategy(run, progress)
+
+    def save(strategy: BayflowerStrategy, round: int, forced: bool) -> None:
+        every = settings.checkpoint_every
+        if out is not None and every and (forced or round % every == 0 or round == settings.rounds):
+            fresh = flatten(halves.client.init(*halves.initial))
+            known = {data.client: memory.load(strategy.run, data.client) for data in federation.clients}
+            clients = {client: next((one.state for one in saved if one.round <= round), fresh) for client, saved in known.items()}
+            write(out, make(run, strategy.run, round, strategy.state, clients, strategy.records, strategy.faults))
+
+    strategy = make_strategy(run, progress, after_round=save, resume=resume)
     params, buffers = halves.initial
     strategy.start(grid, wire.to_arrays({**params, **buffers}), num_rounds=settings.rounds)
     assert strategy.outcome is not None
     return strategy.outcome
 
 
-def make_strategy(run: Run, progress: Progress | None = None):  # type: ignore[no-untyped-def]
+def make_strategy(run: Run, progress: Progress | None = None, **more: Any) -> BayflowerStrategy:
     """Return the strategy of `run.method` with the run's settings."""
-    import dataclasses
-
     settings = run.settings
     return strategy_class(run.method)(
         fraction_train=settings.fraction_train,
@@ -134,6 +154,7 @@ def make_strategy(run: Run, progress: Progress | None = None):  # type: ignore[n
         evaluate_every=settings.evaluate_every,
         seed=settings.seed,
         progress=progress,
+        **more,
         **dataclasses.asdict(run.training),
         **dataclasses.asdict(run.options),
     )

@@ -57,6 +57,6 @@ def get(name: str) -> Method:
     """Return the row called `name`."""
     if name not in METHODS:
         close = difflib.get_close_matches(name.lower(), METHODS, n=1, cutoff=0.6)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"method {name!r} is not known{hint} Known: {', '.join(METHODS)}".replace("? Known", "? Known", 1))
+        hint = f"did you mean {close[0]!r}? Known: " if close else "known: "
+        raise ConfigError(f"method {name!r} is not known; {hint}{', '.join(METHODS)}")
     return METHODS[name]

@@ -34,12 +34,12 @@ class Model:
         self._head = head
 
     def initial(self, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
-        """Return (parameters, buffers) of the seeded initialisation; the same on every machine of one torch build."""
+        """Return (parameters, buffers) of the seeded initialisation in the order of names; the same on every machine of one torch build."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = self.factory()
-        params = {name: value.detach().to(dtype).clone() for name, value in module.named_parameters()}
-        buffers = {name: cast(value.detach(), dtype).clone() for name, value in module.named_buffers()}
+        params = {name: value.detach().to(dtype).clone() for name, value in sorted(module.named_parameters(), key=lambda item: item[0])}
+        buffers = {name: cast(value.detach(), dtype).clone() for name, value in sorted(module.named_buffers(), key=lambda item: item[0])}
         return params, buffers
 
     def forward(self, params: Tensors, buffers: Tensors, x: Tensor, train: bool) -> tuple[Tensor, Tensors]:

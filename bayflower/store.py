@@ -115,7 +115,8 @@ def read(path: Path) -> Saved:
     try:
         with safe_open(path, framework="pt") as file:
             head = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # clones, because a file's tensors lie anywhere, and alignment decides how torch splits sums, hence bits
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise BayflowerError(
             f"client state {path} cannot be read ({error}); restore it from a back-up, or remove it to start anew"

@@ -96,7 +96,7 @@ def unflatten(kind: type[T], flat: Mapping[str, Tensor], prefix: str = "") -> T:
             known.update(inner)
         else:
             inner = {key: value for key, value in flat.items() if key.startswith(name + "/")}
-            fields[field] = {key[len(name) + 1 :]: value for key, value in inner.items()}
+            fields[field] = {key[len(name) + 1 :]: inner[key] for key in sorted(inner)}  # sums over names must not depend on their order
             known.update(inner)
     if unknown := sorted(set(flat) - known):
         raise BayflowerError(f"{kind.__qualname__} does not know {unknown[0]!r}; it was written by another version or method")

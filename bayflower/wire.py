@@ -43,7 +43,7 @@ def to_tensors(record: ArrayRecord, consume: bool = False) -> Tensors:
     for name in list(record):
         array = record.pop(name) if consume else record[name]
         try:
-            tensors[name] = torch.from_numpy(array.numpy())
+            tensors[name] = torch.from_numpy(array.numpy()).clone()  # torch's own alignment: it decides how sums are split, hence bits
         except (ValueError, TypeError, EOFError) as error:
             raise WireError(f"array {name!r} cannot be read ({error})") from None
     return tensors

@@ -1,7 +1,7 @@
 """Data sets, partitions into clients, and the batches and noise of every step. Pure numpy and torch; nothing here imports flwr."""
 
 from .batches import largest_batch, noise, num_steps, plan, rng
-from .federation import ClientData, Federation, load_client, load_federation, standardise
+from .federation import ClientData, Federation, load_client, load_federation, num_classes, standardise
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
 from .sources import Source, load_source, read_npz
 
@@ -19,6 +19,7 @@ __all__ = [
     "load_federation",
     "load_source",
     "noise",
+    "num_classes",
     "num_steps",
     "plan",
     "read_npz",

@@ -51,6 +51,12 @@ class _Layout(NamedTuple):
     description: dict[str, Any]
 
 
+def num_classes(settings: DataSettings, seed: int) -> int:
+    """Return the number of classes, without making any client's samples."""
+    source = _layout(settings, seed).source
+    return 2 if source is None else source.num_classes
+
+
 @lru_cache(maxsize=2)
 def load_federation(settings: DataSettings, seed: int) -> Federation:
     """Return every client's data. Cached: do not change the arrays."""

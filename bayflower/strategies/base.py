@@ -12,29 +12,23 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from .. import methods, metrics, sampling, wire
+from ..checkpoint import Checkpoint, server_state
 from ..config import Training, convert_fields
 from ..exact import Total
+from ..exchange import LOST, POLL_SECONDS, REJOIN_SECONDS, Member, Request, query, reason, stream
 from ..outcome import Outcome, Progress, RoundRecord, Views, curve_point
 from ..tree import num_bytes
-from ..types import Anatomy, BayflowerError, ConfigError, Purpose, ServerHalf, Tensors
+from ..types import Anatomy, BayflowerError, ConfigError, ServerHalf, Tensors
 
 log = logging.getLogger("bayflower")
-POLL_SECONDS = 0.2
-
-
-class Member(NamedTuple):
-    """A client as the server knows it."""
-
-    client: int
-    node: int
-    new: bool
+EMPTY_ROUNDS = 3  # rounds in a row without any valid reply after which a run stops
 
 
 class BayflowerStrategy(Strategy):
@@ -52,7 +46,12 @@ class BayflowerStrategy(Strategy):
         evaluate_every: int = 0,
         seed: int = 0,
         run: str | None = None,
+        retries: int = 2,
         progress: Progress | None = None,
+        after_round: Callable[[BayflowerStrategy, int, bool], None] | None = None,
+        wait: float | None = None,
+        roll: tuple[dict[int, Member], Anatomy] | None = None,
+        resume: Checkpoint | None = None,
         **settings: Any,
     ) -> None:
         row = methods.get(self.method)
@@ -71,16 +70,20 @@ class BayflowerStrategy(Strategy):
         self.options = convert_fields(row.config, chosen["options"])
         self.fraction_train, self.min_train_nodes = fraction_train, min_train_nodes
         self.min_available_nodes, self.min_replies = min_available_nodes, min_replies
-        self.evaluate_every, self.progress = evaluate_every, progress
-        self.run = run or uuid.uuid4().hex
+        self.evaluate_every, self.retries = evaluate_every, retries
+        self.progress, self.after_round, self.resume, self.wait = progress, after_round, resume, wait
+        self.run = resume.run if resume else run or uuid.uuid4().hex
+        self.roll = roll  # who is there, if a strategy before this one has asked
         self.members: dict[int, Member] = {}
-        self.records: list[RoundRecord] = []
-        self.faults: list[str] = []
+        self.records: list[RoundRecord] = list(resume.records) if resume else []
+        self.faults: list[str] = list(resume.faults) if resume else []
         self.half: ServerHalf | None = None
         self.state: Any = None
         self.outcome: Outcome | None = None
         self._tested: Views = {}
         self._sent: dict[int, int] = {}  # bytes sent to each client of the round
+        self._asked: dict[str, int] = {}  # node a message went to
+        self._empty = 0  # rounds in a row without a valid reply
 
     # -- Flower's interface ------------------------------------------------------------------------------------------
     def start(
@@ -95,24 +98,35 @@ class BayflowerStrategy(Strategy):
     ) -> Result:
         """Return Flower's Result after `num_rounds` and a final test; `outcome` then holds every tally and state."""
         self.summary()
-        anatomy = self._identify(grid, timeout)
+        if self.roll is None:
+            self.roll = self.members, self._identify(grid, timeout if self.wait is None else self.wait)
+        self.members, anatomy = self.roll
         self._initialise(anatomy, wire.to_tensors(initial_arrays))
+        first = 1
+        if self.resume:
+            self.state, first = server_state(self.resume, self._half().state_type), self.resume.round + 1
         result = Result()
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        self._ask(evaluate_fn, 0, result)
-        for round in range(1, num_rounds + 1):
+        if first == 1:
+            self._ask(evaluate_fn, 0, result)
+        for round in range(first, num_rounds + 1):
             started = time.perf_counter()
-            messages = self.configure_train(round, result.arrays, train_config, grid)
-            trained = self._aggregate(round, stream(grid, messages, timeout))
+            try:
+                trained = self._aggregate(round, self._exchange(grid, self._train_request(round, train_config), timeout))
+            except BayflowerError:
+                if self.after_round and round > 1:
+                    self.after_round(self, round - 1, True)
+                raise
             self.records[-1]["seconds"] = time.perf_counter() - started
             if trained is not None:
                 result.train_metrics_clientapp[round] = trained
+            if self.after_round:
+                self.after_round(self, round, False)
             self._ask(evaluate_fn, round, result)
             if self.progress:
                 self.progress(self.records)
         result.arrays = self._arrays()
-        messages = self.configure_evaluate(num_rounds, result.arrays, evaluate_config, grid)
-        tested = self.aggregate_evaluate(num_rounds, stream(grid, messages, timeout))
+        tested = self.aggregate_evaluate(num_rounds, self._exchange(grid, self._test_request(num_rounds, evaluate_config), timeout))
         if tested is not None:
             result.evaluate_metrics_clientapp[num_rounds] = tested
         if self.progress:
@@ -121,11 +135,7 @@ class BayflowerStrategy(Strategy):
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterator[Message]:
         """Yield one message for each client of the round, made when it is asked for."""
-        clients = [member.client for member in self.members.values() if not member.new]
-        chosen = sampling.choose(clients, self.fraction_train, seed=self.seed, round=server_round, least=self.min_train_nodes)
-        test = bool(self.evaluate_every and server_round > 1 and (server_round - 1) % self.evaluate_every == 0)
-        self._sent = {}
-        return self._messages(chosen, MessageType.TRAIN, server_round, config, evaluate=test, purpose="finetune")
+        return self._messages(self._train_request(server_round, config))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Add the replies as they come and return the new global arrays; a reply that cannot be used is reported and left out."""
@@ -161,7 +171,12 @@ class BayflowerStrategy(Strategy):
             if self.min_replies > 1:
                 raise BayflowerError(f"round {server_round}: no valid reply, min_replies is {self.min_replies}; stopped")
             self._note(f"round {server_round}: no valid reply; the global state stays as it was")
+            self._empty += 1
+            if self._empty == EMPTY_ROUNDS:
+                last = self.faults[-2] if len(self.faults) > 1 else self.faults[-1]
+                raise BayflowerError(f"no valid reply in {EMPTY_ROUNDS} rounds in a row; stopped. Last: {last}")
         else:
+            self._empty = 0
             self.state = half.finalise(self.state, total.value())
         report = half.report(self.state)
         self.records.append(RoundRecord.make(server_round, 0.0, up, sum(self._sent.values()), losses, report))
@@ -169,9 +184,7 @@ class BayflowerStrategy(Strategy):
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterator[Message]:
         """Yield one message for every client, those that never trained included."""
-        known = sorted(self.members)
-        self._sent = {}
-        return self._messages(known, MessageType.EVALUATE, server_round, config, evaluate=True, purpose=None)
+        return self._messages(self._test_request(server_round, config))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the personal models' metrics on the clients' own test data."""
@@ -187,7 +200,9 @@ class BayflowerStrategy(Strategy):
                 self._fault(reply, server_round, str(error))
         self.outcome = Outcome(self.records, views, new, self.state, {}, tuple(self.faults))
         if "personal" not in views:
-            return None
+            raise BayflowerError(f"round {server_round}: no client could be tested. Last: {self.faults[-1] if self.faults else 'no reply'}")
+        if self.records and all(record["train_loss"] is None for record in self.records):
+            raise BayflowerError(f"no client could be trained in any round. Last: {self.faults[-1]}")
         if self.records:
             self.records[-1].update(curve_point(views))
         summary = metrics.summarise(views["personal"])
@@ -210,22 +225,13 @@ class BayflowerStrategy(Strategy):
             if time.monotonic() > deadline:
                 raise BayflowerError(f"{len(nodes)} of {self.min_available_nodes} clients came within {timeout:.0f} s; start the others")
             time.sleep(POLL_SECONDS)
-        content = RecordDict({wire.HEADER: wire.make_header()})
-        messages = (Message(wire.copy_content(content), dst_node_id=node, message_type=MessageType.QUERY) for node in nodes)
         anatomies: dict[int, Anatomy] = {}
-        for reply in stream(grid, messages, timeout):
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                self._note(f"node {node} cannot be used: {reason(reply)}")
-                continue
-            head = wire.header(reply, ("client", "new", "anatomy"))
-            client = int(head["client"])
+        for client, member, anatomy in query(grid, nodes, timeout, self._note):
             if client in self.members:
                 raise BayflowerError(f"two nodes say they are client {client}; give each its own partition-id")
-            self.members[client] = Member(client, node, bool(head["new"]))
-            anatomies[client] = wire.text_to_anatomy(head["anatomy"])
+            self.members[client], anatomies[client] = member, anatomy
         if not any(not member.new for member in self.members.values()):
-            raise BayflowerError("no client answered the first query; see the clients' logs")
+            raise BayflowerError(f"no client answered the first query. Last: {self.faults[-1] if self.faults else 'no reply'}")
         first = min(anatomies)
         for client, anatomy in sorted(anatomies.items()):
             if anatomy != anatomies[first]:
@@ -237,33 +243,77 @@ class BayflowerStrategy(Strategy):
             if name not in initial:
                 raise BayflowerError(f"initial_arrays lacks {name!r}, which the clients' model has; pass the same model's state_dict()")
         self.half = self.row.server(self.options, anatomy)
-        params, buffers = ({name: initial[name] for name in names} for names in (anatomy.trainable, anatomy.buffers))
+        params, buffers = ({name: initial[name] for name in sorted(names)} for names in (anatomy.trainable, anatomy.buffers))
         trained = tuple(sorted(member.client for member in self.members.values() if not member.new))
         self.state = self.half.init(params, buffers, trained)
 
     def _arrays(self) -> ArrayRecord:
         return wire.to_arrays(self._half().shared(self.state))
 
-    def _messages(
-        self, clients: list[int], kind: str, round: int, config: ConfigRecord, *, evaluate: bool, purpose: Purpose | None
-    ) -> Iterator[Message]:
+    def _train_request(self, round: int, config: ConfigRecord) -> Request:
+        clients = [member.client for member in self.members.values() if not member.new]
+        chosen = sampling.choose(clients, self.fraction_train, seed=self.seed, round=round, least=self.min_train_nodes)
+        test = bool(self.evaluate_every and round > 1 and (round - 1) % self.evaluate_every == 0)
+        self._sent, self._asked = {}, {}
+        return Request(chosen, MessageType.TRAIN, round, config, test)
+
+    def _test_request(self, round: int, config: ConfigRecord) -> Request:
+        self._sent, self._asked = {}, {}
+        return Request(sorted(self.members), MessageType.EVALUATE, round, config, True)
+
+    def _exchange(self, grid: Grid, request: Request, timeout: float) -> Iterator[Message]:
+        """Yield the replies to a request; a client whose node or process was lost is asked again once it is back."""
+        for attempt in range(self.retries + 1):
+            lost: list[int] = []
+            for reply in stream(grid, self._messages(request), timeout, self._asked):
+                client = self._client_of(reply)
+                if attempt < self.retries and client is not None and reply.has_error() and reply.error.code in LOST:
+                    log.warning("round %d, client %d: %s; asked again", request.round, client, reason(reply))
+                    lost.append(client)
+                else:
+                    yield reply
+            if not lost:
+                return
+            self._find(grid, lost, min(timeout, REJOIN_SECONDS))
+            request = request._replace(clients=sorted(lost))
+
+    def _find(self, grid: Grid, lost: list[int], timeout: float) -> None:
+        """Wait until the lost clients are back, perhaps as other nodes, and learn where they are."""
+        deadline = time.monotonic() + timeout
+        missing = set(lost)
+        while missing and time.monotonic() < deadline:
+            taken = {member.node for member in self.members.values() if member.client not in missing}
+            unknown = sorted(set(grid.get_node_ids()) - taken)
+            for client, member, _ in query(grid, unknown, min(10.0, timeout), self._note):
+                if client in missing:
+                    self.members[client] = member
+                    missing.discard(client)
+            if missing:
+                time.sleep(POLL_SECONDS)
+
+    def _client_of(self, reply: Message) -> int | None:
+        """Return the client that was asked what `reply` answers, if it is known."""
+        node = self._asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
+        return next((member.client for member in self.members.values() if member.node == node), None)
+
+    def _messages(self, request: Request) -> Iterator[Message]:
         half = self._half()
         instructions = json.dumps({"training": dataclasses.asdict(self.training), "options": dataclasses.asdict(self.options)})
         shared: tuple[ArrayRecord, int] | None = None
-        for client in clients:
+        for client in request.clients:
             member = self.members[client]
             if shared is None or half.per_client:
                 broadcast = half.broadcast(self.state, client)
                 shared = wire.to_arrays(broadcast), num_bytes(broadcast)
             head = wire.make_header(
-                method=self.row.name, run=self.run, round=round, seed=self.seed, evaluate=evaluate,
-                purpose=purpose or ("new" if member.new else "finetune"), instructions=instructions,
+                method=self.row.name, run=self.run, round=request.round, seed=self.seed, evaluate=request.test,
+                purpose="new" if member.new else "finetune", instructions=instructions,
             )  # fmt: skip
             content = RecordDict({wire.BROADCAST: shared[0], wire.HEADER: head})
-            if config:
-                content["config"] = config
+            if request.config:
+                content["config"] = request.config
             self._sent[client] = shared[1]
-            yield Message(content, dst_node_id=member.node, message_type=kind)
+            yield Message(content, dst_node_id=member.node, message_type=request.kind)
 
     def _sender(self, reply: Message, round: int) -> int:
         """Return the client a reply comes from; raise if it is not a reply to what was asked in this round."""
@@ -298,9 +348,8 @@ class BayflowerStrategy(Strategy):
         return client, update, tallies, float(loss) if isinstance(loss, (int, float)) else float("nan")
 
     def _fault(self, reply: Message, round: int, reason: str) -> None:
-        node = reply.metadata.src_node_id
-        client = next((member.client for member in self.members.values() if member.node == node), None)
-        who = f"client {client}" if client is not None else f"node {node}"
+        client = self._client_of(reply)
+        who = f"client {client}" if client is not None else f"node {reply.metadata.src_node_id}"
         self._note(f"round {round}, {who}: reply not used: {reason}")
 
     def _blamed(self, round: int) -> set[int]:
@@ -317,23 +366,3 @@ class BayflowerStrategy(Strategy):
         result.arrays = self._arrays()
         if (answer := evaluate_fn(round, result.arrays)) is not None:
             result.evaluate_metrics_serverapp[round] = answer
-
-
-def reason(reply: Message) -> str:
-    """Return why a client failed, in one line."""
-    lines = (reply.error.reason or "").strip().splitlines()
-    return lines[-1] if lines else f"error code {reply.error.code}"
-
-
-def stream(grid: Grid, messages: Iterable[Message], timeout: float) -> Iterator[Message]:
-    """Yield replies as they come, in any order, until all are there or `timeout` seconds have passed."""
-    deadline = time.monotonic() + timeout
-    waiting = set(grid.push_messages(messages))
-    while waiting and time.monotonic() < deadline:
-        came = False
-        for reply in grid.pull_messages(sorted(waiting)):
-            came = True
-            waiting.discard(reply.metadata.reply_to_message_id)
-            yield reply
-        if waiting and not came:
-            time.sleep(POLL_SECONDS)

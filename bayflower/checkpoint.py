@@ -1,0 +1,114 @@
+"""A run that can go on: server state, client states where they live in this process, and what was reported, in one file.
+
+`<out>/checkpoint.safetensors`, written beside and renamed. The file does not depend on the engine: "server/…" and "client/<k>/…".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .config import Run
+from .outcome import RoundRecord
+from .tree import flatten, unflatten
+from .types import BayflowerError, ConfigError, Tensors
+
+FORMAT = "bayflower-run-1"
+FILE = "checkpoint.safetensors"
+FREE = {"rounds", "evaluate_every", "device", "max_fused", "tf32", "checkpoint_every", "min_replies", "data_dir", "download"}  # may differ
+
+
+class Checkpoint(NamedTuple):
+    """A run after `round`."""
+
+    run: str  # identity of the run: client states are kept under it
+    round: int
+    config: dict[str, Any]
+    server: Tensors
+    clients: dict[int, Tensors]  # empty where clients keep their states themselves
+    records: list[RoundRecord]
+    faults: list[str]
+
+
+def make(
+    run: Run, name: str, round: int, server: Any, clients: dict[int, Any], records: list[RoundRecord], faults: list[str]
+) -> Checkpoint:
+    """Return the checkpoint of a run after `round`."""
+    states = {client: flatten(state) for client, state in clients.items()}
+    return Checkpoint(name, round, run.flat(), flatten(server), states, records, faults)
+
+
+def write(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the checkpoint so that a reader sees the old one or this one, never a part."""
+    tensors = {f"server/{name}": tensor for name, tensor in checkpoint.server.items()}
+    for client, state in checkpoint.clients.items():
+        tensors.update({f"client/{client}/{name}": tensor for name, tensor in state.items()})
+    facts = {"run": checkpoint.run, "round": checkpoint.round, "config": checkpoint.config, "clients": sorted(checkpoint.clients),
+             "records": checkpoint.records, "faults": checkpoint.faults}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{FILE}.{os.getpid()}.part"
+    # clones, because states may share memory and a file may not
+    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, part,
+              metadata={"format": FORMAT, "facts": json.dumps(facts)})  # fmt: skip
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.replace(folder / FILE)
+
+
+def read(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint in `folder`, or None if there is none."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            head = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+        if head.get("format") != FORMAT:
+            raise BayflowerError(f"checkpoint {path} has format {head.get('format')!r}, expected {FORMAT!r}; it is of another version")
+        facts = json.loads(head["facts"])
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise BayflowerError(f"checkpoint {path} cannot be read ({error}); remove it to start anew") from None
+    server = {name.removeprefix("server/"): t for name, t in tensors.items() if name.startswith("server/")}
+    clients: dict[int, Tensors] = {int(client): {} for client in facts["clients"]}
+    for name, tensor in tensors.items():
+        if name.startswith("client/"):
+            _, client, leaf = name.split("/", 2)
+            clients[int(client)][leaf] = tensor
+    records = [RoundRecord(record) for record in facts["records"]]
+    return Checkpoint(facts["run"], facts["round"], facts["config"], server, clients, records, facts["faults"])
+
+
+def to_resume(folder: Path, run: Run) -> Checkpoint:
+    """Return the checkpoint `run` goes on from; its settings must be the same where they decide the numbers."""
+    checkpoint = read(folder)
+    if checkpoint is None:
+        raise ConfigError(f"there is nothing to resume: {folder / FILE} is not there; start without --resume")
+    now = run.flat()
+    for key in sorted({*now, *checkpoint.config} - FREE):
+        if now.get(key) != checkpoint.config.get(key):
+            was = checkpoint.config.get(key)
+            raise ConfigError(f"{key} is {now.get(key)!r} but the run in {folder} has {was!r}; give the same settings, or another --out")
+    return checkpoint
+
+
+def begin_anew(folder: Path) -> None:
+    """Clear a folder for a new run; a run that has not finished is not thrown away."""
+    old = read(folder)
+    if old is not None and old.round < old.config["rounds"]:
+        raise ConfigError(
+            f"{folder} holds a run that stopped after round {old.round} of {old.config['rounds']}; "
+            f"add --resume to go on, choose another --out, or remove {FILE}"
+        )
+    for name in (FILE, "result.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def server_state(checkpoint: Checkpoint, kind: type) -> Any:
+    """Return the server's state as the NamedTuple `kind`."""
+    return unflatten(kind, checkpoint.server)

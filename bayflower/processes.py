@@ -1,0 +1,284 @@
+"""The ray and deployment engines: Flower's own programs, started, watched and stopped around one run.
+
+Everything happens in a folder of its own, so that Flower's workers cannot pick up another app by accident, on ports that were free, with
+no installation at run time. All processes carry a mark in their environment, by which whatever outlives its parent is found and ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .types import BayflowerError, ConfigError
+
+MARK = "BAYFLOWER_MARK"
+START_SECONDS = 60.0
+RESTARTS = 5  # of one SuperNode
+
+
+class Flower:
+    """A SuperLink on loopback and, for deployment, one SuperNode a client; a context manager that leaves nothing behind."""
+
+    def __init__(self, engine: str, clients: int, out: Path, port: int = 0, state_dir: Path | None = None) -> None:
+        self.engine, self.clients, self.out = engine, clients, out
+        self.state_dir = state_dir or out / "state"
+        self.port = check_port(port) if port else free_port()
+        self.mark = uuid.uuid4().hex
+        self.folder = Path(tempfile.mkdtemp(prefix="bayflower-"))
+        self.superlink: subprocess.Popen[bytes] | None = None
+        self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
+        self.restarts: dict[int, int] = {}
+        self.env = {
+            **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}", MARK: self.mark,
+            "FLWR_HOME": str(self.folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "BAYFLOWER_ENGINE": engine,
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+
+    def __enter__(self) -> Flower:
+        try:
+            note = self.out / "logs" / "mark"
+            if note.exists():  # a run in this folder that was killed may have left processes, which would write to it
+                end(note.read_text().strip())
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(self.mark)
+            (self.folder / "home").mkdir()
+            (self.folder / "home" / "config.toml").write_text(
+                f'[superlink]\ndefault = "bayflower"\n\n[superlink.bayflower]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+            )
+            extra = ["--simulation"] if self.engine == "ray" else []
+            self.superlink = self.start(
+                "superlink", ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port), *extra]
+            )
+            self.wait_for_superlink()
+            if self.engine == "deployment":
+                for client in range(self.clients):
+                    self.start_supernode(client)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
+        """Return the started program; what it prints goes to a log in the run's folder."""
+        program = shutil.which(words[0], path=self.env["PATH"])
+        if program is None:
+            raise ConfigError(f"{words[0]} is not installed; install Flower's simulation with: pip install 'bayflower[simulation]'")
+        logs = self.out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [program, *words[1:]], cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, preexec_fn=end_with_parent,
+            )  # fmt: skip
+
+    def start_supernode(self, client: int) -> None:
+        """Start the SuperNode of a client."""
+        node = f'partition-id={client} num-partitions={self.clients} state-dir="{self.state_dir}"'
+        words = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}", "--node-config", node,
+                 "--host", "127.0.0.1", "--port", str(free_port())]  # fmt: skip
+        self.supernodes[client] = self.start(f"supernode-{client}", words)
+
+    def wait_for_superlink(self) -> None:
+        """Return when the SuperLink answers."""
+        assert self.superlink is not None
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.superlink.poll() is not None:
+                raise BayflowerError(f"the SuperLink ended at its start (code {self.superlink.returncode}): {self.tail('superlink')}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        raise BayflowerError(f"the SuperLink did not answer within {START_SECONDS:.0f} s: {self.tail('superlink')}")
+
+    def tail(self, name: str) -> str:
+        """Return the last line of a log, and where the log is."""
+        path = self.out / "logs" / f"{name}.log"
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.exists() else []
+        return f"{lines[-1].strip() if lines else 'nothing was printed'} (see {path})"
+
+    def watch(self) -> None:
+        """Raise if the SuperLink is gone; start a SuperNode that is gone again."""
+        if self.superlink is not None and self.superlink.poll() is not None:
+            raise BayflowerError(f"the SuperLink ended (code {self.superlink.returncode}): {self.tail('superlink')}")
+        for client, process in list(self.supernodes.items()):
+            if process.poll() is not None:
+                self.restarts[client] = self.restarts.get(client, 0) + 1
+                if self.restarts[client] > RESTARTS:
+                    raise BayflowerError(f"the SuperNode of client {client} ended {RESTARTS + 1} times: {self.tail(f'supernode-{client}')}")
+                self.start_supernode(client)
+
+    def flwr(self, *words: str) -> Any:
+        """Return the JSON a flwr command prints."""
+        done = subprocess.run(
+            [shutil.which("flwr", path=self.env["PATH"]) or "flwr", *words, "--format", "json"], cwd=self.folder, env=self.env,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        start = done.stdout.find("{")
+        try:
+            return json.loads(done.stdout[start:])
+        except ValueError:
+            said = (done.stderr or done.stdout).strip().splitlines()
+            raise BayflowerError(
+                f"flwr {words[0]} failed (code {done.returncode}): {said[-1] if said else 'nothing was printed'}"
+            ) from None
+
+    def submit(self, app: Path, config: Mapping[str, Any]) -> str:
+        """Start a run of `app` with `config`; return its id."""
+        words = ["run", str(app), "bayflower"]
+        if self.engine == "ray":
+            words += ["--federation-config", f"num-supernodes={self.clients} client-resources-num-cpus=1"]
+        answer = self.flwr(*words, "--run-config", " ".join(f"{key}={toml(value)}" for key, value in config.items()))
+        if not answer.get("success"):
+            raise BayflowerError(f"Flower refused the run: {answer.get('error-message') or answer}")
+        return str(answer["run-id"])
+
+    def status(self, run: str) -> str:
+        """Return e.g. "running", "finished:completed" or "finished:failed"."""
+        answer = self.flwr("list", "--run-id", run)
+        return str(answer["runs"][0]["status"])
+
+    def stop(self) -> None:
+        """End every process of this run: asked first, then forced, found by its mark if it has left its parent."""
+        started = [*self.supernodes.values(), *([self.superlink] if self.superlink else [])]
+        for process in started:
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + 10
+        for process in started:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        end(self.mark)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def run_app(engine: str, config: Mapping[str, Any], clients: int, out: Path, port: int, show: Callable[[dict[str, Any]], None]) -> None:
+    """Run our app under Flower to its end; `show` is told of its progress. Raises if the run failed, whatever Flower's exit code."""
+    out = out.resolve()
+    status_file = out / "status.json"
+    status_file.unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that being asked to end leaves nothing behind either
+    with Flower(engine, clients, out, port) as flower:
+        run = flower.submit(write_app(flower.folder / "app", config), {**config, "out": str(out)})
+        asked = time.monotonic()
+        while True:
+            flower.watch()
+            known = read_status(status_file)
+            if known.get("state") in ("finished", "failed"):
+                break
+            show(known)
+            if time.monotonic() - asked > 10:
+                asked = time.monotonic()
+                state = flower.status(run)
+                if state.startswith("finished") and read_status(status_file).get("state") not in ("finished", "failed"):
+                    raise BayflowerError(f"the run ended as {state} without a result: {flower.tail('superlink')}")
+            time.sleep(0.3)
+        if known["state"] == "failed":
+            raise (ConfigError if known.get("kind") == "ConfigError" else BayflowerError)(known["reason"])
+        show(known)
+
+
+def write_app(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Return the folder of a Flower app whose code is this installed package."""
+    folder.mkdir(parents=True)
+    keys = "".join(f'{key} = ""\n' for key in sorted({*config, "out"}))
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n\n'
+        '[project]\nname = "bayflower-run"\nversion = "1.0.0"\ndescription = "A run of Bayflower"\n'
+        'license = "Apache-2.0"\ndependencies = []\n\n'
+        '[tool.flwr.app]\npublisher = "bayflower"\n\n'
+        '[tool.flwr.app.components]\nserverapp = "bayflower.server_app:app"\nclientapp = "bayflower.client_app:app"\n\n'
+        f"[tool.flwr.app.config]\n{keys}"
+    )
+    return folder
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if '"' in str(value):
+        raise ConfigError(f"a setting must not contain a quotation mark, got {value!r}")
+    return f'"{value}"'
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """Return what the ServerApp last said of itself."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def free_port() -> int:
+    """Return a port nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def check_port(port: int) -> int:
+    """Return `port` if it can be had."""
+    with socket.socket() as sock:
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(f"port {port} cannot be used ({error.strerror}); choose another with --port, or 0 for any free one") from None
+    return port
+
+
+def end_with_parent() -> None:
+    """Ask Linux to end this process when its parent dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
+
+
+def end(mark: str) -> None:
+    """End every process that carries the mark: asked first, then forced."""
+    for attempt in range(20):
+        left = marked(mark) if len(mark) == 32 else []
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM if attempt < 5 else signal.SIGKILL)
+        if not left:
+            return
+        time.sleep(0.3)
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes whose environment carries the mark, this one excepted."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+        except (OSError, ValueError):
+            continue
+    return found

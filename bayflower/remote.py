@@ -1,0 +1,119 @@
+"""The app under Flower itself: from a run-config to settings, sites and results. Used by `flwr run .`, ray and deployment alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import traceback
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid
+
+from . import checkpoint, methods, models, outcome, solo, wire
+from .clients.base import Site
+from .config import Run, groups, parse
+from .data import DataSettings, load_client, load_federation, num_classes
+from .halves import make_halves
+from .loop import make_strategy
+from .outcome import RoundRecord, write_json
+from .store import DiskStore
+from .strategies.base import BayflowerStrategy
+from .types import ConfigError
+
+# What a run-config has besides settings. "" everywhere means: the default.
+APP_KEYS = {
+    "method": "one method, or several separated by commas; see `bayflower methods`",
+    "out": "folder for results, checkpoints and, on one machine, client states; a full path",
+    "resume": "go on from the last checkpoint in `out`",
+    "min_nodes": "clients to wait for before the first round; num_clients + new_clients if not set",
+    "wait": "seconds to wait for them",
+    "timeout": "seconds to wait for the replies of a round",
+}
+
+
+def run_of(config: Mapping[str, Any], method: str) -> Run:
+    """Return the settings of `method` in a run-config; settings that only other methods of the run have are left out."""
+    known = {field.name for kind in groups(method).values() for field in dataclasses.fields(kind)}
+    elsewhere = {field.name for name in methods.METHODS for kind in groups(name).values() for field in dataclasses.fields(kind)}
+    given = {key.replace("-", "_"): value for key, value in config.items() if value != "" and key not in APP_KEYS}
+    if unknown := sorted(set(given) - elsewhere):
+        parse(method, {unknown[0]: given[unknown[0]]})  # raises with a hint
+    return parse(method, {key: value for key, value in given.items() if key in known})
+
+
+def serve(grid: Grid, config: Mapping[str, Any]) -> None:
+    """Run every method of the run-config in turn; results go to `out`/result.json, or `out`/METHOD/result.json for several."""
+    torch.set_num_threads(1)
+    names = [name.strip() for name in str(config.get("method") or "fedmap").split(",")]
+    out = Path(str(config.get("out") or Path.home() / "bayflower-runs" / "-".join(names)))
+    if not out.is_absolute():
+        raise ConfigError(f"out must be a full path, got {str(out)!r}; the ServerApp does not run in your folder")
+    status = out / "status.json"
+    try:
+        roll = None
+        for name in names:
+            roll = serve_method(grid, config, name, out / name if len(names) > 1 else out, status, roll)
+        write_json(status, {"state": "finished", "methods": names})
+    except Exception as error:
+        write_json(
+            status, {"state": "failed", "reason": " ".join(str(error).split()) or type(error).__name__, "kind": type(error).__name__}
+        )
+        traceback.print_exc()
+        raise
+
+
+def serve_method(grid: Grid, config: Mapping[str, Any], method: str, folder: Path, status: Path, roll: Any) -> Any:
+    """Run one method on the grid's nodes and write its result; return who was there, so that the next need not ask."""
+    run = run_of(config, method)
+    federation = load_federation(run.data, run.settings.seed)
+    halves = make_halves(run, federation.input_shape, federation.num_classes)
+    start = None
+    if str(config.get("resume")).lower() == "true" and checkpoint.read(folder) is not None:
+        start = checkpoint.to_resume(folder, run)
+
+    def save(strategy: BayflowerStrategy, round: int, forced: bool) -> None:
+        checkpoint.write(folder, checkpoint.make(run, strategy.run, round, strategy.state, {}, strategy.records, strategy.faults))
+
+    def progress(records: list[RoundRecord]) -> None:
+        write_json(status, {"state": "running", "method": method, "rounds": run.settings.rounds, "records": [dict(r) for r in records[-2:]],
+                            "completed": len(records)})  # fmt: skip
+
+    nodes = int(config.get("min_nodes") or run.data.total_clients)
+    strategy = make_strategy(run, progress, after_round=save, resume=start, min_available_nodes=nodes, roll=roll,
+                             wait=float(config.get("wait") or 300))  # fmt: skip
+    params, buffers = halves.initial
+    strategy.start(grid, wire.to_arrays({**params, **buffers}), num_rounds=run.settings.rounds,
+                   timeout=float(config.get("timeout") or 3600))  # fmt: skip
+    assert strategy.outcome is not None
+    engine = os.environ.get("BAYFLOWER_ENGINE", "flower")
+    write_json(folder / "result.json", outcome.result(run, engine, federation, halves, strategy.outcome))
+    return strategy.roll
+
+
+def site_of(context: Context) -> Site:
+    """Return the client this node is: its data by partition id, its states under `state-dir` of the node, or in `out`."""
+    config = context.run_config
+    method = str(config.get("method") or "fedmap").split(",")[0].strip()
+    run = run_of(config, method)
+    client = int(context.node_config["partition-id"])
+    root = context.node_config.get("state-dir") or (Path(str(config["out"])) / "state" if config.get("out") else None)
+    if root is None:
+        root = Path.home() / "bayflower-runs" / "state"
+    device = run.settings.torch_device()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
+    data, model = client_data(run.data, run.settings.seed, client, str(device), run.settings.dtype, run.settings.model)
+    return Site(client, client >= run.data.num_clients, model, data, DiskStore(Path(str(root))))
+
+
+@lru_cache(maxsize=64)
+def client_data(settings: DataSettings, seed: int, client: int, device: str, dtype: str, model: str) -> tuple[solo.Samples, models.Model]:
+    """Return a client's samples on its device and the network for them; kept, because a process may serve many messages."""
+    data = load_client(settings, seed, client)
+    classes = num_classes(settings, seed)
+    samples = solo.samples(data, torch.device(device), torch.float64 if dtype == "float64" else torch.float32)
+    return samples, models.build(model, tuple(data.x_train.shape[1:]), classes)

@@ -1,0 +1,14 @@
+"""Flower's ServerApp: `flwr run .` runs the methods named in the run-config on whatever nodes are there."""
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run every method in turn and write their results."""
+    from .remote import serve  # not before it is needed: Flower imports this module to look at it
+
+    serve(grid, context.run_config)

@@ -1,0 +1,109 @@
+"""A killed run goes on to the same bits; nothing is lost or thrown away by accident."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import SMALL, assert_same_bits, small, small_prepared
+
+from bayflower import checkpoint
+from bayflower.engines import execute, prepare
+from bayflower.methods import METHODS
+from bayflower.types import BayflowerError, ConfigError
+
+STAYS = {"seconds"}
+
+
+def words(out, engine: str, rounds: int, *more: str) -> list[str]:
+    settings = {**SMALL, "checkpoint_every": 1, "device": "cpu", "local_epochs": 4}
+    settings.pop("rounds"), settings.pop("dataset"), settings.pop("num_clients")
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    head = ["run", "fedmap", "--engine", engine, "--rounds", str(rounds), "--clients", "5", "--out", str(out)]
+    return [sys.executable, "-m", "bayflower", *head, *sets, *more]
+
+
+def timeless(result: dict) -> dict:
+    result = {**result, "rounds": [{k: v for k, v in record.items() if k not in STAYS} for record in result["rounds"]]}
+    return {key: value for key, value in result.items() if key != "config"}
+
+
+@pytest.mark.parametrize("engine", ["loop", "fused"])
+def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
+    """SIGKILL to the real process once round 3 is on disk; then --resume; against a run left in peace."""
+    subprocess.run(words(tmp_path / "peace", engine, 60), check=True, capture_output=True, timeout=200)
+    victim = subprocess.Popen(words(tmp_path / "killed", engine, 60), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        known = checkpoint.read(tmp_path / "killed") if (tmp_path / "killed").exists() else None
+        if known is not None and known.round >= 3:
+            break
+        time.sleep(0.005)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    stopped = checkpoint.read(tmp_path / "killed")
+    assert 3 <= stopped.round < 60
+    assert not (tmp_path / "killed" / "result.json").exists()
+
+    refused = subprocess.run(words(tmp_path / "killed", engine, 60), capture_output=True, text=True, timeout=100)
+    assert refused.returncode == 2
+    assert f"stopped after round {stopped.round} of 60; add --resume" in refused.stderr
+
+    subprocess.run(words(tmp_path / "killed", engine, 60, "--resume"), check=True, capture_output=True, timeout=200)
+    peace, killed = (checkpoint.read(tmp_path / name) for name in ("peace", "killed"))
+    assert_same_bits(killed.server, peace.server)
+    assert_same_bits(killed.clients, peace.clients)
+    results = [timeless(json.loads((tmp_path / name / "result.json").read_text())) for name in ("peace", "killed")]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("engine", ["loop", "fused"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_goes_on_where_it_stopped(tmp_path, method, engine):
+    """Three rounds, then three more from the file, equal six at once."""
+    common = {"checkpoint_every": 1, "fraction_train": 0.6}
+    whole = execute(small_prepared(method, engine, rounds=6, **common))
+    execute(small_prepared(method, engine, rounds=3, **common), out=tmp_path)
+    rest = small_prepared(method, engine, rounds=6, **common)
+    outcome = execute(rest, out=tmp_path, resume=checkpoint.to_resume(tmp_path, rest.run))
+    assert_same_bits(outcome.server_state, whole.server_state)
+    for view, tallies in whole.views.items():
+        for client, tally in tallies.items():
+            assert_same_bits(outcome.views[view][client], tally)
+    assert [record["train_loss"] for record in outcome.rounds] == [record["train_loss"] for record in whole.rounds]
+
+
+def test_a_run_may_go_on_with_another_engine(tmp_path):
+    execute(small_prepared("fedmap", "fused", rounds=2, dtype="float64", optimizer="sgd"), out=tmp_path)
+    rest = small_prepared("fedmap", "loop", rounds=3, dtype="float64", optimizer="sgd")
+    outcome = execute(rest, out=tmp_path, resume=checkpoint.to_resume(tmp_path, rest.run))
+    assert [record["round"] for record in outcome.rounds] == [1, 2, 3]
+
+
+def test_other_settings_are_refused(tmp_path):
+    execute(small_prepared("fedmap", "fused", rounds=1), out=tmp_path)
+    with pytest.raises(ConfigError, match=r"sigma2 is 3.0 but the run in .* has 100.0"):
+        checkpoint.to_resume(tmp_path, small("fedmap", sigma2=3.0))
+    with pytest.raises(ConfigError, match="there is nothing to resume"):
+        checkpoint.to_resume(tmp_path / "nowhere", small("fedmap"))
+    assert checkpoint.to_resume(tmp_path, small("fedmap", rounds=9)).round == 1
+
+
+def test_a_broken_checkpoint_is_named(tmp_path):
+    (tmp_path / checkpoint.FILE).write_bytes(b"\x00" * 100)
+    with pytest.raises(BayflowerError, match=r"cannot be read .* remove it to start anew"):
+        checkpoint.read(tmp_path)
+
+
+def test_a_finished_run_is_replaced_without_asking(tmp_path):
+    prepared = small_prepared("local", "fused", rounds=1)
+    execute(prepared, out=tmp_path)
+    checkpoint.begin_anew(tmp_path)
+    assert checkpoint.read(tmp_path) is None
+    assert prepare(prepared.run, "fused").halves.model.num_parameters > 0
+    assert torch.get_num_threads() >= 1
