@@ -125,6 +125,7 @@ def compare(
     sets: Sets = None,
     out: Annotated[Path, typer.Option(help="folder; each method gets one below it")] = Path("runs/compare"),
     port: Port = 0,
+    app: Annotated[Path | None, typer.Option(help="ray and deployment: folder of the Flower app [the installed package]")] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -151,7 +152,8 @@ def compare(
     results: list[dict[str, Any]] = []
     if engine in ("ray", "deployment"):
         with bar(max(ready.run.settings.rounds for ready in prepared.values()), f"Flower ({engine})", hidden=as_json) as progress:
-            results = run_under_flower(list(prepared.values()), given, out, port, False, lambda status: progress(status.get("records", [])))
+            results = run_under_flower(list(prepared.values()), given, out, port, False, lambda status: progress(status.get("records", [])),
+                                       app.resolve() if app else None)  # fmt: skip
         prepared = {}
     for method, ready in prepared.items():
         with bar(ready.run.settings.rounds, table.get(method).title, hidden=as_json) as progress:

@@ -128,7 +128,12 @@ class Run:
 
     def instructions(self) -> str:
         """Return what a client needs to know of training and method, as JSON: it travels with every message."""
-        return json.dumps({"training": dataclasses.asdict(self.training), "options": dataclasses.asdict(self.options)}, sort_keys=True)
+        return make_instructions(self.training, self.options)
+
+
+def make_instructions(training: Training, options: Any) -> str:
+    """Return what a client needs to know, as JSON."""
+    return json.dumps({"training": dataclasses.asdict(training), "options": dataclasses.asdict(options)}, sort_keys=True)
 
 
 def groups(method: str) -> dict[str, type]:

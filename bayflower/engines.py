@@ -38,7 +38,13 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
 
 
 def run_under_flower(
-    prepared: list[Prepared], given: Mapping[str, Any], out: Path, port: int, resume: bool, show: Callable[[dict[str, Any]], None]
+    prepared: list[Prepared],
+    given: Mapping[str, Any],
+    out: Path,
+    port: int,
+    resume: bool,
+    show: Callable[[dict[str, Any]], None],
+    app: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Return the results of some methods run one after another by Flower's own programs, in one app."""
     from .processes import run_app
@@ -48,7 +54,7 @@ def run_under_flower(
     if Path(first.run.data.dataset).suffix:  # the apps run in other folders
         config["dataset"] = str(Path(first.run.data.dataset).resolve())
     config["data_dir"] = str(Path(first.run.data.data_dir).resolve())
-    run_app(first.engine, config, first.run.data.total_clients, out, port, show)
+    run_app(first.engine, config, first.run.data.total_clients, out, port, show, app)
     folders = [out / one.run.method for one in prepared] if len(prepared) > 1 else [out]
     return [json.loads((folder / "result.json").read_text()) for folder in folders]
 

@@ -26,8 +26,20 @@ from .config import Run
 from .data import ClientData, Federation, batches
 from .exact import Total
 from .halves import Halves
-from .outcome import Outcome, Progress, RoundRecord, curve_point
-from .tree import map_tree, num_bytes, stack, take, to, unflatten
+from .outcome import Outcome, Progress, RoundRecord, Views, curve_point
+from .protocol import (
+    BROADCAST,
+    HEADER,
+    METRICS,
+    TALLY,
+    UPDATE,
+    content_bytes,
+    reply_header,
+    reply_numbers,
+    request_header,
+    shapes,
+)
+from .tree import map_tree, stack, take, to, unflatten
 from .types import Batch, Phase, Purpose, Work
 
 log = logging.getLogger("bayflower")
@@ -243,6 +255,21 @@ def gather(data: Batch, rows: Tensor, real: Tensor) -> Batch:
     return Batch(data.x[client, rows], data.y[client, rows], data.mask[client, rows] * real)
 
 
+def request_bytes(run: Run, name: str, round: int, test: bool, broadcast: Any) -> int:
+    """Return the bytes of the message a client would be sent."""
+    head = request_header(
+        method=run.method, run=name, round=round, seed=run.settings.seed, evaluate=test, purpose="finetune", instructions=run.instructions()
+    )
+    return content_bytes({BROADCAST: shapes(broadcast)}, {HEADER: head}, {})
+
+
+def reply_bytes(method: str, name: str, round: int, client: int, update: Any, views: dict[str, Any], number: int, loss: float) -> int:
+    """Return the bytes of the reply a client would give, the test of the model before it included."""
+    head = reply_header(method=method, run=name, round=round, client=client)
+    arrays = {UPDATE: shapes(update), **({TALLY: shapes(views)} if views else {})}
+    return content_bytes(arrays, {HEADER: head}, {METRICS: reply_numbers(number, loss)})
+
+
 def run_fused(
     run: Run, federation: Federation, halves: Halves, progress: Progress | None = None, out: Path | None = None,
     resume: Checkpoint | None = None,
@@ -283,8 +310,10 @@ def run_fused(
 
     for round in range(first, settings.rounds + 1):
         chosen = sampling.choose(engine.clients, settings.fraction_train, seed=settings.seed, round=round)
+        before: Views = {}
         if round > 1 and settings.evaluate_every and (round - 1) % settings.evaluate_every == 0:
-            records[-1].update(curve_point(tested(engine, chosen, round - 1, "finetune")))
+            before = tested(engine, chosen, round - 1, "finetune")
+            records[-1].update(curve_point(before))
         started = time.perf_counter()  # tests are not training
         total, losses, up, down = Total(), {}, 0, 0
         for chunk in engine.chunks(chosen, settings.max_fused):
@@ -296,8 +325,9 @@ def run_fused(
                 total.add(server.statistic(state, client, update))
                 total.drop(server.negligible(total.names()))
                 losses[client] = (int(update.num_examples), chunk_losses[position])
-                up += num_bytes(update)
-                down += num_bytes(server.broadcast(state, client))
+                own = {view: tallies[client] for view, tallies in before.items()}
+                up += reply_bytes(run.method, name, round, client, update, own, *losses[client])
+                down += request_bytes(run, name, round, bool(before), server.broadcast(state, client))
         state = server.finalise(state, total.value())
         records.append(RoundRecord.make(round, time.perf_counter() - started, up, down, losses, server.report(state)))
         save(round)

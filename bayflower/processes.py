@@ -176,14 +176,22 @@ class Flower:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def run_app(engine: str, config: Mapping[str, Any], clients: int, out: Path, port: int, show: Callable[[dict[str, Any]], None]) -> None:
+def run_app(
+    engine: str,
+    config: Mapping[str, Any],
+    clients: int,
+    out: Path,
+    port: int,
+    show: Callable[[dict[str, Any]], None],
+    app: Path | None = None,
+) -> None:
     """Run our app under Flower to its end; `show` is told of its progress. Raises if the run failed, whatever Flower's exit code."""
     out = out.resolve()
     status_file = out / "status.json"
     status_file.unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that being asked to end leaves nothing behind either
     with Flower(engine, clients, out, port) as flower:
-        run = flower.submit(write_app(flower.folder / "app", config), {**config, "out": str(out)})
+        run = flower.submit(app or write_app(flower.folder / "app", config), {**config, "out": str(out)})
         asked = time.monotonic()
         while True:
             flower.watch()

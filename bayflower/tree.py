@@ -7,13 +7,9 @@ A tree is a tensor, a dict of trees, a NamedTuple or tuple of trees, or None. Fl
 from __future__ import annotations
 
 import hashlib
-import io
-import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, TypeVar, get_type_hints
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,17 +106,3 @@ def digest(tree: Any) -> str:
         seal.update(f"{name}|{leaf.dtype}|{tuple(leaf.shape)}|".encode())
         seal.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
     return seal.hexdigest()
-
-
-def num_bytes(tree: Any) -> int:
-    """Return the bytes the leaves occupy in a message: each travels as one .npy block, header and data."""
-    return sum(npy_bytes(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for leaf in flatten(tree).values())
-
-
-@lru_cache(maxsize=4096)
-def npy_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Return the length of a .npy block."""
-    block = io.BytesIO()
-    kind = np.dtype(dtype)
-    np.lib.format.write_array_header_1_0(block, {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape})
-    return block.tell() + math.prod(shape) * kind.itemsize

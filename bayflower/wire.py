@@ -1,13 +1,4 @@
-"""Records ↔ states: every key that appears in a Flower message, and every check of what arrives.
-
-To a client ("train", "evaluate"):   broadcast   ArrayRecord   the method's Broadcast, one array a leaf
-                                     bayflower   ConfigRecord  protocol, method, run, round, seed, evaluate, purpose, instructions
-From a client ("train"):             update      ArrayRecord   the method's Update
-                                     tally       ArrayRecord   test results by view, where a test was asked for
-                                     metrics     MetricRecord  num-examples, train-loss
-                                     bayflower   ConfigRecord  protocol, method, run, round, client
-From a client ("query"):             bayflower   ConfigRecord  client, new, anatomy (JSON)
-"""
+"""Records ↔ states: what a Flower message carries, and every check of what arrives. The names are in `protocol.py`."""
 
 from __future__ import annotations
 
@@ -20,12 +11,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from .metrics import Tally
+from .protocol import BROADCAST, HEADER, METRICS, NUM_EXAMPLES, PROTOCOL, TALLY, TRAIN_LOSS, UPDATE, Shapes, content_bytes
 from .tree import flatten, unflatten
 from .types import Anatomy, BayflowerError, Tensors
 
-PROTOCOL = 1
-BROADCAST, UPDATE, TALLY, METRICS, HEADER = "broadcast", "update", "tally", "metrics", "bayflower"
-NUM_EXAMPLES, TRAIN_LOSS = "num-examples", "train-loss"
+__all__ = ["BROADCAST", "HEADER", "METRICS", "NUM_EXAMPLES", "PROTOCOL", "TALLY", "TRAIN_LOSS", "UPDATE", "WireError"]
 
 
 class WireError(BayflowerError):
@@ -126,3 +116,18 @@ def text_to_anatomy(text: str) -> Anatomy:
 def copy_content(content: RecordDict) -> RecordDict:
     """Return the records in new containers, the immutable arrays shared: what a receiver changes is not the sender's."""
     return RecordDict({name: type(record)(dict(record)) for name, record in content.items()})  # type: ignore[arg-type]
+
+
+def num_bytes(content: RecordDict) -> int:
+    """Return the bytes of a message's content, from names, shapes and scalars alone."""
+    arrays: dict[str, Shapes] = {}
+    configs: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            arrays[name] = tuple((key, tuple(array.shape), array.dtype) for key, array in record.items())
+        elif isinstance(record, ConfigRecord):
+            configs[name] = dict(record)
+        else:
+            metrics[name] = dict(record)
+    return content_bytes(arrays, configs, metrics)

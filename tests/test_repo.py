@@ -13,7 +13,7 @@ from bayflower.config import groups
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "bayflower"
-MAY_IMPORT_FLWR = {"strategies/base.py", "clients/base.py", "wire.py", "exchange.py", "loop.py"}
+MAY_IMPORT_FLWR = {"strategies/base.py", "clients/base.py", "wire.py", "exchange.py", "loop.py", "remote.py", "server_app.py"}
 SHARED = {"__init__.py", "base.py"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

@@ -8,12 +8,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from .. import methods, solo, wire
 from ..config import Training, convert_fields
 from ..models import Model
+from ..protocol import reply_header, reply_numbers
 from ..store import Saved, Store
 from ..tree import digest, flatten, to, unflatten
 from ..types import BayflowerError, ClientHalf, Tensors
@@ -63,7 +64,7 @@ def answer(message: Message, site: Site, work: Callable[[Message, dict[str, Any]
         reason = " ".join(str(error).split())
         log.debug("%s", traceback.format_exc())
         raise BayflowerError(f"{where}: {type(error).__name__}: {reason}") from error
-    content[wire.HEADER] = wire.make_header(method=head["method"], run=head["run"], round=head["round"], client=site.client)
+    content[wire.HEADER] = ConfigRecord(reply_header(method=head["method"], run=head["run"], round=head["round"], client=site.client))
     return Message(content, reply_to=message)
 
 
@@ -82,7 +83,7 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
     if head["evaluate"]:
         tally = flat_tallies(tested(half, state, broadcast, site, "finetune", round=round - 1, **keys))
     trained = solo.train(half, state, broadcast, site.data.train, round=round, **keys)
-    numbers = {wire.NUM_EXAMPLES: len(site.data.train.y), wire.TRAIN_LOSS: trained.loss}
+    numbers = reply_numbers(len(site.data.train.y), trained.loss)
     saved = Saved(round, cause, flatten(trained.state), flatten(trained.update), tally, numbers)
     site.store.save(head["run"], site.client, saved)
     return records(saved)

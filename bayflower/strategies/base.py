@@ -7,7 +7,6 @@ known by the partition id each reports in one query at the start, because Flower
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 import uuid
@@ -20,11 +19,11 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from .. import methods, metrics, sampling, wire
 from ..checkpoint import Checkpoint, server_state
-from ..config import Training, convert_fields
+from ..config import Training, convert_fields, make_instructions
 from ..exact import Total
 from ..exchange import LOST, POLL_SECONDS, REJOIN_SECONDS, Member, Request, query, reason, stream
 from ..outcome import Outcome, Progress, RoundRecord, Views, curve_point
-from ..tree import num_bytes
+from ..protocol import request_header
 from ..types import Anatomy, BayflowerError, ConfigError, ServerHalf, Tensors
 
 log = logging.getLogger("bayflower")
@@ -149,9 +148,10 @@ class BayflowerStrategy(Strategy):
         tested: Views = {}
         for reply in replies:
             try:
+                size = wire.num_bytes(reply.content) if reply.has_content() else 0
                 client, update, tallies, loss = self._accept(reply, server_round, losses)
                 total.add(half.statistic(self.state, client, update))
-                count, size = int(update.num_examples), num_bytes(update)
+                count = int(update.num_examples)
             except (BayflowerError, ValueError) as error:
                 self._fault(reply, server_round, str(error))
                 continue
@@ -298,21 +298,20 @@ class BayflowerStrategy(Strategy):
 
     def _messages(self, request: Request) -> Iterator[Message]:
         half = self._half()
-        instructions = json.dumps({"training": dataclasses.asdict(self.training), "options": dataclasses.asdict(self.options)})
-        shared: tuple[ArrayRecord, int] | None = None
+        instructions = make_instructions(self.training, self.options)
+        shared: ArrayRecord | None = None
         for client in request.clients:
             member = self.members[client]
             if shared is None or half.per_client:
-                broadcast = half.broadcast(self.state, client)
-                shared = wire.to_arrays(broadcast), num_bytes(broadcast)
-            head = wire.make_header(
+                shared = wire.to_arrays(half.broadcast(self.state, client))
+            head = request_header(
                 method=self.row.name, run=self.run, round=request.round, seed=self.seed, evaluate=request.test,
                 purpose="new" if member.new else "finetune", instructions=instructions,
             )  # fmt: skip
-            content = RecordDict({wire.BROADCAST: shared[0], wire.HEADER: head})
+            content = RecordDict({wire.BROADCAST: shared, wire.HEADER: ConfigRecord(head)})
             if request.config:
                 content["config"] = request.config
-            self._sent[client] = shared[1]
+            self._sent[client] = wire.num_bytes(content)
             yield Message(content, dst_node_id=member.node, message_type=request.kind)
 
     def _sender(self, reply: Message, round: int) -> int:
