@@ -177,14 +177,9 @@ class Flower:
 
 
 def run_app(
-    engine: str,
-    config: Mapping[str, Any],
-    clients: int,
-    out: Path,
-    port: int,
-    show: Callable[[dict[str, Any]], None],
+    engine: str, config: Mapping[str, Any], clients: int, out: Path, port: int, show: Callable[[dict[str, Any]], None],
     app: Path | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run our app under Flower to its end; `show` is told of its progress. Raises if the run failed, whatever Flower's exit code."""
     out = out.resolve()
     status_file = out / "status.json"

@@ -235,7 +235,8 @@ def test_flwr_run_as_a_user_types_it(tmp_path):
     config = f'method="fedmap" dataset="digits" num_clients=2 keep=0.1 rounds=2 local_epochs=1 device="cpu" out="{tmp_path / "out"}"'
     try:
         done = subprocess.run(
-            ["flwr", "run", str(root), "--stream", "--federation-config", "num-supernodes=2 client-resources-num-cpus=1", "--run-config", config],
+            ["flwr", "run", str(root), "--stream", "--federation-config", "num-supernodes=2 client-resources-num-cpus=1",
+             "--run-config", config],
             env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -244,3 +245,73 @@ def test_flwr_run_as_a_user_types_it(tmp_path):
         end(mark)
     assert len(result["rounds"]) == 2
     assert marked(mark) == []
+
+
+CANARY_CLIENT = """
+import os
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
+
+import bayflower.clients.base as base
+from bayflower.client_app import app as inner
+
+CANARY = 1.2345e-7
+make_half = base.make_half
+
+
+def planted(head, model):
+    half = make_half(head, model)
+    finish = half.finish
+
+    def with_canaries(state, work, data):
+        new, update = finish(state, work, data)
+        for field in half.private:
+            values = getattr(new, field)
+            new = new._replace(**{field: {k: torch.full_like(v, CANARY) if v.is_floating_point() else v for k, v in values.items()}})
+        Path(os.environ["CANARY_LOG"], "planted").write_text("yes")
+        return new, update
+
+    half.finish = with_canaries
+    return half
+
+
+base.make_half = planted
+pattern = torch.tensor(CANARY).numpy().tobytes()
+
+
+def spy(message, context):
+    reply = inner(message, context)
+    for name, content in (("received", message.content), ("sent", reply.content)):
+        blocks = [array.data for record in content.values() if isinstance(record, ArrayRecord) for array in record.values()]
+        found = any(pattern in block for block in [*blocks, repr(dict(content)).encode()])
+        with Path(os.environ["CANARY_LOG"], "messages").open("a") as log:
+            log.write(f"{name} {message.metadata.message_type} {'CANARY' if found else 'clean'}\\n")
+    return reply
+
+
+app = ClientApp()
+app.train()(spy)
+app.evaluate()(spy)
+app.query()(spy)
+"""
+
+
+@pytest.mark.parametrize("engine", ["ray", "deployment"])
+def test_canaries_never_travel_through_flower(tmp_path, engine, monkeypatch):
+    """Private fields are overwritten with a pattern on every client; no byte of any message received or sent has it."""
+    from bayflower.processes import run_app, write_app
+
+    monkeypatch.setenv("CANARY_LOG", str(tmp_path))
+    config = {**WORK, "method": "fedbn,local", "optimizer": "sgd", "lr": 1e-30, "wait": 60}
+    app = write_app(tmp_path / "app", config)
+    (app / "canary.py").write_text(CANARY_CLIENT)
+    project = app / "pyproject.toml"
+    project.write_text(project.read_text().replace("bayflower.client_app:app", "canary:app"))
+    run_app(engine, config, 2, tmp_path / "out", 0, lambda status: None, app)
+    assert (tmp_path / "planted").exists()
+    lines = (tmp_path / "messages").read_text().splitlines()
+    assert len(lines) >= 2 * 2 * (1 + 2 * 3)
+    assert {line.split()[-1] for line in lines} == {"clean"}
