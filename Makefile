@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types unit install clean
+.PHONY: help demo test flower lint types unit install clean
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
 	@echo "make test    style, types and tests"
+	@echo "make flower  the tests that start Flower's own programs (about ten minutes)"
 	@echo "make clean   remove the environment and caches"
 
 install: $(READY)
@@ -16,13 +17,17 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $$($(PYTHON) --version) found; set PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (the first time takes two to three minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,simulation]"
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/bayflower compare fedmap fedavg local --dataset synthetic --set scenario=label --rounds 50 --out runs/demo
+	@echo "FedMAP, FedAvg and local training on ten clients, five of them with skewed labels; Flower's simulation (flwr run .), about two minutes"
+	@$(BIN)/bayflower compare fedmap fedavg local --engine ray --app . --dataset synthetic --set scenario=label --rounds 20 --out runs/demo
 
 test: lint types unit
+
+flower: $(READY)
+	$(BIN)/python -m pytest tests/test_flower.py -m flower
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +107,8 @@ def begin_anew(folder: Path) -> None:
             f"{folder} holds a run that stopped after round {old.round} of {old.config['rounds']}; "
             f"add --resume to go on, choose another --out, or remove {FILE}"
         )
+    if old is not None and re.fullmatch(r"[0-9a-f]{32}", old.run):
+        shutil.rmtree(folder / "state" / old.run, ignore_errors=True)
     for name in (FILE, "result.json"):
         (folder / name).unlink(missing_ok=True)
 

@@ -160,6 +160,59 @@ def test_too_few_replies_stop_the_run():
         rig.start()
 
 
+def test_too_few_replies_in_a_later_round_leave_a_checkpoint_of_the_round_before():
+    saved = []
+
+    def only_in_round_2(message, reply):
+        return reply if dict(message.content[wire.HEADER])["round"] == 1 else GARBAGE["nan"][0](message, reply)
+
+    rig = Rig(tamper=only_in_round_2, min_replies=5)
+    rig.strategy.after_round = lambda strategy, round, forced: saved.append((round, forced, strategy.state))
+    with pytest.raises(BayflowerError, match="round 2: 4 valid replies, min_replies is 5"):
+        rig.start(rounds=3)
+    assert [(round, forced) for round, forced, _ in saved] == [(1, False), (1, True)]
+    assert_same_bits(saved[0][2], saved[1][2])
+
+
+def test_a_second_reply_is_not_counted():
+    want = Rig()
+    want.start()
+    rig = Rig()
+    pull = rig.grid.pull_messages
+
+    def twice(message_ids):
+        replies = list(pull(message_ids))
+        return [Message(content=wire.copy_content(one.content), metadata=one.metadata) for one in replies for _ in range(2)]
+
+    rig.grid.pull_messages = lambda ids: twice(ids) if rig.strategy.half else pull(ids)
+    rig.start()
+    assert_same_bits(rig.strategy.state, want.strategy.state)
+    assert rig.strategy.records[0]["num_clients"] == 5
+    assert sum("a second reply in the same round" in fault for fault in rig.strategy.faults) >= 4
+
+
+def test_a_lost_client_is_asked_again_and_one_that_stays_lost_is_left_out(without_victim, monkeypatch):
+    """Flower's code 5 (node unavailable): once, and the round is complete; always, and the round goes on without it."""
+    monkeypatch.setattr("bayflower.strategies.base.REJOIN_SECONDS", 0.5)
+    whole = Rig()
+    whole.start()
+    gone = []
+
+    def once(message, reply):
+        gone.append(message)
+        return Message(Error(code=5, reason="Node Unavailable"), reply_to=message) if len(gone) == 1 else reply
+
+    rig = Rig(tamper=once)
+    rig.start()
+    assert len(gone) == 2
+    assert rig.strategy.faults == []
+    assert_same_bits(rig.strategy.state, whole.strategy.state)
+    rig = Rig(tamper=lambda message, reply: Message(Error(code=5, reason="Node Unavailable"), reply_to=message))
+    rig.start()
+    assert_same_bits(rig.strategy.state, without_victim)
+    assert "Node Unavailable" in rig.strategy.faults[0]
+
+
 def test_a_client_that_raises_is_a_fault_with_client_round_and_stage():
     rig = Rig()
     bad = rig.grid.app

@@ -227,7 +227,7 @@ class BayflowerStrategy(Strategy):
             time.sleep(POLL_SECONDS)
         anatomies: dict[int, Anatomy] = {}
         for client, member, anatomy in query(grid, nodes, timeout, self._note):
-            if client in self.members:
+            if client in self.members and self.members[client].node != member.node:
                 raise BayflowerError(f"two nodes say they are client {client}; give each its own partition-id")
             self.members[client], anatomies[client] = member, anatomy
         if not any(not member.new for member in self.members.values()):
