@@ -83,6 +83,18 @@ def test_setting_names_are_unique_in_every_run():
         assert len(names) == len(set(names)), name
 
 
+def test_flwr_run_knows_every_setting():
+    """Flower refuses a run-config key that pyproject.toml does not list."""
+    import dataclasses
+    import tomllib
+
+    from bayflower.remote import APP_KEYS
+
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    known = {field.name for name in methods.METHODS for kind in groups(name).values() for field in dataclasses.fields(kind)}
+    assert set(listed) == known | set(APP_KEYS)
+
+
 def test_files_can_be_read_in_one_sitting():
     long = {str(path.relative_to(ROOT)): n for path in ROOT.glob("**/*.py") if ".venv" not in path.parts
             and (n := len(path.read_text().splitlines())) > 400}  # fmt: skip
