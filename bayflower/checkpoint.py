@@ -6,19 +6,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
 from .config import Run
 from .outcome import RoundRecord
+from .store import below, load_tensors, save_tensors
 from .tree import flatten, unflatten
-from .types import BayflowerError, ConfigError, Tensors
+from .types import ConfigError, Tensors
 
 FORMAT = "bayflower-run-1"
 FILE = "checkpoint.safetensors"
@@ -52,14 +49,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
         tensors.update({f"client/{client}/{name}": tensor for name, tensor in state.items()})
     facts = {"run": checkpoint.run, "round": checkpoint.round, "config": checkpoint.config, "clients": sorted(checkpoint.clients),
              "records": checkpoint.records, "faults": checkpoint.faults}  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{FILE}.{os.getpid()}.part"
-    # clones, because states may share memory and a file may not
-    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, part,
-              metadata={"format": FORMAT, "facts": json.dumps(facts)})  # fmt: skip
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    part.replace(folder / FILE)
+    save_tensors(folder / FILE, tensors, {"format": FORMAT, "facts": json.dumps(facts)})
 
 
 def read(folder: Path) -> Checkpoint | None:
@@ -67,23 +57,11 @@ def read(folder: Path) -> Checkpoint | None:
     path = folder / FILE
     if not path.exists():
         return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            head = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-        if head.get("format") != FORMAT:
-            raise BayflowerError(f"checkpoint {path} has format {head.get('format')!r}, expected {FORMAT!r}; it is of another version")
-        facts = json.loads(head["facts"])
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise BayflowerError(f"checkpoint {path} cannot be read ({error}); remove it to start anew") from None
-    server = {name.removeprefix("server/"): t for name, t in tensors.items() if name.startswith("server/")}
-    clients: dict[int, Tensors] = {int(client): {} for client in facts["clients"]}
-    for name, tensor in tensors.items():
-        if name.startswith("client/"):
-            _, client, leaf = name.split("/", 2)
-            clients[int(client)][leaf] = tensor
+    tensors, head = load_tensors(path, FORMAT, "checkpoint")
+    facts = json.loads(head["facts"])
+    clients = {int(client): below(tensors, f"client/{client}") for client in facts["clients"]}
     records = [RoundRecord(record) for record in facts["records"]]
-    return Checkpoint(facts["run"], facts["round"], facts["config"], server, clients, records, facts["faults"])
+    return Checkpoint(facts["run"], facts["round"], facts["config"], below(tensors, "server"), clients, records, facts["faults"])
 
 
 def to_resume(folder: Path, run: Run) -> Checkpoint:

@@ -48,6 +48,9 @@ ROWS = (
            "FedAvg, fine-tuned on the client's data before each test", {"finetune_epochs": 1}),
     Method("fedprox", "fedprox", "FedProx", "Li et al. 2020, MLSys", "FedAvg with a proximal term in the local loss"),
     Method("fedbn", "fedbn", "FedBN", "Li et al. 2021, ICLR", "FedAvg with private normalisation layers"),
+    Method("fedper", "fedper", "FedPer", "Arivazhagan et al. 2019, arXiv 1912.00818", "shared base, private head, trained jointly"),
+    Method("fedrep", "fedrep", "FedRep", "Collins et al. 2021, ICML", "shared base, private head, trained in turn"),
+    Method("lgfedavg", "lgfedavg", "LG-FedAvg", "Liang et al. 2020, arXiv 2001.01523", "private feature extractor, shared head"),
     Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),
 )  # fmt: skip
 METHODS: dict[str, Method] = {row.name: row for row in ROWS}

@@ -77,7 +77,6 @@ class DiskStore:
     def save(self, run: str, client: int, saved: Saved) -> None:
         """Keep `saved` and the newest one before it."""
         folder = self.folder(run, client)
-        folder.mkdir(parents=True, exist_ok=True)
         write(folder / f"round-{saved.round}.safetensors", saved)
         files = rounds(folder)
         newer = [path for path in files if number(path) > saved.round]
@@ -96,37 +95,48 @@ def rounds(folder: Path) -> list[Path]:
 
 
 def write(path: Path, saved: Saved) -> None:
-    """Write one file so that a reader sees all of it or nothing."""
-    tensors = {  # clones, because a state and an update may share memory and a file may not
-        f"{part}/{name}": tensor.detach().cpu().contiguous().clone()
-        for part in ("state", "update", "tally")
-        for name, tensor in getattr(saved, part).items()
-    }
+    """Write one file of a client."""
+    parts = {f"{part}/{name}": tensor for part in ("state", "update", "tally") for name, tensor in getattr(saved, part).items()}
     head = {"format": FORMAT, "round": str(saved.round), "cause": saved.cause, "numbers": json.dumps(saved.numbers)}
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    save_file(tensors, part, metadata=head)
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    part.replace(path)
+    save_tensors(path, parts, head)
 
 
 def read(path: Path) -> Saved:
-    """Return the content of one file."""
+    """Return the content of one file of a client."""
+    tensors, head = load_tensors(path, FORMAT, "client state")
+    parts = {part: below(tensors, part) for part in ("state", "update", "tally")}
+    return Saved(int(head["round"]), head["cause"], numbers=json.loads(head["numbers"]), **parts)
+
+
+def below(tensors: Tensors, prefix: str) -> Tensors:
+    """Return the tensors whose names begin with `prefix`/, without it."""
+    return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(prefix + "/")}
+
+
+def save_tensors(path: Path, tensors: Tensors, head: dict[str, str]) -> None:
+    """Write a safetensors file so that a reader sees all of it or nothing, whatever dies meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        # clones, because a state and an update may share memory and a file may not
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, part, metadata=head)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors and the head of a file of the format `kind`; `what` is what a person calls it."""
     try:
         with safe_open(path, framework="pt") as file:
             head = file.metadata() or {}
             # clones, because a file's tensors lie anywhere, and alignment decides how torch splits sums, hence bits
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise BayflowerError(
-            f"client state {path} cannot be read ({error}); restore it from a back-up, or remove it to start anew"
-        ) from None
-    if head.get("format") != FORMAT:
-        raise BayflowerError(
-            f"client state {path} has format {head.get('format')!r}, expected {FORMAT!r}; it is not ours or of another version"
-        )
-    parts = {
-        part: {name[len(part) + 1 :]: t for name, t in tensors.items() if name.startswith(part + "/")}
-        for part in ("state", "update", "tally")
-    }
-    return Saved(int(head["round"]), head["cause"], numbers=json.loads(head["numbers"]), **parts)
+        raise BayflowerError(f"{what} {path} cannot be read ({error}); restore it from a back-up, or remove it to start anew") from None
+    if head.get("format") != kind:
+        raise BayflowerError(f"{what} {path} has format {head.get('format')!r}, expected {kind!r}; it is not ours or of another version")
+    return tensors, head

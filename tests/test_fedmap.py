@@ -159,6 +159,20 @@ def test_weights_of_any_size_equal_the_log_sum_exp(logs, seed):
     assert float(after.effective_clients) == pytest.approx(1 / sum(share**2 for share in shares), rel=1e-9)
 
 
+@pytest.mark.parametrize("bins", [-7, -1, 0, 3])
+def test_weights_on_both_sides_of_a_bin_count_alike(bins):
+    """Two nearly equal weights that fall into neighbouring bins: neither may be dropped [eq. 9]."""
+    edge = (bins * BIN - BIN // 2) * math.log(2)
+    logs = [edge - 0.3, edge + 0.2, edge - 1.1]
+    assert len({split(one)[0] for one in logs}) == 2
+    thetas = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    _, weight, shift = triple(logs, thetas)
+    for order in itertools.permutations(range(3)):
+        after = aggregate([logs[i] for i in order], thetas[list(order)])
+        torch.testing.assert_close(after.params["w"], shift / weight, rtol=1e-10, atol=1e-12)
+        assert 2 < float(after.effective_clients) < 3
+
+
 def test_any_order_gives_the_same_bits_though_bins_are_dropped():
     logs = [-3000.0, -90.0, -0.3, -88.0, -200.0, -700.0]
     thetas = torch.randn(len(logs), 50, generator=torch.Generator().manual_seed(1))

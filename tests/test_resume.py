@@ -96,7 +96,7 @@ def test_other_settings_are_refused(tmp_path):
 
 def test_a_broken_checkpoint_is_named(tmp_path):
     (tmp_path / checkpoint.FILE).write_bytes(b"\x00" * 100)
-    with pytest.raises(BayflowerError, match=r"cannot be read .* remove it to start anew"):
+    with pytest.raises(BayflowerError, match=r"checkpoint .* cannot be read .* remove it to start anew"):
         checkpoint.read(tmp_path)
 
 

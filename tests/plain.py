@@ -1,0 +1,78 @@
+"""A slow oracle for methods that share a part of the model: an ordinary module, torch.optim and loops over clients and rounds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bayflower import solo
+from bayflower.data import batches
+from bayflower.engines import Prepared
+from bayflower.exact import Total
+
+LR, MOMENTUM = 0.05, 0.9
+
+
+def plain_rounds(prepared: Prepared, shared: Callable[[str], bool], phases: list[tuple[str, Callable[[str], bool]]], rounds: int = 2):
+    """Return (the shared part, each client's own part) after plain training; `phases` are (name, which parameters move)."""
+    halves, training = prepared.halves, prepared.run.training
+    start = {**halves.initial[0], **halves.initial[1]}
+    globally = {name: value.clone() for name, value in start.items() if shared(name)}
+    own = {data.client: {n: v.clone() for n, v in start.items() if not shared(n)} for data in prepared.federation.clients[:3]}
+    lengths = {phase.name: phase for phase in halves.client.phases("train")}
+    for round in range(1, rounds + 1):
+        sums: dict[str, torch.Tensor] = {}
+        weight = 0
+        for data in prepared.federation.clients[:3]:
+            samples = solo.samples(data, torch.device("cpu"), torch.float64).train
+            module = halves.model.factory().double().train()
+            module.load_state_dict(copy.deepcopy({**globally, **own[data.client]}))
+            for name, moves in phases:
+                for key, value in module.named_parameters():
+                    value.requires_grad_(moves(key))
+                stepper = torch.optim.SGD([v for v in module.parameters() if v.requires_grad], lr=LR, momentum=MOMENTUM)
+                keys = {"seed": 0, "client": data.client, "round": round, "purpose": "train", "coupled": halves.model.coupled}
+                for (rows,) in batches.plan(len(data.y_train), lengths[name], **keys):
+                    stepper.zero_grad()
+                    nn.functional.cross_entropy(module(samples.x[rows]), samples.y[rows]).backward()
+                    stepper.step()
+            after = {name: value.detach().clone() for name, value in module.state_dict().items()}
+            own[data.client] = {name: value for name, value in after.items() if not shared(name)}
+            for name, value in after.items():
+                if shared(name):
+                    sums[name] = sums.get(name, 0) + len(data.y_train) * value
+            weight += len(data.y_train)
+        globally = {name: v / weight if v.is_floating_point() else (v / weight).round().long() for name, v in sums.items()}
+    assert training.lr == LR
+    return globally, own
+
+
+def half_rounds(prepared: Prepared, rounds: int = 2):
+    """Return the same from the halves."""
+    server, client, _, (params, buffers) = prepared.halves
+    clients = prepared.federation.clients[:3]
+    state = server.init(params, buffers, tuple(data.client for data in clients))
+    states = {data.client: client.init(params, buffers) for data in clients}
+    for round in range(1, rounds + 1):
+        total = Total()
+        for data in clients:
+            samples = solo.samples(data, torch.device("cpu"), torch.float64).train
+            broadcast = server.broadcast(state, data.client)
+            states[data.client], update, _ = solo.train(
+                client, states[data.client], broadcast, samples, seed=0, client=data.client, round=round
+            )
+            total.add(server.statistic(state, data.client, update))
+        state = server.finalise(state, total.value())
+    return server.shared(state), {k: {**one.params, **one.buffers} for k, one in states.items()}
+
+
+def assert_rounds_agree(prepared: Prepared, shared: Callable[[str], bool], phases: list[tuple[str, Callable[[str], bool]]]) -> None:
+    """Assert that the halves give what plain torch gives, for every tensor of server and clients."""
+    want, got = plain_rounds(prepared, shared, phases), half_rounds(prepared)
+    for mine, yours in ((got[0], want[0]), *((got[1][client], want[1][client]) for client in want[1])):
+        assert mine.keys() == yours.keys()
+        for name, value in yours.items():
+            torch.testing.assert_close(mine[name].double(), value.double(), rtol=1e-8, atol=1e-10)
