@@ -1,6 +1,6 @@
 """Bayflower: Bayesian personalised federated learning on Flower."""
 
-from .types import BayflowerError, ConfigError
+from .errors import BayflowerError, ConfigError
 
 __version__ = "0.1.0"
 __all__ = ["BayflowerError", "ConfigError", "__version__"]

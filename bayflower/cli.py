@@ -15,7 +15,7 @@ from rich.table import Table
 
 from . import __version__
 from . import methods as table
-from .types import BayflowerError, ConfigError
+from .errors import BayflowerError, ConfigError
 
 app = typer.Typer(
     no_args_is_help=True,

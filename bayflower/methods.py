@@ -8,9 +8,12 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .types import ClientHalf, ConfigError, ServerHalf
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .types import ClientHalf, ServerHalf
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .types import BayflowerError, ConfigError
+from .errors import BayflowerError, ConfigError
 
 MARK = "BAYFLOWER_MARK"
 START_SECONDS = 60.0
@@ -82,7 +83,7 @@ class Flower:
         """Return the started program; what it prints goes to a log in the run's folder."""
         program = shutil.which(words[0], path=self.env["PATH"])
         if program is None:
-            raise ConfigError(f"{words[0]} is not installed; install Flower's simulation with: pip install 'bayflower[simulation]'")
+            raise ConfigError(f"{words[0]} is not installed; install Flower with: pip install 'bayflower[simulation]'")
         logs = self.out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / f"{name}.log").open("ab") as log:
@@ -181,6 +182,8 @@ def run_app(
     app: Path | None = None,
 ) -> None:  # fmt: skip
     """Run our app under Flower to its end; `show` is told of its progress. Raises if the run failed, whatever Flower's exit code."""
+    if engine == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("engine ray needs Ray, which is not installed; install it with: pip install 'bayflower[simulation]'")
     out = out.resolve()
     status_file = out / "status.json"
     status_file.unlink(missing_ok=True)

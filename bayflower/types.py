@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
+from .errors import BayflowerError, ConfigError
+
 if TYPE_CHECKING:
     from .exact import Scaled
     from .models import Model
@@ -37,14 +39,22 @@ Tensors = dict[str, Tensor]
 Statistic = Mapping[str, "Tensor | Scaled"]
 Sum = Mapping[str, Tensor]
 Purpose = Literal["train", "finetune", "new"]
-
-
-class BayflowerError(Exception):
-    """An error a person can act on: its text is one line that names the cause and the remedy."""
-
-
-class ConfigError(BayflowerError):
-    """A setting that cannot be used, found before anything starts."""
+__all__ = [
+    "Anatomy",
+    "Batch",
+    "BayflowerError",
+    "ClientHalf",
+    "ConfigError",
+    "OptState",
+    "Phase",
+    "Purpose",
+    "ServerHalf",
+    "Statistic",
+    "Sum",
+    "Tensors",
+    "Work",
+    "masked_mean",
+]
 
 
 class Batch(NamedTuple):

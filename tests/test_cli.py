@@ -9,6 +9,8 @@ import sys
 import numpy as np
 import pytest
 
+from bayflower import cli
+
 QUICK = ["--rounds", "2", "--clients", "3", "--set", "keep=0.1", "--set", "local_epochs=1", "--set", "device=cpu"]
 METRICS = {
     "accuracy",
@@ -95,14 +97,28 @@ BAD = [
 ]
 
 
+def check_refusal(code: int, out: str, err: str, text: str) -> None:
+    assert code == 2
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
+    assert text in err
+    assert err.startswith("bayflower: ")
+
+
 @pytest.mark.parametrize(("words", "text"), BAD, ids=[" ".join(words) for words, _ in BAD])
-def test_bad_settings_end_with_one_line_and_code_2(tmp_path, words, text):
+def test_bad_settings_end_with_one_line_and_code_2(tmp_path, words, text, monkeypatch, capsys):
+    """In this process, to save the time of importing torch twenty times; two of them in one of their own below."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bayflower", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    check_refusal(stopped.value.code, *capsys.readouterr(), text)
+
+
+@pytest.mark.parametrize(("words", "text"), [BAD[0], BAD[3]])
+def test_bad_settings_end_a_real_process(tmp_path, words, text):
     done = bayflower(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert text in done.stderr
-    assert done.stderr.startswith("bayflower: ")
+    check_refusal(done.returncode, done.stdout, done.stderr, text)
 
 
 def test_bad_data_files_end_with_one_line_and_code_2(tmp_path):
