@@ -43,6 +43,22 @@ def personal(result: dict) -> list:
     return result["final"]["personal"]["per_client"]
 
 
+def test_the_readmes_three_ways(tmp_path):
+    """The three commands of the README's first screen, with less work."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    block = readme.split("<!-- engines -->")[1].split("```")[1]
+    ways = [line.split("#")[0].split()[1:] for line in block.splitlines() if line.startswith("bayflower ")]
+    assert [way[-1] for way in ways] == ["fused", "ray", "deployment"]
+    for way in ways:
+        out = tmp_path / way[-1]
+        sets = [word for key, value in {**WORK, "rounds": 1}.items() for word in ("--set", f"{key}={value}")]
+        done = subprocess.run(
+            [sys.executable, "-m", "bayflower", *way, "--out", str(out), *sets], capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads((out / "result.json").read_text())["engine"] == way[-1]
+
+
 @pytest.mark.parametrize("engine", ["ray", "deployment"])
 def test_all_methods_give_the_bits_of_the_loop(tmp_path, engine):
     """Every method in one app run; global parameters, client states and per-client metrics against the loop engine."""

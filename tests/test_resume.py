@@ -36,8 +36,8 @@ def timeless(result: dict) -> dict:
 @pytest.mark.parametrize("engine", ["loop", "fused"])
 def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
     """SIGKILL to the real process once round 3 is on disk; then --resume; against a run left in peace."""
-    subprocess.run(words(tmp_path / "peace", engine, 60), check=True, capture_output=True, timeout=200)
-    victim = subprocess.Popen(words(tmp_path / "killed", engine, 60), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(words(tmp_path / "peace", engine, 25), check=True, capture_output=True, timeout=200)
+    victim = subprocess.Popen(words(tmp_path / "killed", engine, 25), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         known = checkpoint.read(tmp_path / "killed") if (tmp_path / "killed").exists() else None
@@ -47,14 +47,14 @@ def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL
     stopped = checkpoint.read(tmp_path / "killed")
-    assert 3 <= stopped.round < 60
+    assert 3 <= stopped.round < 25
     assert not (tmp_path / "killed" / "result.json").exists()
 
-    refused = subprocess.run(words(tmp_path / "killed", engine, 60), capture_output=True, text=True, timeout=100)
+    refused = subprocess.run(words(tmp_path / "killed", engine, 25), capture_output=True, text=True, timeout=100)
     assert refused.returncode == 2
-    assert f"stopped after round {stopped.round} of 60; add --resume" in refused.stderr
+    assert f"stopped after round {stopped.round} of 25; add --resume" in refused.stderr
 
-    subprocess.run(words(tmp_path / "killed", engine, 60, "--resume"), check=True, capture_output=True, timeout=200)
+    subprocess.run(words(tmp_path / "killed", engine, 25, "--resume"), check=True, capture_output=True, timeout=200)
     peace, killed = (checkpoint.read(tmp_path / name) for name in ("peace", "killed"))
     assert_same_bits(killed.server, peace.server)
     assert_same_bits(killed.clients, peace.clients)
