@@ -143,7 +143,7 @@ def test_the_example_keeps_every_promise_of_the_contract(example, tmp_path):
         for name, test in vars(test_contract).items()
         if name.startswith("test_") and next(iter(inspect.signature(test).parameters), None) == "bench"
     }
-    assert len(promises) >= 12
+    assert len(promises) >= 11
     for test in promises.values():
         test(bench, **({"tmp_path": tmp_path / "store"} if "tmp_path" in inspect.signature(test).parameters else {}))
 
