@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from . import wire
-from .types import Anatomy
+from .types import Anatomy, BayflowerError
 
 POLL_SECONDS = 0.2
 AT_ONCE = 4  # replies asked for in one request: more would be held in memory together
@@ -44,9 +44,13 @@ def query(grid: Grid, nodes: list[int], timeout: float, note: Callable[[str], No
         if reply.has_error():
             note(f"node {node} cannot be used: {reason(reply)}")
             continue
-        head = wire.header(reply, ("client", "new", "anatomy"))
-        client = int(head["client"])
-        yield client, Member(client, node, bool(head["new"])), wire.text_to_anatomy(head["anatomy"])
+        try:
+            head = wire.header(reply, ("client", "new", "anatomy"))
+            client, anatomy = int(head["client"]), wire.text_to_anatomy(head["anatomy"])
+        except (BayflowerError, ValueError, TypeError, KeyError) as error:
+            note(f"node {node} cannot be used: {' '.join(str(error).split())}")
+            continue
+        yield client, Member(client, node, bool(head["new"])), anatomy
 
 
 def reason(reply: Message) -> str:

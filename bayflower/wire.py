@@ -10,7 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from .metrics import Tally
+from .metrics import Tally, zero
 from .protocol import BROADCAST, HEADER, METRICS, NUM_EXAMPLES, PROTOCOL, TALLY, TRAIN_LOSS, UPDATE, Shapes, content_bytes
 from .tree import flatten, unflatten
 from .types import Anatomy, BayflowerError, Tensors
@@ -93,12 +93,16 @@ def tallies_to_arrays(views: Mapping[str, Tally]) -> ArrayRecord:
 
 
 def arrays_to_tallies(flat: Mapping[str, Tensor]) -> dict[str, Tally]:
-    """Return the tallies by view."""
+    """Return the tallies by view, which must be what a test can give."""
     views = sorted({name.split("/", 1)[0] for name in flat})
     result = {}
     for view in views:
         own = {name.split("/", 1)[1]: value for name, value in flat.items() if name.startswith(view + "/")}
-        result[view] = unflatten(Tally, own)
+        classes = own["class_total"].numel() if "class_total" in own else 0
+        tally = matching(own, zero(max(classes, 1)))
+        if any(bool((leaf < 0).any()) for leaf in tally) or int(tally.class_total.sum()) != int(tally.num_examples):
+            raise WireError(f"the test result {view!r} contradicts itself: counts are negative or do not add up")
+        result[view] = tally
     return result
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from conftest import assert_same_bits, small_prepared
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
+from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord
 
 from bayflower import wire
 from bayflower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
-from bayflower.methods import METHODS
 from bayflower.store import MemoryStore
 from bayflower.strategies import FedMAP, FedProx
 from bayflower.tree import flatten, unflatten
@@ -78,6 +74,16 @@ def set_value(name, value):
     return rewrite(change)
 
 
+def set_loss(value):
+    def tamper(message, reply):
+        reply.content[wire.METRICS].pop(wire.TRAIN_LOSS)
+        if value is not None:
+            reply.content[wire.METRICS][wire.TRAIN_LOSS] = value
+        return reply
+
+    return tamper
+
+
 def drop_record(key):
     def tamper(message, reply):
         del reply.content[key]
@@ -113,6 +119,9 @@ GARBAGE = {
     "protocol": (head(protocol=0), "protocol 0"),
     "no update": (drop_record(wire.UPDATE), "ArrayRecord 'update' is missing"),
     "no header": (drop_record(wire.HEADER), "ConfigRecord 'bayflower' is missing"),
+    "loss nan": (set_loss(float("nan")), "train-loss must be a finite"),
+    "loss missing": (set_loss(None), "train-loss must be a finite"),
+    "huge count": (set_value("num_examples", 2**62), "num_examples"),
     "not npy": (broken_array, "cannot be read"),
     "error": (lambda message, reply: Message(Error(code=2, reason="disk on fire"), reply_to=message), "disk on fire"),
 }  # fmt: skip
@@ -134,6 +143,54 @@ def test_garbage_is_reported_and_the_state_is_as_without_that_client(kind, witho
     (fault,) = rig.strategy.faults
     assert f"round 1, client {VICTIM}" in fault
     assert words in fault
+    assert rig.strategy.records[0]["num_clients"] == 4
+
+
+def tamper_tally(change):
+    def tamper(message, reply):
+        if wire.TALLY in reply.content:
+            flat = wire.arrays(reply, wire.TALLY)
+            change(flat)
+            reply.content[wire.TALLY] = wire.to_arrays(flat)
+        return reply
+
+    return tamper
+
+
+LIES = {
+    "nan": (lambda flat: flat["personal/nll"].fill_(float("nan")), "not finite"),
+    "negative": (lambda flat: flat["personal/correct"].fill_(-1), "contradicts itself"),
+    "sum": (lambda flat: flat["personal/num_examples"].fill_(10**6), "contradicts itself"),
+    "missing": (lambda flat: flat.pop("personal/nll"), "is missing"),
+    "shape": (lambda flat: flat.update({"personal/bin_count": torch.zeros(3, dtype=torch.int64)}), "has shape"),
+    "dtype": (lambda flat: flat.update({"personal/correct": flat["personal/correct"].double()}), "has dtype"),
+    "matrix": (lambda flat: flat.update({"personal/class_total": torch.zeros(2, 2, dtype=torch.int64)}), "has shape"),
+}
+
+
+@pytest.mark.parametrize("kind", LIES)
+def test_a_test_result_that_cannot_be_is_refused(kind):
+    change, words = LIES[kind]
+    rig = Rig(tamper=tamper_tally(change), evaluate_every=1)
+    rig.start(rounds=2)
+    assert words in rig.strategy.faults[0]
+    assert rig.strategy.faults[0].startswith(f"round 2, client {VICTIM}")
+    assert rig.strategy.records[1]["num_clients"] == 4
+
+
+def test_nodes_that_answer_nonsense_are_left_out():
+    rig = Rig()
+    honest = rig.grid.app
+
+    def liar(message, context):
+        reply = honest(message, context)
+        if message.metadata.message_type == "query" and context.node_config["partition-id"] == VICTIM:
+            reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), "client": "me", "anatomy": "{"})
+        return reply
+
+    rig.grid.app = liar
+    rig.start()
+    assert "cannot be used" in rig.strategy.faults[0]
     assert rig.strategy.records[0]["num_clients"] == 4
 
 
@@ -239,57 +296,6 @@ def test_a_repeated_message_is_answered_not_applied_twice():
         assert {k: a.data for k, a in reply.content[wire.UPDATE].items()} == {k: a.data for k, a in first.content[wire.UPDATE].items()}
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_canaries_in_private_fields_never_travel(method):
-    """Plant a bit pattern in every declared private field of a client's state and look for it in every byte of every message."""
-    canary = torch.tensor(1.2345e-7, dtype=torch.float32)
-    pattern = canary.numpy().tobytes()
-    settings = {"model": "mlp-bn", "lr": 1e-30, "optimizer": "sgd"}  # nearly no movement: planted values stay as they are
-    rig = Rig(method, rounds=2, **settings)
-    original = type(rig.halves.client).finish
-
-    class Planted(type(rig.halves.client)):
-        def finish(self, state, work, data):
-            new, update = original(self, state, work, data)
-            for field in self.private:
-                if isinstance(getattr(new, field), dict):
-                    new = new._replace(
-                        **{
-                            field: {
-                                k: torch.full_like(v, float(canary)) if v.is_floating_point() else v for k, v in getattr(new, field).items()
-                            }
-                        }
-                    )
-            return new, update
-
-    import bayflower.clients.base as base
-
-    row_client = base.make_half
-    planted = []
-
-    def make_half(header, model):
-        half = row_client(header, model)
-        half.__class__ = Planted
-        planted.append(half)
-        return half
-
-    base.make_half = make_half
-    try:
-        rig.start(rounds=2)
-    finally:
-        base.make_half = row_client
-    assert planted
-    private = [name for field in rig.halves.client.private
-               for name in flatten({field: getattr(rig.halves.client.init(*rig.halves.initial), field)})]  # fmt: skip
-    messages = [m for m in rig.seen if m.has_content()]
-    assert len(messages) >= 10
-    for message in messages:
-        for record in message.content.values():
-            blocks = [array.data for array in record.values()] if isinstance(record, ArrayRecord) else [repr(dict(record)).encode()]
-            for block in blocks:
-                assert pattern not in block, (method, message.metadata.message_type, private[:3])
-
-
 def test_clients_cannot_change_what_the_server_sent():
     rig = Rig()
     original = rig.grid.app
@@ -326,60 +332,3 @@ def test_strategies_take_their_settings_by_name():
         FedMAP(fraction_train=0)
     with pytest.raises(ConfigError, match="sigma2 must be positive"):
         FedMAP(sigma2=-1)
-
-
-MEMORY = """
-import resource, sys, torch, gc
-from flwr.app import Message, RecordDict, MetricRecord
-from bayflower import wire
-from bayflower.loop import InProcessGrid, contexts
-from bayflower.strategies import FedAvg
-from bayflower.strategies.fedavg import Update
-from bayflower.types import Anatomy, BayflowerError
-
-torch.set_num_threads(1)
-REPLIES, SIZE = int(sys.argv[1]), 600_000
-layers = {f"layer{i}": torch.randn(SIZE // 6) for i in range(6)}
-anatomy = wire.anatomy_to_text(Anatomy(tuple(layers), (), frozenset(), frozenset()))
-
-def app(message, context):
-    client = context.node_config["partition-id"]
-    if message.metadata.message_type == "query":
-        return Message(RecordDict({wire.HEADER: wire.make_header(client=client, new=False, anatomy=anatomy)}), reply_to=message)
-    if message.metadata.message_type == "evaluate":
-        raise RuntimeError("nothing to test")
-    told = wire.header(message, ("method", "run", "round"))
-    generator = torch.Generator().manual_seed(client)
-    update = Update(torch.tensor(1 + client), {k: torch.randn(v.shape, generator=generator) for k, v in layers.items()}, {})
-    head = wire.make_header(method=told["method"], run=told["run"], round=told["round"], client=client)
-    return Message(RecordDict({wire.UPDATE: wire.to_arrays(update), wire.METRICS: MetricRecord({wire.TRAIN_LOSS: 0.0}), wire.HEADER: head}),
-                   reply_to=message)
-
-def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
-
-def start(replies):
-    strategy = FedAvg()
-    try:
-        strategy.start(InProcessGrid(app, contexts(range(replies))), wire.to_arrays(layers), num_rounds=1)
-    except BayflowerError as error:
-        assert "no client could be tested" in str(error)
-    return strategy
-
-start(1)  # everything is imported and warm
-open("/proc/self/clear_refs", "w").write("5")
-before = peak()
-strategy = start(REPLIES)
-assert strategy.records[0]["num_clients"] == REPLIES, strategy.faults[:3]
-print((peak() - before) / (4 * SIZE))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_thousand_replies_need_the_memory_of_a_few():
-    """Server and one client at a time in one process: growth of the peak under 10 models of 600,000 float32 parameters."""
-    printed = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MEMORY, "1000"], check=True, capture_output=True, text=True, timeout=300
-    )
-    growth = float(printed.stdout.split()[-1])
-    assert growth < 10, f"{growth:.1f} models"

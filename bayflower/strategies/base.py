@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -152,8 +153,8 @@ class BayflowerStrategy(Strategy):
                 client, update, tallies, loss = self._accept(reply, server_round, losses)
                 total.add(half.statistic(self.state, client, update))
                 count = int(update.num_examples)
-            except (BayflowerError, ValueError) as error:
-                self._fault(reply, server_round, str(error))
+            except Exception as error:  # whatever a client sends, it must not end the others' run
+                self._fault(reply, server_round, error)
                 continue
             total.drop(half.negligible(total.names()))
             losses[client] = (count, loss)
@@ -196,8 +197,8 @@ class BayflowerStrategy(Strategy):
                 target = new if self.members[client].new else views
                 for view, tally in wire.arrays_to_tallies(wire.arrays(reply, wire.TALLY)).items():
                     target.setdefault(view, {})[client] = tally
-            except (BayflowerError, ValueError) as error:
-                self._fault(reply, server_round, str(error))
+            except Exception as error:  # as above
+                self._fault(reply, server_round, error)
         self.outcome = Outcome(self.records, views, new, self.state, {}, tuple(self.faults))
         if "personal" not in views:
             raise BayflowerError(f"round {server_round}: no client could be tested. Last: {self.faults[-1] if self.faults else 'no reply'}")
@@ -344,9 +345,13 @@ class BayflowerStrategy(Strategy):
         tallies = wire.arrays_to_tallies(wire.arrays(reply, wire.TALLY)) if wire.TALLY in reply.content else {}
         numbers = reply.content.get(wire.METRICS)
         loss = numbers.get(wire.TRAIN_LOSS) if isinstance(numbers, MetricRecord) else None
-        return client, update, tallies, float(loss) if isinstance(loss, (int, float)) else float("nan")
+        if not isinstance(loss, (int, float)) or not math.isfinite(loss):
+            raise wire.WireError(f"{wire.TRAIN_LOSS} must be a finite number, got {loss!r}")
+        return client, update, tallies, float(loss)
 
-    def _fault(self, reply: Message, round: int, reason: str) -> None:
+    def _fault(self, reply: Message, round: int, error: Exception) -> None:
+        known = isinstance(error, (BayflowerError, ValueError))
+        reason = " ".join(str(error).split()) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
         client = self._client_of(reply)
         who = f"client {client}" if client is not None else f"node {reply.metadata.src_node_id}"
         self._note(f"round {round}, {who}: reply not used: {reason}")

@@ -1,0 +1,64 @@
+"""The server's memory does not grow with the number of replies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+MEMORY = """
+import resource, sys, torch, gc
+from flwr.app import Message, RecordDict, MetricRecord
+from bayflower import wire
+from bayflower.loop import InProcessGrid, contexts
+from bayflower.strategies import FedAvg
+from bayflower.strategies.fedavg import Update
+from bayflower.types import Anatomy, BayflowerError
+
+torch.set_num_threads(1)
+REPLIES, SIZE = int(sys.argv[1]), 600_000
+layers = {f"layer{i}": torch.randn(SIZE // 6) for i in range(6)}
+anatomy = wire.anatomy_to_text(Anatomy(tuple(layers), (), frozenset(), frozenset()))
+
+def app(message, context):
+    client = context.node_config["partition-id"]
+    if message.metadata.message_type == "query":
+        return Message(RecordDict({wire.HEADER: wire.make_header(client=client, new=False, anatomy=anatomy)}), reply_to=message)
+    if message.metadata.message_type == "evaluate":
+        raise RuntimeError("nothing to test")
+    told = wire.header(message, ("method", "run", "round"))
+    generator = torch.Generator().manual_seed(client)
+    update = Update(torch.tensor(1 + client), {k: torch.randn(v.shape, generator=generator) for k, v in layers.items()}, {})
+    head = wire.make_header(method=told["method"], run=told["run"], round=told["round"], client=client)
+    return Message(RecordDict({wire.UPDATE: wire.to_arrays(update), wire.METRICS: MetricRecord({wire.TRAIN_LOSS: 0.0}), wire.HEADER: head}),
+                   reply_to=message)
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+
+def start(replies):
+    strategy = FedAvg()
+    try:
+        strategy.start(InProcessGrid(app, contexts(range(replies))), wire.to_arrays(layers), num_rounds=1)
+    except BayflowerError as error:
+        assert "no client could be tested" in str(error)
+    return strategy
+
+start(1)  # everything is imported and warm
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+strategy = start(REPLIES)
+assert strategy.records[0]["num_clients"] == REPLIES, strategy.faults[:3]
+print((peak() - before) / (4 * SIZE))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_thousand_replies_need_the_memory_of_a_few():
+    """Server and one client at a time in one process: growth of the peak under 10 models of 600,000 float32 parameters."""
+    printed = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEMORY, "1000"], check=True, capture_output=True, text=True, timeout=300
+    )
+    growth = float(printed.stdout.split()[-1])
+    assert growth < 10, f"{growth:.1f} models"
