@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ app = typer.Typer(
     epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
 )
 errors = Console(stderr=True)
+LINE_SECONDS = 15.0  # between two lines of progress where there is no terminal
 
 Dataset = Annotated[
     str | None,
@@ -239,6 +241,9 @@ class bar:  # noqa: N801 (reads as a verb: with bar(...))
         )  # fmt: skip
         self.task = self.bar.add_task(title, total=rounds, now="")
         self.accuracy = ""
+        self.title, self.rounds = title, rounds
+        self.lines = not hidden and not console.is_terminal  # a log file gets a line now and then instead of a bar
+        self.said = time.monotonic()
 
     def __enter__(self) -> Callable[[list[Any]], None]:
         self.bar.start()
@@ -254,10 +259,12 @@ class bar:  # noqa: N801 (reads as a verb: with bar(...))
         for record in records[-2:]:
             if "personal" in record:
                 self.accuracy = f"accuracy {record['personal']['accuracy']:.1%}"
-        loss = records[-1]["train_loss"]
-        self.bar.update(
-            self.task, completed=records[-1]["round"], now=f"loss {loss:.4f} {self.accuracy}" if loss is not None else self.accuracy
-        )
+        loss, done = records[-1]["train_loss"], records[-1]["round"]
+        now = f"loss {loss:.4f} {self.accuracy}" if loss is not None else self.accuracy
+        self.bar.update(self.task, completed=done, now=now)
+        if self.lines and time.monotonic() - self.said > LINE_SECONDS:
+            self.said = time.monotonic()
+            print(f"{self.title}: round {done} of {self.rounds}, {now}", flush=True)
 
 
 def quiet_logs(verbose: bool) -> None:
