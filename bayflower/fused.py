@@ -43,6 +43,7 @@ from .tree import map_tree, stack, take, to, unflatten
 from .types import Batch, Phase, Purpose, Work
 
 log = logging.getLogger("bayflower")
+ONE_BY_ONE = "clients were trained one by one because the model draws its own random numbers (dropout)"
 SMALL_MODEL = 100_000  # parameters; below it a CPU's second thread waits more than it works, most of all on a busy machine
 
 
@@ -281,14 +282,14 @@ def run_fused(
     settings, server = run.settings, halves.server
     engine = Fused(halves, federation.clients, run)
     if not engine.together:
-        log.warning("fused: clients are trained one by one because the model draws its own random numbers (dropout)")
+        log.warning(ONE_BY_ONE)
     state = to(server.init(*halves.initial, engine.clients), "cpu")
     records: list[RoundRecord] = []
     name, first = uuid.uuid4().hex, 1
     if resume:
         state, records, name, first = server_state(resume, server.state_type), resume.records, resume.run, resume.round + 1
-        states: list[Any] = [unflatten(halves.client.state_type, resume.clients[client]) for client in engine.clients]
-        engine.states = to(stack(states), engine.device)
+        known: list[Any] = [unflatten(halves.client.state_type, resume.clients[client]) for client in engine.clients]
+        engine.states = to(stack(known), engine.device)
 
     def save(round: int) -> None:
         every = settings.checkpoint_every
@@ -341,4 +342,5 @@ def run_fused(
         new = tested(newcomers, newcomers.clients, settings.rounds, "new")
     if progress:
         progress(records)
-    return Outcome(records, views, new, state, {client: take(engine.states, row) for client, row in engine.row.items()})
+    states = {client: take(engine.states, row) for client, row in engine.row.items()}
+    return Outcome(records, views, new, state, states, remarks=() if engine.together else (ONE_BY_ONE,))

@@ -48,6 +48,7 @@ class Outcome(NamedTuple):
     server_state: Any
     client_states: dict[int, Any]
     faults: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()  # what a person should know of how it was run
 
 
 def curve_point(views: Views) -> dict[str, Any]:
@@ -77,7 +78,8 @@ def result(run: Run, engine: str, federation: Federation, halves: Halves, outcom
         "seed": settings.seed, "num_clients": len(federation.clients), "num_new_clients": len(federation.new_clients),
         "model": {"name": halves.model.name, "parameters": halves.model.num_parameters},
         "versions": versions(), "config": run.flat(), "rounds": [dict(record) for record in outcome.rounds], "final": final,
-        "faults": list(outcome.faults), "remark": halves.client.remark(),
+        "faults": list(outcome.faults),
+        "remark": "; ".join(filter(None, [halves.client.remark(), *outcome.remarks])) or None,
     }  # fmt: skip
 
 

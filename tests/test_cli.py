@@ -110,6 +110,7 @@ def test_bad_settings_end_with_one_line_and_code_2(tmp_path, words, text, monkey
     """In this process, to save the time of importing torch twenty times; two of them in one of their own below."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["bayflower", *words])
+    monkeypatch.setattr(cli, "quiet_logs", lambda verbose: None)  # it changes logging for the whole process
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     check_refusal(stopped.value.code, *capsys.readouterr(), text)

@@ -131,6 +131,7 @@ def test_a_network_with_dropout_is_trained_one_by_one_and_says_so(caplog):
     finally:
         torch.set_num_threads(threads)
     assert "one by one" in caplog.text
+    assert "one by one" in fused.remarks[0]
     loop = run_loop(prepared.run, prepared.federation, halves)
     assert_same_bits(fused.server_state, loop.server_state)
 

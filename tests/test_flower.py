@@ -30,7 +30,7 @@ def words(command: list[str], out: Path, engine: str, *more: str, **settings) ->
     return [sys.executable, "-m", "bayflower", *command, "--engine", engine, "--out", str(out), *sets, *more]
 
 
-def bayflower(command: list[str], out: Path, engine: str, *more: str, timeout: float = 600, **settings) -> subprocess.CompletedProcess:
+def bayflower(command: list[str], out: Path, engine: str, *more: str, timeout: float = 1500, **settings) -> subprocess.CompletedProcess:
     return subprocess.run(words(command, out, engine, *more, **settings), capture_output=True, text=True, timeout=timeout, cwd=out.parent)
 
 
