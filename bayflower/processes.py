@@ -30,6 +30,7 @@ from .errors import BayflowerError, ConfigError
 
 MARK = "BAYFLOWER_MARK"
 START_SECONDS = 60.0
+SILENT_SECONDS = 120.0  # after which a ServerApp that has not said anything counts as lost
 RESTARTS = 5  # of one SuperNode
 
 
@@ -48,7 +49,8 @@ class Flower:
         self.env = {
             **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}", MARK: self.mark,
             "FLWR_HOME": str(self.folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "BAYFLOWER_ENGINE": engine,
+            "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.folder), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            "BAYFLOWER_ENGINE": engine,
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
 
@@ -190,7 +192,7 @@ def run_app(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that being asked to end leaves nothing behind either
     with Flower(engine, clients, out, port) as flower:
         run = flower.submit(app or write_app(flower.folder / "app", config), {**config, "out": str(out)})
-        asked = time.monotonic()
+        asked = begun = time.monotonic()
         while True:
             flower.watch()
             known = read_status(status_file)
@@ -200,6 +202,8 @@ def run_app(
             if time.monotonic() - asked > 10:
                 asked = time.monotonic()
                 state = flower.status(run)
+                if not known and time.monotonic() - begun > SILENT_SECONDS:
+                    raise BayflowerError(f"the ServerApp said nothing for {SILENT_SECONDS:.0f} s: {flower.tail('superlink')}")
                 if state.startswith("finished") and read_status(status_file).get("state") not in ("finished", "failed"):
                     raise BayflowerError(f"the run ended as {state} without a result: {flower.tail('superlink')}")
             time.sleep(0.3)
