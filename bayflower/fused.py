@@ -39,7 +39,7 @@ from .protocol import (
     request_header,
     shapes,
 )
-from .tree import map_tree, stack, take, to, unflatten
+from .tree import map_tree, put, stack, take, to, unflatten
 from .types import Batch, Phase, Purpose, Work
 
 log = logging.getLogger("bayflower")
@@ -86,7 +86,7 @@ class Fused:
             work = self._map(self.half.begin, (0, self._axis, 0))(state, broadcast, data)
             work, losses = self._phases(work, chosen, data, "train", round)
             state, update = self._map(self.half.finish, (0, 0, 0))(state, work, data)
-        self.states = map_tree(lambda leaf, value: leaf.index_copy(0, index, value), self.states, state)
+        self.states = put(self.states, index, state)
         return update, losses
 
     def test(self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose) -> dict[str, dict[int, metrics.Tally]]:
@@ -212,7 +212,7 @@ class Fused:
                     groups.append(gather(own, rows, torch.ones_like(rows, dtype=torch.bool)))
                 noise = self._noise(phase.name, stage, phase.batch_size, [chosen[i] for i in members], round, t)
                 part, info = step(part, tuple(groups), noise)
-                work = map_tree(lambda leaf, value, index=index: leaf.index_copy(0, index, value), work, solo.detach(part))
+                work = put(work, index, solo.detach(part))
                 losses[index] += info["loss"].detach().double() * sum(sizes)
         return work, losses
 

@@ -80,7 +80,6 @@ class BayflowerStrategy(Strategy):
         self.half: ServerHalf | None = None
         self.state: Any = None
         self.outcome: Outcome | None = None
-        self._tested: Views = {}
         self._sent: dict[int, int] = {}  # bytes sent to each client of the round
         self._asked: dict[str, int] = {}  # node a message went to
         self._empty = 0  # rounds in a row without a valid reply
