@@ -22,8 +22,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from .tree import flatten
+from .errors import BayflowerError
+from .tree import flatten, unflatten
 
 PROTOCOL = 1
 BROADCAST, UPDATE, TALLY, METRICS, HEADER = "broadcast", "update", "tally", "metrics", "bayflower"
@@ -33,6 +36,10 @@ ID_BYTES = 64  # an object is named by its SHA-256 in hexadecimal
 
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and dtype of each array
 Scalars = Mapping[str, bool | int | float | str]
+
+
+class WireError(BayflowerError):
+    """A message that cannot be used; the text says what is wrong with it."""
 
 
 def request_header(*, method: str, run: str, round: int, seed: int, evaluate: bool, purpose: str, instructions: str) -> dict[str, Any]:
@@ -118,3 +125,26 @@ def field_bytes(length: int) -> int:
 def varint_bytes(value: int) -> int:
     """Return the bytes of a number in groups of seven bits."""
     return max(1, -(-value.bit_length() // 7))
+
+
+def matching(flat: Mapping[str, Tensor], template: Any) -> Any:
+    """Return the tree shaped like `template` with the values of `flat`; names, shapes and dtypes must agree and be finite."""
+    expected = flatten(template)
+    if missing := sorted(set(expected) - set(flat)):
+        raise WireError(f"key {missing[0]!r} is missing")
+    if unknown := sorted(set(flat) - set(expected)):
+        raise WireError(f"key {unknown[0]!r} was not asked for")
+    for name, want in expected.items():
+        got = flat[name]
+        if got.shape != want.shape:
+            raise WireError(f"{name!r} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+        if got.dtype != want.dtype:
+            raise WireError(f"{name!r} has dtype {dtype_name(got)}, expected {dtype_name(want)}")
+        if got.is_floating_point() and not bool(torch.isfinite(got).all()):
+            raise WireError(f"{name!r} has values that are not finite")
+    return unflatten(type(template), flat)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return e.g. "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")

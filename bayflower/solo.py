@@ -17,7 +17,7 @@ from torch import Tensor
 from . import metrics
 from .data import ClientData, batches
 from .tree import map_tree
-from .types import Batch, ClientHalf, Purpose, Work
+from .types import Batch, ClientHalf, Purpose, Survey, Work
 
 CHUNK = 1024  # test samples in one pass
 
@@ -51,7 +51,7 @@ def train(half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: in
     """Return the client's state, update and loss after one round."""
     with seeded(seed, client, round):
         work, loss = run_phases(half, half.begin(state, broadcast, data), data, "train", seed=seed, client=client, round=round)
-        new_state, update = half.finish(state, work, data)
+        new_state, update = half.finish(state, surveyed(half, work, data), data)
     return Trained(detach(new_state), detach(update), loss)
 
 
@@ -102,6 +102,20 @@ def run_phases(half: ClientHalf, work: Work, data: Batch, purpose: Purpose, *, s
             total += info["loss"].detach().double() * count
             seen += count
     return work, float(total) / max(seen, 1)
+
+
+def surveyed(half: ClientHalf, work: Work, data: Batch) -> Work:
+    """Return the work with the survey of all training data, if the half asks for one."""
+    if not half.surveys:
+        return work
+    starts = range(0, len(data.y), half.surveys)
+    with torch.no_grad():
+        parts = [half.survey(work, Batch(*(tensor[start : start + half.surveys] for tensor in data))) for start in starts]
+    total = parts[0].total
+    for part in parts[1:]:
+        total = map_tree(torch.add, total, part.total)
+    each = map_tree(lambda *pieces: torch.cat(pieces), *(part.each for part in parts))
+    return work._replace(survey=Survey(total, each))
 
 
 def fresh_optimizer(phase: Any, work: Work) -> Work:

@@ -13,8 +13,9 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from .types import BayflowerError, Tensors
+from .errors import BayflowerError
 
+Tensors = dict[str, Tensor]
 T = TypeVar("T")
 
 

@@ -29,13 +29,14 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from .errors import BayflowerError, ConfigError
+from .protocol import Shapes, matching, shapes
+from .tree import Tensors, flatten, map_tree, unflatten
 
 if TYPE_CHECKING:
     from .exact import Scaled
     from .models import Model
     from .optim import Optimizer
 
-Tensors = dict[str, Tensor]
 Statistic = Mapping[str, "Tensor | Scaled"]
 Sum = Mapping[str, Tensor]
 Purpose = Literal["train", "finetune", "new"]
@@ -51,6 +52,7 @@ __all__ = [
     "ServerHalf",
     "Statistic",
     "Sum",
+    "Survey",
     "Tensors",
     "Work",
     "masked_mean",
@@ -89,6 +91,13 @@ class OptState(NamedTuple):
     second: Tensors
 
 
+class Survey(NamedTuple):
+    """What one pass over the training data found: `total` is summed over the samples, `each` has one row a sample (both trees)."""
+
+    total: Any
+    each: Any
+
+
 class Work(NamedTuple):
     """What lives during one call of a client: parameters on the move, buffers, the half's own notes, optimiser state."""
 
@@ -96,6 +105,7 @@ class Work(NamedTuple):
     buffers: Tensors
     memo: Any  # a tree: constants of the round, or what a step remembers for the next
     opt: OptState = OptState(torch.zeros(()), {}, {})  # the engine makes a fresh one at the start of each phase
+    survey: Survey = Survey({}, {})  # filled after the phases, before `finish`, where the half asks for it
 
 
 class Anatomy(NamedTuple):
@@ -138,6 +148,22 @@ class ServerHalf(ABC):
     def expects(self, state: Any) -> Any:
         """Return an update whose tensors have the names, shapes and dtypes a client must send; values mean nothing."""
 
+    def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum | None:
+        """Return the sum of the statistics of stacked updates, in float64 on their device, as fast as it goes.
+
+        Unlike the sum of `statistic`s it may depend on the order in its last bits; only the fused engine asks for it.
+        None: the engine adds the statistics one by one.
+        """
+        return None
+
+    def unpack(self, state: Any, flat: Tensors) -> Any:
+        """Return the update that `ClientHalf.pack` made `flat` of; raise if it cannot be one. Values are checked to be finite."""
+        return matching(flat, self.expects(state))
+
+    def pack(self, broadcast: Any) -> Tensors:
+        """Return what travels of a broadcast, by name."""
+        return flatten(broadcast)
+
     def negligible(self, names: Iterable[str]) -> set[str]:
         """Return the names of a running total that can no longer influence `finalise`; they are dropped to save memory."""
         return set()
@@ -161,6 +187,7 @@ class ClientHalf(ABC):
     state_type: ClassVar[type]
     update_type: ClassVar[type]
     private: ClassVar[tuple[str, ...]] = ()  # fields of the state that never travel
+    surveys: ClassVar[int] = 0  # samples of one `survey`; 0 = the half needs no pass over the data after training
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         self.config = config
@@ -213,9 +240,27 @@ class ClientHalf(ABC):
         moved, opt = phase.optimizer.update(moving, grads, work.opt)
         return work._replace(params={**work.params, **moved}, buffers=buffers, opt=opt), {"loss": loss}
 
+    def survey(self, work: Work, batch: Batch) -> Survey:
+        """Return what `batch` adds to the pass over all training data after the phases of a round; padding must add nothing to `total`."""
+        raise NotImplementedError
+
     @abstractmethod
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return (the client's next state, the update)."""
+
+    # -- what travels ----------------------------------------------------------------------------------------------
+    def pack(self, update: Any) -> Tensors:
+        """Return what travels of an update, by name; its shapes may depend on the values."""
+        return flatten(update)
+
+    def packed(self, updates: Any) -> list[Shapes]:
+        """Return the shapes of `pack` for each of stacked updates, without packing them."""
+        alike = shapes(map_tree(lambda leaf: leaf[0], updates))
+        return [alike] * int(next(iter(flatten(updates).values())).shape[0])
+
+    def unpack(self, kind: type, flat: Tensors) -> Any:
+        """Return the broadcast, of type `kind`, that `ServerHalf.pack` made `flat` of."""
+        return unflatten(kind, flat)
 
     # -- the model that is used ----------------------------------------------------------------------------------
     def adapt(self, state: Any, broadcast: Any, data: Batch, purpose: Purpose) -> Work:

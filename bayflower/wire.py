@@ -11,15 +11,24 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from .metrics import Tally, zero
-from .protocol import BROADCAST, HEADER, METRICS, NUM_EXAMPLES, PROTOCOL, TALLY, TRAIN_LOSS, UPDATE, Shapes, content_bytes
-from .tree import flatten, unflatten
-from .types import Anatomy, BayflowerError, Tensors
+from .protocol import (
+    BROADCAST,
+    HEADER,
+    METRICS,
+    NUM_EXAMPLES,
+    PROTOCOL,
+    TALLY,
+    TRAIN_LOSS,
+    UPDATE,
+    Shapes,
+    WireError,
+    content_bytes,
+    matching,
+)
+from .tree import flatten
+from .types import Anatomy, Tensors
 
-__all__ = ["BROADCAST", "HEADER", "METRICS", "NUM_EXAMPLES", "PROTOCOL", "TALLY", "TRAIN_LOSS", "UPDATE", "WireError"]
-
-
-class WireError(BayflowerError):
-    """A message that cannot be used; the text says what is wrong with it."""
+__all__ = ["BROADCAST", "HEADER", "METRICS", "NUM_EXAMPLES", "PROTOCOL", "TALLY", "TRAIN_LOSS", "UPDATE", "WireError", "matching"]
 
 
 def to_arrays(tree: Any) -> ArrayRecord:
@@ -45,29 +54,6 @@ def arrays(message: Message, key: str, consume: bool = False) -> Tensors:
     if not isinstance(record, ArrayRecord):
         raise WireError(f"the ArrayRecord {key!r} is missing")
     return to_tensors(record, consume)
-
-
-def matching(flat: Mapping[str, Tensor], template: Any) -> Any:
-    """Return the tree shaped like `template` with the values of `flat`; names, shapes and dtypes must agree and be finite."""
-    expected = flatten(template)
-    if missing := sorted(set(expected) - set(flat)):
-        raise WireError(f"key {missing[0]!r} is missing")
-    if unknown := sorted(set(flat) - set(expected)):
-        raise WireError(f"key {unknown[0]!r} was not asked for")
-    for name, want in expected.items():
-        got = flat[name]
-        if got.shape != want.shape:
-            raise WireError(f"{name!r} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
-        if got.dtype != want.dtype:
-            raise WireError(f"{name!r} has dtype {dtype_name(got)}, expected {dtype_name(want)}")
-        if got.is_floating_point() and not bool(torch.isfinite(got).all()):
-            raise WireError(f"{name!r} has values that are not finite")
-    return unflatten(type(template), flat)
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Return e.g. "float32"."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def header(message: Message, names: tuple[str, ...]) -> dict[str, Any]:

@@ -70,7 +70,8 @@ def answer(message: Message, site: Site, work: Callable[[Message, dict[str, Any]
 
 def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
     """Return the update of a round, and the test of the model before it where asked; an old reply if the message is a repetition."""
-    half, broadcast = make_half(head, site.model), sent(message, head, site)
+    half = make_half(head, site.model)
+    broadcast = sent(half, message, head, site)
     cause, round = digest(broadcast), int(head["round"])
     known = site.store.load(head["run"], site.client)
     for saved in known:
@@ -84,14 +85,15 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
         tally = flat_tallies(tested(half, state, broadcast, site, "finetune", round=round - 1, **keys))
     trained = solo.train(half, state, broadcast, site.data.train, round=round, **keys)
     numbers = reply_numbers(len(site.data.train.y), trained.loss)
-    saved = Saved(round, cause, flatten(trained.state), flatten(trained.update), tally, numbers)
+    saved = Saved(round, cause, flatten(trained.state), half.pack(trained.update), tally, numbers)
     site.store.save(head["run"], site.client, saved)
     return records(saved)
 
 
 def test_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
     """Return the test of every view after the last round."""
-    half, broadcast = make_half(head, site.model), sent(message, head, site)
+    half = make_half(head, site.model)
+    broadcast = sent(half, message, head, site)
     known = site.store.load(head["run"], site.client)
     before = next((saved for saved in known if saved.round <= int(head["round"])), None)
     state = state_of(half, before, head, site)
@@ -113,10 +115,10 @@ def make_half(head: dict[str, Any], model: Model) -> ClientHalf:
     return row.client(convert_fields(row.config, told["options"]), convert_fields(Training, told["training"]), model)
 
 
-def sent(message: Message, head: dict[str, Any], site: Site) -> Any:
+def sent(half: ClientHalf, message: Message, head: dict[str, Any], site: Site) -> Any:
     """Return the broadcast in the message, on the site's device."""
     kind = methods.get(head["method"]).server.broadcast_type
-    return to(unflatten(kind, wire.arrays(message, wire.BROADCAST)), site.data.train.x.device)
+    return to(half.unpack(kind, wire.arrays(message, wire.BROADCAST)), site.data.train.x.device)
 
 
 def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site: Site) -> Any:

@@ -303,7 +303,7 @@ class BayflowerStrategy(Strategy):
         for client in request.clients:
             member = self.members[client]
             if shared is None or half.per_client:
-                shared = wire.to_arrays(half.broadcast(self.state, client))
+                shared = wire.to_arrays(half.pack(half.broadcast(self.state, client)))
             head = request_header(
                 method=self.row.name, run=self.run, round=request.round, seed=self.seed, evaluate=request.test,
                 purpose="new" if member.new else "finetune", instructions=instructions,
@@ -338,7 +338,7 @@ class BayflowerStrategy(Strategy):
         if client in done:
             raise wire.WireError("a second reply in the same round")
         half = self._half()
-        update = wire.matching(wire.arrays(reply, wire.UPDATE, consume=True), half.expects(self.state))
+        update = half.unpack(self.state, wire.arrays(reply, wire.UPDATE, consume=True))
         if reason := half.check(self.state, client, update):
             raise wire.WireError(reason)
         tallies = wire.arrays_to_tallies(wire.arrays(reply, wire.TALLY)) if wire.TALLY in reply.content else {}
