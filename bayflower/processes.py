@@ -50,7 +50,7 @@ class Flower:
             **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}", MARK: self.mark,
             "FLWR_HOME": str(self.folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
             "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.folder), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-            "BAYFLOWER_ENGINE": engine,
+            "BAYFLOWER_ENGINE": engine, "OPENBLAS_NUM_THREADS": "1",
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid
+from threadpoolctl import threadpool_limits
 
 from . import checkpoint, methods, models, outcome, solo, wire
 from .clients.base import Site
@@ -48,7 +50,12 @@ def run_of(config: Mapping[str, Any], method: str) -> Run:
 
 def serve(grid: Grid, config: Mapping[str, Any]) -> None:
     """Run every method of the run-config in turn; results go to `out`/result.json, or `out`/METHOD/result.json for several."""
-    torch.set_num_threads(1)
+    with single_threaded():
+        serve_all(grid, config)
+
+
+def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
+    """Run every method of the run-config; what becomes of it is written to `out`/status.json."""
     names = [name.strip() for name in str(config.get("method") or "fedmap").split(",")]
     out = Path(str(config.get("out") or Path.home() / "bayflower-runs" / "-".join(names)))
     if not out.is_absolute():
@@ -65,6 +72,19 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
         )
         traceback.print_exc()
         raise
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Compute with one thread, torch and numpy alike.
+
+    Flower's simulation starts Ray's processes while the ServerApp already runs. OpenBLAS stops its threads whenever the process forks, and
+    a product of matrices that is waiting for them then waits for ever.
+    """
+    torch.set_num_threads(1)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for a second OpenBLAS (scipy's) that is loaded later
+    with threadpool_limits(1, user_api="blas"):
+        yield
 
 
 def serve_method(grid: Grid, config: Mapping[str, Any], method: str, folder: Path, status: Path, roll: Any) -> Any:
