@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,11 @@ class Model:
         return Anatomy(parameters, tuple(name for name, _ in self._train.named_buffers()), self.norm_names, head)
 
     @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters, in the order of names."""
+        return {name: tuple(value.shape) for name, value in sorted(self._train.named_parameters(), key=lambda item: item[0])}
+
+    @cached_property
     def num_parameters(self) -> int:
         """Return the number of trainable numbers."""
         return sum(value.numel() for value in self._train.parameters())
@@ -138,6 +143,46 @@ def cnn(shape: tuple[int, ...], num_classes: int, features: int = 512) -> nn.Mod
     return BaseHead(base, nn.Linear(features, num_classes))
 
 
+def lenet(shape: tuple[int, ...], num_classes: int, maps: tuple[int, int] = (6, 16), widths: tuple[int, int] = (120, 84)) -> nn.Module:
+    """Return LeNet-5 with ReLU and max-pooling: two 5×5 convolutions (the first padded by 2), two hidden layers, a linear head."""
+    channels, height, width = shape
+    flat = maps[1] * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2)
+    base = nn.Sequential(
+        *(nn.Conv2d(channels, maps[0], 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(maps[0], maps[1], 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(flat, widths[0]), nn.ReLU(), nn.Linear(widths[0], widths[1]), nn.ReLU()),
+    )
+    return BaseHead(base, nn.Linear(widths[1], num_classes))
+
+
+def resnet(shape: tuple[int, ...], num_classes: int, depth: int = 20) -> nn.Module:
+    """Return the CIFAR ResNet of He et al. 2016 with `depth` = 6n + 2 layers: 16, 32, 64 maps, n blocks each, shortcuts without weights."""
+    blocks: list[nn.Module] = [nn.Conv2d(shape[0], 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    for before, after in ((16, 16), (16, 32), (32, 64)):
+        blocks += [Block(before if i == 0 else after, after) for i in range((depth - 2) // 6)]
+    model = BaseHead(nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(64, num_classes))
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(module.weight)
+    return model
+
+
+class Block(nn.Module):
+    """Two 3×3 convolutions and a shortcut; where the maps double, the shortcut drops every other pixel and adds maps of zeros."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.more, self.stride = after - before, 1 if after == before else 2
+        self.conv1, self.norm1 = nn.Conv2d(before, after, 3, self.stride, padding=1, bias=False), nn.BatchNorm2d(after)
+        self.conv2, self.norm2 = nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        if self.more:
+            x = nn.functional.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, self.more // 2, self.more - self.more // 2))
+        return torch.relu(y + x)
+
+
 class BaseHead(nn.Module):
     """A feature extractor `base` and a classifier `head`."""
 
@@ -155,6 +200,17 @@ MODELS: dict[str, str] = {
     "mlp": "perceptron with two hidden layers (FedMAP: 32 and 16 for two classes; 64 and 32 otherwise)",
     "mlp-bn": "the same with BatchNorm after each hidden layer",
     "cnn": "two 5×5 convolutions and a 512-feature layer (pFedVMP, Table 4); images of at least 16×16",
+    "lenet5": "LeNet-5: convolutions of 6 and 16 maps, 120 and 84 hidden units (FedBPS: MNIST); images of at least 16×16",
+    "lenet-wide": "the same with 64 and 64 maps, 384 and 192 hidden units (FedBPS: CIFAR-10); images of at least 16×16",
+    **{f"resnet{depth}": f"CIFAR ResNet of {depth} layers with BatchNorm (FedBPS); images of at least 16×16" for depth in (20, 32, 44, 56)},
+}
+NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
+    "mlp": mlp,
+    "mlp-bn": partial(mlp, norm=True),
+    "cnn": cnn,
+    "lenet5": lenet,
+    "lenet-wide": partial(lenet, maps=(64, 64), widths=(384, 192)),
+    **{f"resnet{depth}": partial(resnet, depth=depth) for depth in (20, 32, 44, 56)},
 }
 
 
@@ -165,8 +221,6 @@ def build(name: str, input_shape: tuple[int, ...], num_classes: int) -> Model:
     image = len(input_shape) == 3 and min(input_shape[1:]) >= 16
     if name == "auto":
         name = "cnn" if image else "mlp"
-    if name == "cnn" and not image:
-        raise ConfigError(f"model cnn needs images of at least 16×16, got inputs of shape {tuple(input_shape)}; use model=mlp")
-    if name == "cnn":
-        return Model(lambda: cnn(input_shape, num_classes), num_classes, name)
-    return Model(lambda: mlp(input_shape, num_classes, norm=name == "mlp-bn"), num_classes, name)
+    if not name.startswith("mlp") and not image:
+        raise ConfigError(f"model {name} needs images of at least 16×16, got inputs of shape {tuple(input_shape)}; use model=mlp")
+    return Model(lambda: NETWORKS[name](input_shape, num_classes), num_classes, name)
