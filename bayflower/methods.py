@@ -46,6 +46,8 @@ class Method:
 ROWS = (
     Method("fedmap", "fedmap", "FedMAP", "Zhang et al. 2024, arXiv 2405.19000v1",
            "personal MAP models under a shared Gaussian prior, evidence-weighted"),
+    Method("fedbps", "fedbps", "FedBPS", "Luo and Kuruoglu 2024, arXiv 2402.16091",
+           "the most uncertain weights are personal, the others averaged; uncertainty by Laplace approximations"),
     Method("fedavg", "fedavg", "FedAvg", "McMahan et al. 2017, AISTATS", "one global model, averaged by sample count"),
     Method("fedavg-ft", "fedavg", "FedAvg-FT", "McMahan et al. 2017, AISTATS",
            "FedAvg, fine-tuned on the client's data before each test", {"finetune_epochs": 1}),

@@ -49,6 +49,11 @@ class Model:
             buffers = {name: value.clone() for name, value in buffers.items()}
         return functional_call(module, (params, buffers), (x,)), buffers
 
+    @property
+    def structure(self) -> nn.Module:
+        """Return the module in evaluation mode; the numbers in it mean nothing."""
+        return self._eval
+
     def nll(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return −log p(y|x) of each sample (B,)."""
         if logits.shape[-1] == 1:

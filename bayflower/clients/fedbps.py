@@ -1,0 +1,146 @@
+"""FedBPS, client half (Luo and Kuruoglu, arXiv 2402.16091): local training, then a Laplace approximation of the posterior.
+
+    paper      here                 shape
+    w_i        state.params         by name: the client's weights, continued from round to round
+    w_g        broadcast.params     by name, meaningful where it is shared
+    M          broadcast.mask       by name, bool: true = personal
+    h          work.survey.total    by name: diagonal curvature of the summed loss at w_i
+    delta      config.delta         ()
+    sigma_i    update.variance      by name
+
+    w_i ← w_i ⊙ M + w_g ⊙ (1 − M), then E epochs of the optimiser
+    sigma_i = 1 / (h + delta)                                                           [eq. 2]
+
+Departs:
+  E-B1  the algorithm's line 13 returns h where [eq. 2] needs its inverse; as printed the *most* certain weights would be personal.
+  E-B3  h is exactly 0 for weights behind dead ReLUs: the prior precision delta keeps sigma_i finite. Its default weight_decay · n_i is
+        the curvature of the weight decay in the summed loss.
+  E-B4  h is exact: the model-label Fisher information by per-sample gradients, BatchNorm in evaluation mode (curvature.py).
+  E-B7  the partition is in data/partition.py.
+  E-B8  BatchNorm's scale and shift take part; its running statistics stay here unless `statistics=average`.
+  The server of the paper forms w_i; here the client does, so the server needs to hold no client's weights. A client that comes late has
+  the common initialisation on its personal entries; one that never trained fits those alone, for `new_client_epochs`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..curvature import diagonal
+from ..protocol import WireError
+from ..strategies.fedbps import Broadcast, Update, unpack_bits
+from ..types import Batch, ClientHalf, Phase, Purpose, Survey, Tensors, Work
+from .fedavg import count
+
+
+class State(NamedTuple):
+    """The client's weights (they travel, by the method's definition) and its running statistics, unless these are averaged."""
+
+    params: Tensors
+    buffers: Tensors
+
+
+class Client(ClientHalf):
+    """Trains from its personal and the shared entries; says how certain it is of each."""
+
+    state_type = State
+    update_type = Update
+    private = ("buffers",)
+    surveys = 32  # samples whose curvature is computed at a time: every class is one backward pass, so this is more than a batch's memory
+
+    def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
+        """Return one stretch of local training; a new client fits its personal entries; nothing before a test."""
+        if purpose == "train":
+            return (self.training.phase("local"),)
+        if purpose == "new" and self.config.personal_share > 0:
+            return (self.training.phase("fit", epochs=self.training.new_client_epochs),)
+        return ()
+
+    def views(self) -> dict[str, str]:
+        """Return the personal model; no client has the whole of w_g."""
+        return {"personal": "the client's own entries where the last mask says so, the global ones elsewhere"}
+
+    def init(self, params: Tensors, buffers: Tensors) -> State:
+        """Return the initial model."""
+        return State(params, buffers if self.config.statistics == "local" else {})
+
+    def unpack(self, kind: type, flat: Tensors) -> Broadcast:
+        """Return the broadcast from bits and shared entries; raise if they do not fit each other and the network."""
+        rest = dict(flat)
+        try:
+            packed, values = rest.pop("mask"), rest.pop("values")
+        except KeyError as error:
+            raise WireError(f"key {error} is missing in the broadcast") from None
+        if unknown := sorted(name for name in rest if not name.startswith("buffers/")):
+            raise WireError(f"key {unknown[0]!r} in the broadcast was not asked for")
+        shapes = self.model.shapes
+        size = self.model.num_parameters
+        if packed.dtype != torch.uint8 or packed.shape != (-(-size // 8),):
+            raise WireError(f"the mask must be {-(-size // 8)} bytes for {size} parameters, got {packed.dtype} {tuple(packed.shape)}")
+        mask = unpack_bits(packed, size)
+        if values.shape != (int((~mask).sum()),) or not values.is_floating_point():
+            raise WireError(f"the mask leaves {int((~mask).sum())} shared entries, got {values.dtype} {tuple(values.shape)}")
+        whole = values.new_zeros(size).masked_scatter(~mask, values)
+        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+
+        def named(vector: Tensor) -> Tensors:
+            return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), vector.split(sizes), strict=True)}
+
+        return Broadcast(named(whole), {name.removeprefix("buffers/"): rest[name] for name in sorted(rest)}, named(mask))
+
+    def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
+        """Return the work that starts at w_i ⊙ M + w_g ⊙ (1 − M)."""
+        return Work(combined(state.params, broadcast), {**state.buffers, **broadcast.buffers}, memo={})
+
+    def survey(self, work: Work, batch: Batch) -> Survey:
+        """Return the curvature that `batch` adds."""
+        return Survey(diagonal(self.model, work.params, work.buffers, batch, self.config.curvature), {})
+
+    def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
+        """Return w_i as state, and (n_i, w_i, sigma_i)."""
+        number = count(data)
+        prior = self.precision(number.to(data.mask.dtype))
+        variance = {name: 1 / (value + prior) for name, value in work.survey.total.items()}
+        sent = {name: value for name, value in work.buffers.items() if name not in state.buffers}
+        return self.kept(state, work), Update(number, work.params, variance, sent)
+
+    def precision(self, number: Tensor) -> Tensor:
+        """Return delta, the precision of the prior [eq. 2]."""
+        if self.config.delta is not None:
+            return torch.full_like(number, self.config.delta)
+        return self.training.weight_decay * number if self.training.weight_decay else torch.ones_like(number)
+
+    def kept(self, state: State, work: Work) -> State:
+        """Return what stays on the client."""
+        return State(work.params, {name: work.buffers[name] for name in state.buffers})
+
+    def adapt(self, state: State, broadcast: Broadcast, data: Batch, purpose: Purpose) -> Work:
+        """Return the work in which the personal entries alone will move."""
+        return self.begin(state, broadcast, data)._replace(memo=broadcast.mask)
+
+    def step(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Work, Tensors]:
+        """Return one gradient step; a new client's shared entries stay where they are."""
+        after, info = super().step(phase, work, batches, noise)
+        if phase.name == "fit":
+            after = after._replace(
+                params={name: torch.where(mask, after.params[name], work.params[name]) for name, mask in work.memo.items()}
+            )
+        return after, info
+
+    def adapted(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
+        """Return the fitted model."""
+        return self.kept(state, work)
+
+    def predict(self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
+        """Return class probabilities of w_i ⊙ M + w_g ⊙ (1 − M)."""
+        buffers: dict[str, Any] = {**state.buffers, **broadcast.buffers}
+        logits, _ = self.model.forward(combined(state.params, broadcast), buffers, x, train=False)
+        return self.model.probabilities(logits)
+
+
+def combined(own: Tensors, broadcast: Broadcast) -> Tensors:
+    """Return own ⊙ M + w_g ⊙ (1 − M) by name."""
+    return {name: torch.where(mask, own[name], broadcast.params[name]) for name, mask in broadcast.mask.items()}

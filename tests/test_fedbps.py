@@ -1,0 +1,378 @@
+"""FedBPS against golden vectors, a slow round in numpy, and the two methods it contains: FedAvg (p = 0) and local training (p = 1)."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits, small, small_prepared, worst_difference
+from test_strategy import Rig, rewrite, set_value
+from torch import nn
+
+from bayflower import solo, wire
+from bayflower.clients.fedbps import Client
+from bayflower.config import Training
+from bayflower.data import batches
+from bayflower.engines import execute
+from bayflower.exact import Total
+from bayflower.models import build
+from bayflower.protocol import WireError
+from bayflower.strategies.fedbps import Broadcast, Config, Server, State, Update, moments, pack_bits, top, unpack_bits
+from bayflower.tree import stack
+from bayflower.types import ConfigError
+
+SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
+
+
+def server(**config) -> Server:
+    return Server(Config(**config), None)
+
+
+def start(half: Server, centre: torch.Tensor) -> State:
+    return half.init({"w": centre}, {}, ())
+
+
+def updates(mu: torch.Tensor, variance: torch.Tensor, counts: list[int]) -> list[Update]:
+    return [Update(torch.tensor(n), {"w": m}, {"w": v}, {}) for n, m, v in zip(counts, mu, variance, strict=True)]
+
+
+def summed(half: Server, state: State, sent: list[Update]) -> dict[str, torch.Tensor]:
+    total = Total()
+    for client, update in enumerate(sent):
+        total.add(half.statistic(state, client, update))
+    return total.value()
+
+
+def test_golden_aggregate(golden):
+    """[eq. 2], the moments of [eq. 5], the mask of [eq. 3] and the client's step."""
+    case = golden["fedbps_aggregate"]
+    tensor = lambda key: torch.tensor(case[key], dtype=torch.float64)  # noqa: E731
+    client = Client(Config(delta=case["delta"]), Training(), build("mlp", (4,), 2))
+    variance = 1 / (tensor("fisher_sum") + client.precision(torch.tensor(7.0)))
+    torch.testing.assert_close(variance, tensor("var_i"), rtol=2e-5, atol=1e-9)
+    half = server(personal_share=case["p"], delta=case["delta"])
+    state = start(half, torch.zeros(4, dtype=torch.float64))
+    total = summed(half, state, updates(tensor("mu"), variance, [1, 1, 2]))
+    torch.testing.assert_close(total["params/w"] / 4, tensor("S1"), rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close((total["within/w"] + total["between/w"]) / 4, tensor("S2"), rtol=2e-5, atol=1e-9)
+    within, between = moments(state.params, total)
+    torch.testing.assert_close(within["w"] + between["w"], tensor("var_g"), rtol=2e-5, atol=1e-9)
+    after = half.finalise(state, total)
+    torch.testing.assert_close(after.params["w"], tensor("mu_g"), rtol=2e-5, atol=1e-9)
+    assert after.mask["w"].tolist() == [bool(one) for one in case["mask"]]
+    broadcast = half.broadcast(after, 0)
+    own = torch.where(broadcast.mask["w"], tensor("mu")[0], broadcast.params["w"])
+    torch.testing.assert_close(own, tensor("w_client0"), rtol=2e-5, atol=1e-9)
+
+
+def test_golden_ties(golden):
+    """E-B6: exact top-k where a strict quantile would choose nothing [eq. 3]."""
+    case = golden["fedbps_mask_ties"]
+    assert top(torch.tensor(case["var"]), case["p"]).int().tolist() == case["mask_topk_lower_index_first"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.95, 1.0])
+@pytest.mark.parametrize("threshold", ["global", "tensor"])
+@pytest.mark.parametrize("levels", [1, 3, 10**6])
+def test_the_mask_has_exactly_the_share(share, threshold, levels):
+    """With all entries equal, a few values, and no ties [eq. 3]."""
+    generator = torch.Generator().manual_seed(levels)
+    sizes = {"a": (7, 9), "b": (5,), "c": (40, 2)}
+    scores = {name: torch.randint(levels, size, generator=generator).double() for name, size in sizes.items()}
+    mask = server(personal_share=share, threshold=threshold).select(scores, {name: torch.zeros(size) for name, size in sizes.items()})
+    assert {name: tuple(value.shape) for name, value in mask.items()} == sizes
+    if threshold == "tensor":
+        assert all(int(value.sum()) == round(share * value.numel()) for value in mask.values())
+    else:
+        assert sum(int(value.sum()) for value in mask.values()) == round(share * 148)
+        chosen = torch.cat([scores[name][mask[name]] for name in sizes])
+        left = torch.cat([scores[name][~mask[name]] for name in sizes])
+        if len(chosen) and len(left):
+            assert chosen.min() >= left.max()
+
+
+def test_balanced_ranking_gives_both_terms_a_say():
+    """E-B5: the paper's ranking is that of the variance within; balanced divides each term by its median."""
+    within = {"w": torch.tensor([1.0, 1.1, 1.2, 1.3, 1.4], dtype=torch.float64)}
+    between = {"w": torch.tensor([5e-6, 4e-6, 3e-6, 2e-6, 1e-6], dtype=torch.float64)}
+    assert server(personal_share=0.4).select(within, between)["w"].tolist() == [False, False, False, True, True]
+    half = server(personal_share=0.4, ranking="balanced")
+    assert half.select(within, between)["w"].tolist() == [True, True, False, False, False]
+    score = within["w"] / 1.2 + between["w"] / 3e-6
+    assert half.select(within, between)["w"].tolist() == [bool(one) for one in score >= score.sort().values[-2]]
+    nothing = {"w": torch.zeros(5, dtype=torch.float64)}
+    assert half.select(within, nothing)["w"].tolist() == [False, False, False, True, True]  # a median of 0 divides nothing
+
+
+@pytest.mark.parametrize(("spread", "variance"), [(1e-3, 1e-8), (1e-4, 1e-12)])
+def test_the_variance_does_not_depend_on_the_shift_and_is_accurate(spread, variance):
+    """E-B9: float32 weights around 1, moments in float64 from any shift, against the two-pass formula of [eq. 5]."""
+    generator = torch.Generator().manual_seed(3)
+    counts = [5, 17, 40, 2]
+    mu = 1 + spread * torch.randn(4, 300, generator=generator)
+    sigma = torch.full((4, 300), variance)
+    pi = torch.tensor(counts, dtype=torch.float64) / sum(counts)
+    mean = pi @ mu.double()
+    want = pi @ (sigma.double() + (mu.double() - mean) ** 2)
+    half = server()
+    for shift in (torch.ones(300), mu[1], torch.zeros(300), -3 * torch.ones(300)):
+        state = start(half, shift)
+        within, between = moments(state.params, summed(half, state, updates(mu, sigma, counts)))
+        near = 1e-9 if shift.mean() > 0.5 else 1e-4  # far away the squares are 10^8 times the variance
+        torch.testing.assert_close(within["w"] + between["w"], want, rtol=near, atol=1e-22 if near < 1e-6 else 1e-13)
+        assert bool((between["w"] >= 0).all())
+
+
+def test_stacked_sums_are_the_exact_ones():
+    generator = torch.Generator().manual_seed(5)
+    counts = [5, 17, 40, 2]
+    half = server()
+    state = start(half, torch.randn(300, generator=generator))
+    sent = updates(torch.randn(4, 300, generator=generator), torch.rand(4, 300, generator=generator), counts)
+    fast, exact = half.total(state, (0, 1, 2, 3), stack(sent)), summed(half, state, sent)
+    assert fast.keys() == exact.keys()
+    for name, value in exact.items():
+        torch.testing.assert_close(fast[name], value, rtol=1e-13, atol=1e-13)
+    assert torch.equal(half.finalise(state, fast).mask["w"], half.finalise(state, exact).mask["w"])
+
+
+@pytest.mark.parametrize(("ranking", "delta"), [("paper", None), ("balanced", 2.0)])
+def test_two_rounds_equal_numpy(ranking, delta):
+    """Every step of a round the slow way: torch.optim, one gradient for each class of each sample, moments and mask in numpy."""
+    settings = {**SGD, "dtype": "float64", "personal_share": 0.4, "ranking": ranking, "delta": delta, "model": "mlp"}
+    prepared = small_prepared("fedbps", **settings)
+    halves, run = prepared.halves, prepared.run
+    state = halves.server.init(*halves.initial, ())
+    clients = prepared.federation.clients[:3]
+    assert len({len(data.y_train) for data in clients}) > 1
+    states = {data.client: halves.client.init(*halves.initial) for data in clients}
+    names = sorted(halves.initial[0])
+    vector = lambda tensors: np.concatenate([tensors[name].detach().numpy().ravel() for name in names])  # noqa: E731
+    shared = vector(halves.initial[0])
+    own = {data.client: shared.copy() for data in clients}
+    mask = np.zeros(len(shared), bool)
+    for round_number in (1, 2):
+        total, variances, sizes = Total(), {}, {}
+        for data in clients:
+            samples = solo.samples(data, torch.device("cpu"), torch.float64).train
+            broadcast = halves.client.unpack(Broadcast, halves.server.pack(halves.server.broadcast(state, data.client)))
+            keys = {"seed": 0, "client": data.client, "round": round_number}
+            states[data.client], sent, _ = solo.train(halves.client, states[data.client], broadcast, samples, **keys)
+            total.add(halves.server.statistic(state, data.client, sent))
+
+            module = halves.model.factory().double()
+            start = np.where(mask, own[data.client], shared)
+            load(module, names, start)
+            stepper = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+            for (rows,) in batches.plan(len(samples.y), run.training.phase("local"), **keys, purpose="train", coupled=False):
+                stepper.zero_grad()
+                nn.functional.cross_entropy(module(samples.x[rows]), samples.y[rows]).backward()
+                stepper.step()
+            own[data.client] = vector(dict(module.named_parameters()))
+            curvature = np.zeros(len(shared))
+            for x in samples.x:
+                logs = module(x[None])[0].log_softmax(0)
+                for one in logs:
+                    grads = torch.autograd.grad(one, [dict(module.named_parameters())[name] for name in names], retain_graph=True)
+                    curvature += float(one.detach().exp()) * np.concatenate([grad.numpy().ravel() for grad in grads]) ** 2
+            sizes[data.client] = len(samples.y)
+            prior = 5e-4 * len(samples.y) if delta is None else delta
+            variances[data.client] = 1 / (curvature + prior)
+            np.testing.assert_allclose(vector(sent.params), own[data.client], rtol=1e-8, atol=1e-10)
+            np.testing.assert_allclose(vector(sent.variance), variances[data.client], rtol=1e-7)
+            assert int(sent.num_examples) == len(samples.y)
+        state = halves.server.finalise(state, total.value())
+        weight = sum(sizes.values())
+        shared = sum(sizes[c] * own[c] for c in own) / weight
+        within = sum(sizes[c] * variances[c] for c in own) / weight
+        between = sum(sizes[c] * (own[c] - shared) ** 2 for c in own) / weight
+        if ranking == "balanced":
+            middle = (len(shared) - 1) // 2
+            within, between = within / np.sort(within)[middle], between / np.sort(between)[middle]
+        mask = np.zeros(len(shared), bool)
+        mask[np.argsort(-(within + between), kind="stable")[: round(0.4 * len(shared))]] = True
+        np.testing.assert_allclose(vector(state.params), shared, rtol=1e-8, atol=1e-10)
+        assert (vector(state.mask) == mask).mean() > 0.999  # two entries in the last bits of a tie may change places
+        mask = vector(state.mask)
+    assert 0 < mask.sum() < len(mask)
+
+
+def load(module: nn.Module, names: list[str], values: np.ndarray) -> None:
+    params, at = dict(module.named_parameters()), 0
+    with torch.no_grad():
+        for name in names:
+            size = params[name].numel()
+            params[name].copy_(torch.as_tensor(values[at : at + size]).reshape(params[name].shape))
+            at += size
+
+
+@pytest.mark.parametrize(("share", "other"), [(0.0, "fedavg"), (1.0, "local")])
+def test_the_ends_are_fedavg_and_local_training_to_the_bit(share, other):
+    """Three rounds on the loop engine with sampled clients: equal tests, equal losses, and for p = 0 equal global weights [eq. 5]."""
+    settings = {**SGD, "rounds": 3, "fraction_train": 0.6}
+    got = execute(small_prepared("fedbps", **settings, personal_share=share))
+    want = execute(small_prepared(other, **settings))
+    assert got.views["personal"].keys() == want.views["personal"].keys()
+    for client, tally in want.views["personal"].items():
+        assert_same_bits(got.views["personal"][client], tally)
+    for client, tally in want.new_clients["personal"].items():
+        assert_same_bits(got.new_clients["personal"][client], tally)
+    assert [one["train_loss"] for one in got.rounds] == [one["train_loss"] for one in want.rounds]
+    if other == "fedavg":
+        assert_same_bits(got.server_state.params, want.server_state.params)
+
+
+def test_only_the_shared_entries_and_the_mask_travel_down():
+    """(1 − p)·4P + P/8 bytes from the second round on; 8P up [eq. 3]."""
+    rounds = {share: execute(small_prepared("fedbps", personal_share=share, new_clients=0, rounds=3)).rounds for share in (0.0, 0.5, 0.9)}
+    number = small_prepared("fedbps").halves.model.num_parameters
+    for share, records in rounds.items():
+        assert records[0]["bytes_down"] == rounds[0.0][0]["bytes_down"]
+        for record in records[1:]:
+            saved = rounds[0.0][1]["bytes_down"] - record["bytes_down"]
+            assert saved / 5 == pytest.approx(4 * round(share * number), abs=8)  # five clients; a shape may take a digit less
+            assert record["personal_share"] == pytest.approx(share, abs=1e-3)
+            down = 4 * (number - round(share * number)) + number / 8
+            assert down < record["bytes_down"] / 5 < down + 2500  # heads and instructions of a message
+
+
+def test_bits():
+    for size in (1, 7, 8, 9, 1000):
+        mask = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 0.4
+        packed = pack_bits(mask)
+        assert packed.numpy().tobytes() == np.packbits(mask.numpy()).tobytes()
+        assert torch.equal(unpack_bits(packed, size), mask)
+
+
+def test_a_broadcast_that_does_not_fit_the_network_is_refused():
+    prepared = small_prepared("fedbps")
+    half, state = prepared.halves.client, prepared.halves.server.init(*prepared.halves.initial, ())
+    flat = prepared.halves.server.pack(prepared.halves.server.broadcast(state, 0))
+    half.unpack(Broadcast, flat)
+    for change, words in (
+        ({"mask": flat["mask"][:-1]}, "the mask must be"),
+        ({"mask": flat["mask"].float()}, "the mask must be"),
+        ({"mask": torch.full_like(flat["mask"], 128)}, "shared entries"),
+        ({"values": flat["values"][:-1]}, "shared entries"),
+        ({"more": flat["values"]}, "was not asked for"),
+    ):
+        with pytest.raises(WireError, match=words):
+            half.unpack(Broadcast, {**flat, **change})
+    with pytest.raises(WireError, match="'values' is missing"):
+        half.unpack(Broadcast, {"mask": flat["mask"]})
+
+
+@pytest.mark.parametrize(("tamper", "words"), [
+    (set_value("variance/head.weight", -1.0), "variance must be in"),
+    (set_value("variance/head.weight", 0.0), "variance must be in"),
+    (set_value("variance/head.weight", 3.0), r"variance must be in \(0, 2"),
+    (set_value("variance/head.weight", float("inf")), "not finite"),
+    (rewrite(lambda flat: flat.pop("variance/head.bias")), "is missing"),
+    (set_value("num_examples", 0), "num_examples"),
+])  # fmt: skip
+def test_a_client_cannot_choose_the_mask(tamper, words):
+    """A variance beyond 1/delta or below 0 is refused; the state is as without that client."""
+    rig, without = Rig("fedbps", tamper=tamper, delta=0.5), Rig("fedbps", members=[0, 1, 3, 4], delta=0.5)
+    rig.start()
+    without.start()
+    (fault,) = rig.strategy.faults
+    assert re.search(words, fault)
+    assert_same_bits(rig.strategy.state, without.strategy.state)
+
+
+def test_running_statistics_stay_or_are_averaged():
+    """E-B8: local by default; averaged on request, and then nothing of them is private."""
+    local = small_prepared("fedbps", model="mlp-bn", **SGD)
+    shared = small_prepared("fedbps", model="mlp-bn", statistics="average", **SGD)
+    data = solo.samples(local.federation.clients[0], torch.device("cpu"), torch.float32).train
+    for prepared in (local, shared):
+        halves = prepared.halves
+        state, own = halves.server.init(*halves.initial, ()), halves.client.init(*halves.initial)
+        kept, sent, _ = solo.train(halves.client, own, halves.server.broadcast(state, 0), data, seed=0, client=0, round=1)
+        averaged = prepared is shared
+        assert bool(sent.buffers) == bool(state.buffers) == averaged
+        assert bool(kept.buffers) != averaged
+        norm = halves.model.norm_names & set(sent.variance)
+        assert norm  # scale and shift take part
+        assert worst_difference({"x": (kept.buffers or sent.buffers)["base.2.running_mean"]}, {"x": torch.zeros(64)}) > 0
+    outcome = execute(small_prepared("fedbps", model="mlp-bn", statistics="average", **SGD))
+    assert set(outcome.server_state.buffers) == set(shared.halves.initial[1])
+
+
+def test_a_new_client_moves_its_personal_entries_alone():
+    prepared = small_prepared("fedbps", personal_share=0.6, **SGD)
+    halves = prepared.halves
+    generator = torch.Generator().manual_seed(0)
+    state = halves.server.init(*halves.initial, ())
+    state = state._replace(mask={name: torch.rand(value.shape, generator=generator) < 0.6 for name, value in state.params.items()})
+    broadcast = halves.server.broadcast(state, 9)
+    data = solo.samples(prepared.federation.new_clients[0], torch.device("cpu"), torch.float32).train
+    fresh = halves.client.init(*halves.initial)
+    fitted = solo.adapt(halves.client, fresh, broadcast, data, "new", seed=0, client=9, round=1)
+    for name, mask in state.mask.items():
+        assert torch.equal(fitted.params[name][~mask], state.params[name][~mask])
+    assert any(not torch.equal(fitted.params[name][mask], fresh.params[name][mask]) for name, mask in state.mask.items())
+
+
+def test_weights_without_curvature_have_a_finite_variance():
+    """E-B3: dead units give h = 0 exactly; their variance is 1/delta [eq. 2]."""
+    prepared = small_prepared("fedbps", delta=0.25, **SGD)
+    halves = prepared.halves
+    params = copy.deepcopy(halves.initial[0])
+    params["base.1.bias"][:40] = -1e4  # forty of 64 units never fire
+    data = solo.samples(prepared.federation.clients[0], torch.device("cpu"), torch.float32).train
+    state = halves.server.init(params, {}, ())
+    _, sent, _ = solo.train(
+        halves.client, halves.client.init(params, {}), halves.server.broadcast(state, 0), data, seed=0, client=0, round=1
+    )
+    assert torch.equal(sent.variance["base.1.weight"][:40], torch.full((40, 64), 4.0))
+    assert all(bool((value.isfinite() & (value > 0)).all()) for value in sent.variance.values())
+    assert halves.server.check(state, 0, sent) is None
+
+
+def test_the_report_has_the_share_of_every_layer():
+    """The picture of the mask: shares by layer, which add up to p."""
+    outcome = execute(small_prepared("fedbps", personal_share=0.3, **SGD))
+    record = outcome.rounds[-1]
+    layers = {name.removeprefix("personal_share/"): value for name, value in record.items() if name.startswith("personal_share/")}
+    sizes = {"base.1": 64 * 64 + 64, "base.3": 64 * 32 + 32, "head": 32 * 10 + 10}
+    assert layers.keys() == sizes.keys()
+    total = sum(sizes.values())
+    assert sum(layers[name] * sizes[name] for name in sizes) == pytest.approx(round(0.3 * total))
+    assert record["personal_share"] == round(0.3 * total) / total
+    assert 0 < record["disagreement"] < 1
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("personal_share", 1.2, "personal_share must be in"),
+    ("delta", 0, "delta must be positive"),
+    ("delta", "inf", "delta must be positive"),
+    ("curvature", "kfac", "curvature must be one of fisher, empirical"),
+    ("ranking", "best", "ranking must be one of paper, balanced"),
+    ("threshold", "layer", "threshold must be one of global, tensor"),
+    ("statistics", "none", "statistics must be one of local, average"),
+])  # fmt: skip
+def test_settings_are_checked(key, value, words):
+    with pytest.raises(ConfigError, match=words):
+        small("fedbps", **{key: value})
+
+
+def test_the_mask_is_read_from_real_messages():
+    """What crosses the wire in round 2: bits and a vector of the shared entries, nothing else."""
+    rig = Rig("fedbps", rounds=2, personal_share=0.7)
+    rig.start(rounds=2)
+    number = rig.halves.model.num_parameters
+    last = [m for m in rig.seen if wire.BROADCAST in m.content and dict(m.content[wire.HEADER])["round"] == 2][-1]
+    flat = wire.to_tensors(last.content[wire.BROADCAST])
+    assert {name: value.numel() for name, value in flat.items()} == {"mask": -(-number // 8), "values": number - round(0.7 * number)}
+    assert rig.strategy.faults == []
+
+
+def test_errata_are_all_named():
+    folder = Path(__file__).parent.parent / "bayflower"
+    text = "".join((folder / name / "fedbps.py").read_text() for name in ("strategies", "clients"))
+    assert {f"E-B{i}" for i in range(1, 11)} <= set(re.findall(r"E-B\d+", text))
