@@ -49,12 +49,13 @@ class Outcome(NamedTuple):
     client_states: dict[int, Any]
     faults: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()  # what a person should know of how it was run
+    usage: Mapping[str, Any] | None = None  # seconds by part of a round, peak memory, utilisation of the device
 
 
 def curve_point(views: Views) -> dict[str, Any]:
-    """Return a point of the accuracy curve: the personal model on the clients that were tested."""
-    summary = metrics.summarise(views["personal"])
-    return {"personal": {key: summary[key] for key in (*CURVE, "num_clients")}}
+    """Return a point of the accuracy curve: the personal model, and that before local training, on the clients that were tested."""
+    found = {view: metrics.summarise(views[view]) for view in ("personal", "before") if view in views}
+    return {view: {key: summary[key] for key in (*CURVE, "num_clients")} for view, summary in found.items()}
 
 
 def result(run: Run, engine: str, federation: Federation, halves: Halves, outcome: Outcome) -> dict[str, Any]:
@@ -68,6 +69,8 @@ def result(run: Run, engine: str, federation: Federation, halves: Halves, outcom
 
     final = {view: block(tallies, views[view], trained) for view, tallies in outcome.views.items()}
     final.setdefault("global", None)  # type: ignore[arg-type]
+    if "before" in final:  # then the personal model is the one after local training; a reader finds it under both names
+        final["after"] = final["personal"]
     new = outcome.new_clients.get("personal")
     final["new_clients"] = block(new, views["personal"], unseen) if new else None  # type: ignore[assignment]
     settings = run.settings
@@ -78,7 +81,7 @@ def result(run: Run, engine: str, federation: Federation, halves: Halves, outcom
         "seed": settings.seed, "num_clients": len(federation.clients), "num_new_clients": len(federation.new_clients),
         "model": {"name": halves.model.name, "parameters": halves.model.num_parameters},
         "versions": versions(), "config": run.flat(), "rounds": [dict(record) for record in outcome.rounds], "final": final,
-        "faults": list(outcome.faults),
+        "faults": list(outcome.faults), "usage": outcome.usage and dict(outcome.usage),
         "remark": "; ".join(filter(None, [halves.client.remark(), *outcome.remarks])) or None,
     }  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-BLOCKS = {"personal": "personal", "global": "global", "new_clients": "new clients"}
+BLOCKS = {"personal": "personal", "before": "before training", "global": "global", "new_clients": "new clients"}
 
 
 def percent(value: float | None) -> str:
@@ -50,7 +50,7 @@ def result_table(result: dict[str, Any]) -> Table:
     grid = plain(title, f"accuracies and ECE in %; {result['engine']} engine, {result['device']}, {seconds:.1f} s of rounds")
     for column in ("model", "accuracy", "mean", "balanced", "worst", "NLL", "ECE", "fair. CV"):
         grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
-    names = [*BLOCKS, *(name for name in result["final"] if name not in BLOCKS)]
+    names = [*BLOCKS, *(name for name in result["final"] if name not in BLOCKS and name != "after")]
     for name in names:
         block = result["final"].get(name)
         if block:

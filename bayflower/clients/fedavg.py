@@ -17,7 +17,7 @@ alone, the shared part frozen.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,18 +28,19 @@ from ..types import Batch, ClientHalf, Phase, Purpose, Tensors, Work
 
 
 class State(NamedTuple):
-    """What stays on the client: its own part of the model; after fine-tuning, the whole model."""
+    """What stays on the client: its own part of the model; before a test also the whole model after fine-tuning, else {}."""
 
     params: Tensors
     buffers: Tensors
+    tuned: Tensors
 
 
 class Client(ClientHalf):
     """Trains from the shared part and the client's own part; sends the shared part."""
 
     state_type = State
-    update_type = Update
-    private = ("params", "buffers")
+    update_type: ClassVar[type] = Update
+    private = ("params", "buffers", "tuned")
 
     def is_own(self, name: str) -> bool:
         """Return whether the parameter or buffer `name` stays on the client."""
@@ -74,36 +75,42 @@ class Client(ClientHalf):
 
     def init(self, params: Tensors, buffers: Tensors) -> State:
         """Return the own part of the initial model."""
-        return State(*(
-            {name: value for name, value in tensors.items() if self.is_own(name)} for tensors in (params, buffers)
-        ))  # fmt: skip
+        own = [{name: value for name, value in tensors.items() if self.is_own(name)} for tensors in (params, buffers)]
+        return State(own[0], own[1], tuned={})
 
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that starts at the shared part and the own part."""
         params, buffers = {**broadcast.params, **state.params}, {**broadcast.buffers, **state.buffers}
         return Work(params, buffers, memo=broadcast)
 
-    def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
+    def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Any]:
         """Return the own part and the update (n_k, shared part) [eq. 2]."""
-        own = State(*({name: tensors[name] for name in old} for tensors, old in zip((work.params, work.buffers), state, strict=True)))
         shared = Update(
             num_examples=count(data),
             params={name: value for name, value in work.params.items() if not self.is_own(name)},
             buffers={name: value for name, value in work.buffers.items() if not self.is_own(name)},
         )
-        return own, shared
+        return self.own(state, work), shared
+
+    def own(self, state: State, work: Work) -> State:
+        """Return the own part of the model after training."""
+        return state._replace(
+            params={name: work.params[name] for name in state.params}, buffers={name: work.buffers[name] for name in state.buffers}
+        )
 
     def adapted(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
-        """Return the fine-tuned model, or the own part that was fitted."""
+        """Return the state beside the fine-tuned model; of a new client of a method with an own part, that part fitted."""
         if self.owns and purpose == "new":
-            return self.finish(state, work, data)[0]
-        return State(work.params, work.buffers)
+            return self.own(state, work)
+        return state._replace(tuned={**work.params, **work.buffers})
 
     def predict(self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
-        """Return class probabilities of the shared part with, for `personal`, what the client owns."""
-        own = State({}, {}) if view == "global" else state
-        logits, _ = self.model.forward({**broadcast.params, **own.params}, {**broadcast.buffers, **own.buffers}, x, train=False)
-        return self.model.probabilities(logits)
+        """Return class probabilities: `personal` of the fine-tuned model, or of shared and own part where nothing is tuned."""
+        if view == "personal" and state.tuned:
+            params, buffers = state.tuned, {}
+        else:
+            params, buffers = {**broadcast.params, **state.params}, {**broadcast.buffers, **state.buffers}
+        return self.model.probabilities(self.model.forward(params, buffers, x, train=False)[0])
 
 
 def count(data: Batch) -> Tensor:

@@ -21,7 +21,7 @@ class Client(fedper.Client):
     """Owns its head, and trains head and representation in turn."""
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return the head's epochs [eq. 1], then the representation's [eq. 2]."""
+        """Return the head's epochs [eq. 1], then the representation's [eq. 2], in a round and before a test alike."""
         if purpose != "train":
             return super().phases(purpose)
         head = tuple(name for name in self.model.anatomy.trainable if self.is_own(name))

@@ -9,10 +9,10 @@ Departs: a client that never trained fits its own extractor to the shared head, 
 
 from __future__ import annotations
 
-from . import fedavg
+from . import fedper
 
 
-class Client(fedavg.Client):
+class Client(fedper.Client):
     """Owns everything but the head."""
 
     def is_own(self, name: str) -> bool:
