@@ -86,6 +86,12 @@ class Server(ServerHalf):
         return {"num_examples": update.num_examples, **weighted("params", update.params, update.num_examples),
                 **weighted("buffers", update.buffers, update.num_examples)}  # fmt: skip
 
+    def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
+        """Return (Σ n_k, Σ n_k w_k) of stacked updates."""
+        weight = updates.num_examples.double()
+        return {"num_examples": updates.num_examples.sum(), **summed("params", updates.params, weight),
+                **summed("buffers", updates.buffers, weight)}  # fmt: skip
+
     def finalise(self, state: State, total: Sum) -> State:
         """Return w = Σ n_k w_k / Σ n_k [eq. 1]; no reply leaves the state as it was."""
         if "num_examples" not in total:
@@ -101,6 +107,11 @@ class Server(ServerHalf):
 def weighted(group: str, tensors: Tensors, weight: Tensor) -> dict[str, Scaled]:
     """Return weight·tensor by "group/name"."""
     return {f"{group}/{name}": Scaled(value, float(weight)) for name, value in tensors.items()}
+
+
+def summed(group: str, tensors: Tensors, weight: Tensor) -> Tensors:
+    """Return Σ_k weight_k·tensor_k by "group/name" of stacked tensors, in float64."""
+    return {f"{group}/{name}": torch.tensordot(weight, value.double(), 1) for name, value in tensors.items()}
 
 
 def averaged(group: str, old: Tensors, total: Sum, weight: Tensor) -> Tensors:

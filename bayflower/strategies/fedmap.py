@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
-from .fedavg import weighted
+from .fedavg import summed, weighted
 
 Weights = Literal["mean", "count", "sum", "uniform"]
 BIN = 256  # powers of two in one exponent bin
@@ -109,6 +109,19 @@ class Server(ServerHalf):
         weight = torch.tensor(mantissa, dtype=torch.float64)
         key = f"bin/{number}"
         return {f"{key}/weight": weight, f"{key}/sq_weight": weight.square(), **weighted(f"{key}/params", update.params, weight)}
+
+    def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
+        """Return the sums of stacked updates in the two highest bins; what is lower cannot matter."""
+        exponent = (updates.log_weight / math.log(2)).floor()
+        number = ((exponent + BIN // 2) / BIN).floor()
+        top = int(number.max())
+        mantissa = (updates.log_weight - exponent * math.log(2)).exp() * (exponent - BIN * number).exp2()
+        found: dict[str, Tensor] = {}
+        for one in (top, top - 1):
+            weight = mantissa * (number == one)
+            found |= {f"bin/{one}/weight": weight.sum(), f"bin/{one}/sq_weight": weight.square().sum(),
+                      **summed(f"bin/{one}/params", updates.params, weight)}  # fmt: skip
+        return found
 
     def negligible(self, names: Iterable[str]) -> set[str]:
         """Return the names in bins more than one below the highest."""
