@@ -69,6 +69,7 @@ class Settings:
     rounds: int = 50  # rounds of training
     seed: int = 0  # decides partition, initialisation, batches and sampling
     model: str = "auto"  # see `bayflower models`
+    features: int = 512  # width of the cnn's feature layer
     fraction_train: float = 1.0  # share of the clients that take part in a round, drawn anew each time
     min_replies: int = 1  # fewest valid replies of a round; fewer stop the run
     evaluate_every: int = 5  # rounds between two points of the accuracy curve; the last round is always tested; 0 = only the last
@@ -79,7 +80,7 @@ class Settings:
     max_fused: int = 0  # fused engine: most clients trained together; 0 = all
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("seed", 0), ("min_replies", 1), ("evaluate_every", 0), ("checkpoint_every", 0),
+        for name, least in (("rounds", 1), ("seed", 0), ("features", 1), ("min_replies", 1), ("evaluate_every", 0), ("checkpoint_every", 0),
                             ("max_fused", 0)):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")

@@ -21,7 +21,7 @@ class Halves(NamedTuple):
 def make_halves(run: Run, input_shape: tuple[int, ...], num_classes: int) -> Halves:
     """Return the halves of `run.method` on the model named in the settings."""
     row = methods.get(run.method)
-    model = models.build(run.settings.model, input_shape, num_classes)
+    model = models.build(run.settings.model, input_shape, num_classes, run.settings.features)
     server = row.server(run.options, model.anatomy)
     client = row.client(run.options, run.training, model)
     return Halves(server, client, model, model.initial(run.settings.seed, run.settings.torch_dtype()))

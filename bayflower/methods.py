@@ -46,6 +46,10 @@ class Method:
 ROWS = (
     Method("fedmap", "fedmap", "FedMAP", "Zhang et al. 2024, arXiv 2405.19000v1",
            "personal MAP models under a shared Gaussian prior, evidence-weighted"),
+    Method("pfedvmp", "pfedvmp", "PFedVMP", "Personalized Federated Learning via Variational Message Passing",
+           "shared base, private head, Gaussian messages about each class's features"),
+    Method("pfedvmp-avg", "pfedvmp", "PFedVMP-avg", "the same, ablation",
+           "pFedVMP whose class centroids are plain means over clients", {"centroid": "mean"}),
     Method("fedbps", "fedbps", "FedBPS", "Luo and Kuruoglu 2024, arXiv 2402.16091",
            "the most uncertain weights are personal, the others averaged; uncertainty by Laplace approximations"),
     Method("fedavg", "fedavg", "FedAvg", "McMahan et al. 2017, AISTATS", "one global model, averaged by sample count"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,25 @@ class Model:
             buffers = {name: value.clone() for name, value in buffers.items()}
         return functional_call(module, (params, buffers), (x,)), buffers
 
+    def forward_features(
+        self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensors]:
+        """Return (logits, features, buffers after the pass); the features are what the head gets, (B, …)."""
+        seen: list[Tensor] = []
+
+        def look(head: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            seen.append(next(value for value in (*args, *named.values()) if isinstance(value, Tensor)))
+
+        module = (self._train if train else self._eval).get_submodule(self.head)
+        handle = module.register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            logits, buffers = self.forward(params, buffers, x, train)
+        finally:
+            handle.remove()
+        if not seen:
+            raise ConfigError(f"model {self.name or 'given'} never calls its head {self.head!r}, so it has no features; name another layer")
+        return logits, seen[-1], buffers
+
     @property
     def structure(self) -> nn.Module:
         """Return the module in evaluation mode; the numbers in it mean nothing."""
@@ -87,12 +107,17 @@ class Model:
         return frozenset(names)
 
     @cached_property
+    def head(self) -> str:
+        """Return the name of the head: what was given, else an attribute called head, else the last Linear."""
+        if self._head is not None:
+            return self._head
+        linears = [name for name, module in self._train.named_modules() if isinstance(module, nn.Linear)]
+        return "head" if hasattr(self._train, "head") else (linears[-1] if linears else "")
+
+    @cached_property
     def head_names(self) -> frozenset[str]:
-        """Return the names of the head's parameters: under `head` if given, else an attribute called head, else the last Linear."""
-        prefix = self._head
-        if prefix is None:
-            linears = [name for name, module in self._train.named_modules() if isinstance(module, nn.Linear)]
-            prefix = "head" if hasattr(self._train, "head") else (linears[-1] if linears else "")
+        """Return the names of the head's parameters."""
+        prefix = self.head
         names = frozenset(name for name, _ in self._train.named_parameters() if name == prefix or name.startswith(prefix + "."))
         if not prefix or not names:
             raise ConfigError(f"model {self.name or 'given'} has no head named {prefix!r}; name the layer, e.g. head='classifier'")
@@ -219,8 +244,8 @@ NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 }
 
 
-def build(name: str, input_shape: tuple[int, ...], num_classes: int) -> Model:
-    """Return the model called `name` for inputs of `input_shape`."""
+def build(name: str, input_shape: tuple[int, ...], num_classes: int, features: int = 512) -> Model:
+    """Return the model called `name` for inputs of `input_shape`; `features` is the width of the cnn's feature layer."""
     if name not in MODELS:
         raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
     image = len(input_shape) == 3 and min(input_shape[1:]) >= 16
@@ -228,4 +253,5 @@ def build(name: str, input_shape: tuple[int, ...], num_classes: int) -> Model:
         name = "cnn" if image else "mlp"
     if not name.startswith("mlp") and not image:
         raise ConfigError(f"model {name} needs images of at least 16×16, got inputs of shape {tuple(input_shape)}; use model=mlp")
-    return Model(lambda: NETWORKS[name](input_shape, num_classes), num_classes, name)
+    network = partial(cnn, features=features) if name == "cnn" else NETWORKS[name]
+    return Model(lambda: network(input_shape, num_classes), num_classes, name)

@@ -1,0 +1,97 @@
+"""pFedVMP, client half ("Personalized Federated Learning via Variational Message Passing"): base and own head, features near centroids.
+
+    paper            here                       shape
+    psi(x; theta^b)  features                   (B, D): what the head gets
+    theta_n^h        state.params               by name, private: the head
+    mu_k             work.memo.centroids        (K, D): the server's, constant during the round
+    mu_{k,n}         update.means               (K, D)
+    Sigma_{k,n}      (not formed)               covariance of the features of class k
+    Lambda_{k,n}     update.spread, alpha       V diag(weight) Vᵀ + alpha I, see classwise.py
+    Z_{k,n}          update.counts              (K,)
+    xi_1, alpha      config.xi, config.alpha    ()
+
+    L = mean_i −log p(y_i|x_i) + xi · mean_i mean_j (z_ij − mu_{y_i,j})²                [eq. 9]
+    Lambda_{k,n} = Sigma_{k,n}† + alpha I, after training, in evaluation mode          [eq. 11]
+
+Departs:
+  E-P1  means over the batch and over the D coordinates in [eq. 9]; the printed sums diverge at the stated learning rate.
+  E-P3  a pseudo-inverse is not continuous: only eigenvalues above `cut` times the largest one, and above rounding, count as spread.
+  E-P6  a class without a centroid (all of them in round 1) has no penalty.
+  E-P10 the features are what the head gets (the CNN: 512 after LeakyReLU); `features` sets their number.
+  E-P12 a class with fewer than `min_count` samples is not sent: with one sample its mean is that sample's feature.
+  A client that never trained fits its head, the base frozen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..classwise import class_factors, class_means, class_variances
+from ..messages import Message, blank, dense_ranks, pack_factors, ranks
+from ..protocol import Shapes, shapes
+from ..strategies.pfedvmp import Update
+from ..tree import flatten, map_tree
+from ..types import Batch, ConfigError, Phase, Survey, Tensors, Work, masked_mean
+from . import fedper
+from .fedavg import State
+
+
+class Client(fedper.Client):
+    """Owns its head; trains with features pulled to their centroids, and sends what it saw of each class."""
+
+    update_type = Update
+    surveys = 64
+
+    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+        """Return the mean NLL and the pull to the centroids on one batch [eq. 9]."""
+        logits, features, buffers = self.model.forward_features(params, work.buffers, batch.x, train=True, mask=batch.mask)
+        nll = masked_mean(self.model.nll(logits, batch.y), batch.mask)
+        distance = (self.features(features, work) - work.memo.centroids[batch.y]).square().mean(-1)
+        return nll + self.config.xi * masked_mean(distance * work.memo.known[batch.y], batch.mask), buffers
+
+    def features(self, features: Tensor, work: Work) -> Tensor:
+        """Return the features as (B, D), which must fit the centroids."""
+        flat, dim = features.flatten(1), work.memo.centroids.shape[1]
+        if flat.shape[1] != dim:
+            raise ConfigError(f"pfedvmp needs a head whose input is its features: it gets {flat.shape[1]} numbers, its weights take {dim}")
+        return flat
+
+    def survey(self, work: Work, batch: Batch) -> Survey:
+        """Return the features of the batch in evaluation mode."""
+        _, features, _ = self.model.forward_features(work.params, work.buffers, batch.x, train=False)
+        return Survey({}, {"features": self.features(features, work)})
+
+    def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
+        """Return the head, and the base with mean and precision of every class that is sent [eq. 11]."""
+        own, base = super().finish(state, work, data)
+        z, classes = work.survey.each["features"], work.memo.known.shape[0]
+        counts, means = class_means(z, data.y, data.mask, classes)
+        sent = counts >= self.config.min_count
+        mask = data.mask * sent[data.y.clamp(0, classes - 1)]
+        spread: Tensors = {}
+        if self.config.centroid == "precision":
+            basis, weight = class_factors(z, data.y, mask, classes, self.config.cut)
+            spread = {"basis": basis, "weight": weight, "label": data.y}
+        elif self.config.centroid == "diag":
+            variance = class_variances(z, data.y, mask, means)
+            spread = {"precision": (counts[:, None] / (variance + self.config.diag_floor)).to(z.dtype) * sent[:, None]}
+        return own, Update(base.num_examples, base.params, base.buffers, counts * sent, means * sent[:, None], spread)
+
+    def pack(self, update: Update) -> Tensors:
+        """Return the message of the classes that are sent, each in its smaller form."""
+        present, spread = update.counts > 0, update.spread
+        if self.config.centroid == "precision":
+            spread = pack_factors(**spread, num_classes=len(present))
+        elif self.config.centroid == "diag":
+            spread = {"precision": spread["precision"][present]}
+        return flatten(Message(update.num_examples, update.params, update.buffers, update.counts, update.means[present], spread))
+
+    def packed(self, updates: Update) -> list[Shapes]:
+        """Return the shapes of the messages of stacked updates, from their counts and ranks."""
+        counts, spread, dim = updates.counts, updates.spread, updates.means.shape[2]
+        rank = ranks(spread["weight"], spread["label"], counts.shape[1]) if "weight" in spread else torch.zeros_like(counts)
+        dense = dense_ranks(rank, dim)
+        first = map_tree(lambda leaf: leaf[0], updates)
+        sizes = ((counts > 0).sum(1).tolist(), (rank * ~dense).sum(1).tolist(), dense.sum(1).tolist())
+        return [shapes(blank(self.config.centroid, first, dim, *one)) for one in zip(*sizes, strict=True)]

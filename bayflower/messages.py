@@ -1,0 +1,128 @@
+"""Messages about classes: which arrays travel from a client that made `classwise` factors, and every check of what arrives.
+
+Only classes a client sends are in a message, each in the smaller of two forms: its vectors and weights, rank·(D + 1) numbers, or the packed
+triangle of an upper triangular R with RᵀR = V diag(weight) Vᵀ, D(D+1)/2 numbers. (R, not the matrix itself: rounded to float32, a matrix
+need not stay positive semi-definite.) So the shapes depend on the values; `blank` gives them from counts and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .classwise import from_triangle, to_triangle
+from .protocol import WireError, matching
+from .tree import Tensors
+
+ROUNDING = 1e-3  # how far a vector's length may be from 1
+
+
+class Message(NamedTuple):
+    """What travels of an update: P classes with counts > 0, in order.
+
+    `spread` for precision: "ranks" (K,); "basis" (R, D), "weight" (R,) of classes with 2·rank ≤ D; "triangle" (T, D(D+1)/2) of others.
+    """
+
+    num_examples: Tensor
+    params: Tensors
+    buffers: Tensors
+    counts: Tensor  # (K,)
+    means: Tensor  # (P, D)
+    spread: Tensors
+
+
+def ranks(weight: Tensor, label: Tensor, num_classes: int) -> Tensor:
+    """Return how many directions each class has, (…, K) int64, of weight (…, N) and label (…, N)."""
+    group = torch.where((weight != 0) & (label >= 0) & (label < num_classes), label, num_classes)
+    found = torch.zeros(*label.shape[:-1], num_classes + 1, dtype=torch.int64, device=label.device)
+    return found.scatter_add_(-1, group, torch.ones_like(group))[..., :num_classes]
+
+
+def dense_ranks(rank: Tensor, dim: int) -> Tensor:
+    """Return for which ranks a packed triangle, D(D+1)/2 numbers, is smaller than vectors and weights, rank·(D+1)."""
+    return 2 * rank > dim
+
+
+def pack_factors(basis: Tensor, weight: Tensor, label: Tensor, num_classes: int) -> Tensors:
+    """Return the factors of one client without empty rows, in the order of classes, each class in the smaller form.
+
+    "ranks" (K,); "basis" (R, D) and "weight" (R,), or a row of "triangle" (T, D(D+1)/2): R, upper triangular, with RᵀR = V diag(weight) Vᵀ.
+    """
+    dim = basis.shape[1]
+    rank = ranks(weight, label, num_classes)
+    dense = dense_ranks(rank, dim)
+    low = [basis.new_zeros(0, dim + 1)]
+    triangles = [basis.new_zeros(0, dim * (dim + 1) // 2)]
+    for k in rank.nonzero()[:, 0].tolist():
+        mine = (weight != 0) & (label == k)
+        if bool(dense[k]):
+            root = basis[mine].double() * weight[mine].double().sqrt()[:, None]
+            square = basis.new_zeros(dim, dim, dtype=torch.float64)
+            square[: int(rank[k])] = torch.linalg.qr(root).R
+            triangles.append(to_triangle(square)[None].to(basis.dtype))
+        else:
+            low.append(torch.cat([basis[mine], weight[mine, None]], 1))
+    rows = torch.cat(low)
+    return {"ranks": rank, "basis": rows[:, :dim].contiguous(), "weight": rows[:, dim].contiguous(), "triangle": torch.cat(triangles)}
+
+
+def roots(packed: Tensors, present: list[int]) -> Iterator[Tensor]:
+    """Yield, for each class in `present`, A (r, D) in float64 with AᵀA = V diag(weight) Vᵀ, from what `pack_factors` made."""
+    basis, dim = packed["basis"], packed["basis"].shape[1]
+    rank, row, triangle = packed["ranks"].tolist(), 0, 0
+    for k in present:
+        if dense_ranks(packed["ranks"][k], dim):
+            yield from_triangle(packed["triangle"][triangle].double()[None], dim)[0].triu()
+            triangle += 1
+        else:
+            part = slice(row, row + rank[k])
+            yield basis[part].double() * packed["weight"][part].double().sqrt()[:, None]
+            row += rank[k]
+
+
+def blank(centroid: str, like: Any, dim: int, present: int = 0, rows: int = 0, triangles: int = 0) -> Message:
+    """Return a message with the base, counts and dtype of `like` and these many classes, rows and triangles; values mean nothing."""
+
+    def shaped(*shape: int) -> Tensor:
+        return like.means.new_zeros(()).expand(shape)
+
+    spread = {"precision": shaped(present, dim)} if centroid == "diag" else {}
+    if centroid == "precision":
+        spread = {"ranks": like.counts, "basis": shaped(rows, dim), "weight": shaped(rows),
+                  "triangle": shaped(triangles, dim * (dim + 1) // 2)}  # fmt: skip
+    return Message(like.num_examples, like.params, like.buffers, like.counts, shaped(present, dim), spread)
+
+
+def received(centroid: str, like: Any, flat: Tensors) -> Message:
+    """Return the message in `flat`, whose base, classes and features must be those of `like`; raise with the reason otherwise."""
+    number, counts = (whole(flat, name, getattr(like, name)) for name in ("num_examples", "counts"))
+    rank = whole(flat, "spread/ranks", counts) if centroid == "precision" else torch.zeros_like(counts)
+    if bool((counts > number).any()) or int(counts.sum()) > int(number):
+        raise WireError(f"'counts' add up to {int(counts.sum())}, more than num_examples, {int(number)}")
+    dim = like.means.shape[1]
+    if bool((wrong := rank > (counts - 1).clamp(0, dim)).any()):
+        k = int(wrong.nonzero()[0])
+        raise WireError(f"'spread/ranks' has {int(rank[k])} for class {k}, more than {int(counts[k])} samples can have")
+    dense = dense_ranks(rank, dim)
+    message: Message = matching(flat, blank(centroid, like, dim, int((counts > 0).sum()), int(rank[~dense].sum()), int(dense.sum())))
+    for name in ("weight", "precision"):
+        if name in message.spread and not bool((message.spread[name] > 0).all()):
+            raise WireError(f"'spread/{name}' has values that are not positive")
+    if "basis" in message.spread and not bool(((message.spread["basis"].double().norm(dim=1) - 1).abs() < ROUNDING).all()):
+        raise WireError("'spread/basis' has rows that are not of length 1")
+    return message
+
+
+def whole(flat: Tensors, name: str, like: Tensor) -> Tensor:
+    """Return the whole, non-negative numbers called `name`, one for each element of `like`."""
+    if name not in flat:
+        raise WireError(f"key {name!r} is missing")
+    if flat[name].shape != like.shape or flat[name].dtype != torch.int64:
+        got = f"{str(flat[name].dtype).removeprefix('torch.')} {tuple(flat[name].shape)}"
+        raise WireError(f"{name!r} must be int64 of shape {tuple(like.shape)}, got {got}")
+    if bool((flat[name] < 0).any()):
+        raise WireError(f"{name!r} has negative values")
+    return flat[name]

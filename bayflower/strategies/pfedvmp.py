@@ -1,0 +1,215 @@
+"""pFedVMP, server half ("Personalized Federated Learning via Variational Message Passing"): class centroids from Gaussian messages.
+
+    paper            here                    shape
+    theta^b          state.params            by name: the base; heads theta_n^h never leave the clients
+    mu_k             state.centroids         (K, D): mean of the belief about the features of class k
+    Lambda_{k,n}     basis, weight, alpha    V diag(weight) Vᵀ + alpha I; V is basis transposed, one row a direction that client n has seen
+    mu_{k,n}         means                   (K, D): mean feature of class k at client n
+    Z_{k,n}, S_n     counts, num_examples    (K,), ()
+    alpha, xi_1      config.alpha, config.xi ()
+
+    theta^b = Σ_n S_n theta_n^b / Σ_n S_n                                               [eq. 12]
+    Lambda_k = Σ_n Lambda_{k,n},    mu_k = Lambda_k^{-1} Σ_n Lambda_{k,n} mu_{k,n}      [eq. 13]
+
+A client's update has equal shapes on all clients; what travels (`pack`) are the classes it has, each as its vectors and weights or, if
+more than D/2 directions were seen, as the packed triangle of a triangular R with RᵀR = V diag(weight) Vᵀ, which is then smaller.
+(R, not the matrix: rounded to float32 a matrix need not stay positive semi-definite.) The server expands a message when it comes
+and adds it by class, so its memory is that of K matrices, however many clients there are.
+
+Departs:
+  E-P2  V and weight are sent, not the D×D matrix; alpha is known to both sides.
+  E-P4  a class that a client does not have is not sent, and adds nothing; one sample gives alpha I.
+  E-P5  the printed precision is that of features, not of their mean: a client with 2 samples counts as one with 200. `centroid=diag`
+        (Z/(variance + diag_floor) by coordinate) and `count_mean` (Z) are alternatives, `mean` (1) is the ablation pFedVMP-avg.
+  E-P6  centroids start unknown. The prior N(0, I) of [eq. 5] is left out, as in [eq. 13]; `prior_precision` puts it in.
+  E-P7  heads stay local, though Algorithm 1 sends them.
+  E-P8  [eq. 10] fixes relative weights only: [eq. 12] is FedAvg by S_n.
+  E-P9  one Gaussian a class, not a product of mixtures; labels are known.
+  E-P11 the sum is at least N_k alpha I, so Cholesky exists; float64, and weights beyond its range fall back on eigenvalues.
+E-P1, E-P3, E-P10 and E-P12 are the client's. A class that nobody sent keeps its centroid.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ..classwise import class_sums, from_triangle, to_triangle
+from ..gaussian import solve_precision
+from ..messages import Message, blank, received, roots
+from ..types import Anatomy, ConfigError, ServerHalf, Statistic, Sum, Tensors
+from . import fedper
+
+Centroid = Literal["precision", "diag", "count_mean", "mean"]
+AT_ONCE = 8  # matrices that are solved together
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the user sets for pFedVMP."""
+
+    xi: float = 50.0  # weight of the pull of features to their class's centroid; 0 = none
+    alpha: float = 1.0  # precision in the directions in which a client saw no spread
+    centroid: Centroid = "precision"  # how clients count: precision (the paper), diag, count_mean (by samples), mean (equally)
+    prior_precision: float = 0.0  # of a prior N(0, I/prior_precision) over centroids; 0 = none
+    min_count: int = 5  # a class with fewer samples is not sent: one sample's message is the sample's feature itself
+    diag_floor: float = 0.001  # centroid=diag: added to the variances
+    cut: float = 0.0  # eigenvalues below this share of the largest are no spread; 0 = 1e-5 in float32, 1e-10 in float64
+
+    def __post_init__(self) -> None:
+        for name, least in (("xi", 0.0), ("prior_precision", 0.0), ("cut", 0.0)):
+            value = getattr(self, name)
+            if not (value >= least and math.isfinite(value)):
+                raise ConfigError(f"{name} must not be negative and must be finite, got {value}; 0 switches it off")
+        for name in ("alpha", "diag_floor"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} must be positive and finite, got {value}; without it a precision or its inverse may not exist")
+        if not self.cut < 1:
+            raise ConfigError(f"cut must be below 1, got {self.cut}; it is a share of the largest eigenvalue")
+        if self.centroid not in get_args(Centroid):
+            raise ConfigError(f"centroid must be one of {', '.join(get_args(Centroid))}, got {self.centroid!r}")
+        if self.min_count < 1:
+            raise ConfigError(f"min_count must be at least 1, got {self.min_count}; 1 sends every class a client has")
+
+
+class State(NamedTuple):
+    """The base, the centroids, and which classes have one. Clients are sent all of it."""
+
+    params: Tensors
+    buffers: Tensors
+    centroids: Tensor  # (K, D), 0 where not known
+    known: Tensor  # (K,) bool
+
+
+class Update(NamedTuple):
+    """What a client makes. `counts` is 0 for classes that are not sent; `spread` depends on `centroid`.
+
+    precision: "basis" (N, D), "weight" (N,), "label" (N,), a row a training sample (see classwise.py); diag: "precision" (K, D); else {}.
+    """
+
+    num_examples: Tensor
+    params: Tensors
+    buffers: Tensors
+    counts: Tensor  # (K,)
+    means: Tensor  # (K, D)
+    spread: Tensors
+
+
+class Server(ServerHalf):
+    """Averages the base as FedPer does, and multiplies the clients' Gaussian messages about each class."""
+
+    state_type = State
+    broadcast_type = State
+
+    def __init__(self, config: Config, anatomy: Anatomy) -> None:
+        super().__init__(config, anatomy)
+        self.base: ServerHalf = fedper.Server(config, anatomy)
+
+    def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> State:
+        """Return the initial base without centroids; their number and size are those of the head."""
+        heads = [params[name] for name in self.anatomy.trainable if name in self.anatomy.head_names and params[name].ndim == 2]
+        if not heads:
+            raise ConfigError("pfedvmp needs a head with a weight matrix, to know the features; name the layer, e.g. head='classifier'")
+        num_classes, dim = max(heads[-1].shape[0], 2), heads[0].shape[1]  # one logit tells two classes apart
+        base = self.base.init(params, buffers, clients)
+        unknown = torch.zeros(num_classes, dtype=torch.bool, device=heads[0].device)
+        return State(base.params, base.buffers, heads[0].new_zeros(num_classes, dim), unknown)
+
+    def broadcast(self, state: State, client: int) -> State:
+        """Return base and centroids, the same for every client."""
+        return state
+
+    def shared(self, state: State) -> Tensors:
+        """Return the base."""
+        return self.base.shared(state)
+
+    def check(self, state: State, client: int, update: Message) -> str | None:
+        """Return why the base cannot be averaged, or None; the rest was checked by `unpack`."""
+        return self.base.check(state, client, update)
+
+    def expects(self, state: State) -> Message:
+        """Return the shape of a message without any class."""
+        return blank(self.config.centroid, self._like(state), state.centroids.shape[1])
+
+    def unpack(self, state: State, flat: Tensors) -> Message:
+        """Return the message; raise if names, shapes, dtypes, counts, ranks or values cannot be right."""
+        return received(self.config.centroid, self._like(state), flat)
+
+    def _like(self, state: State) -> Update:
+        counts = torch.zeros(len(state.known), dtype=torch.int64)
+        return Update(counts[0], state.params, state.buffers, counts, state.centroids, {})
+
+    def statistic(self, state: State, client: int, update: Message) -> Statistic:
+        """Return (S_n, S_n theta_n^b) and, of each class that was sent, (Lambda, Lambda mu, Z) by name."""
+        found: dict[str, Tensor] = {}
+        present = (update.counts > 0).nonzero()[:, 0].tolist()
+        halves = roots(update.spread, present) if self.config.centroid == "precision" else iter(())
+        for position, k in enumerate(present):
+            mean = update.means[position].double()
+            if self.config.centroid == "precision":
+                half = next(halves)
+                precision = half.mT @ half
+                precision.diagonal().add_(self.config.alpha)
+                shift, precision = precision @ mean, to_triangle(precision)
+            else:
+                precision = self._simple(update.counts[k], update.spread.get("precision", update.means)[position])
+                shift = precision * mean
+            found |= {f"precision/{k}": precision, f"shift/{k}": shift, f"count/{k}": update.counts[k]}
+        return {**self.base.statistic(state, client, update), **found}
+
+    def _simple(self, count: Tensor, precision: Tensor) -> Tensor:
+        """Return the precision where it is no matrix: given by coordinate, the number of samples, or 1 (E-P5)."""
+        if self.config.centroid == "diag":
+            return precision.double()
+        return count.double() if self.config.centroid == "count_mean" else (count > 0).double()
+
+    def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
+        """Return the sum of the statistics of stacked updates; for matrices one product a class over the rows of all clients."""
+        counts, means = updates.counts, updates.means.double()
+        number = counts.sum(0)
+        present = number.nonzero()[:, 0].tolist()
+        if self.config.centroid == "precision":
+            sums = class_sums(**updates.spread, means=means, sent=counts > 0, alpha=self.config.alpha, present=present)
+        else:
+            weight = self._simple(counts[..., None], updates.spread.get("precision", means)) * (counts > 0)[..., None]
+            pooled = weight.sum(0) if self.config.centroid == "diag" else weight.sum(0)[:, 0]
+            sums = zip(pooled[present], (weight * means).sum(0)[present], strict=True)
+        found = dict(self.base.total(state, clients, updates) or {})
+        for k, (precision, shift) in zip(present, sums, strict=True):
+            found |= {f"precision/{k}": precision, f"shift/{k}": shift, f"count/{k}": number[k]}
+        return found
+
+    def finalise(self, state: State, total: Sum) -> State:
+        """Return the averaged base [eq. 12] and the centroids [eq. 13]; a class that nobody sent keeps its own."""
+        if "num_examples" not in total:
+            return state
+        base = self.base.finalise(state, total)
+        centroids, known = state.centroids.clone(), state.known.clone()
+        present = [k for k in range(len(known)) if f"count/{k}" in total]
+        for start in range(0, len(present), AT_ONCE):
+            some = present[start : start + AT_ONCE]
+            precision, shift = (torch.stack([total[f"{name}/{k}"] for k in some]) for name in ("precision", "shift"))
+            centroids[some] = self._solved(precision, shift).to(centroids)
+            known[some] = True
+        return State(base.params, base.buffers, centroids, known)
+
+    def _solved(self, precision: Tensor, shift: Tensor) -> Tensor:
+        """Return (precision + prior)^{-1} shift of some classes, (G, D)."""
+        if self.config.centroid != "precision":
+            return shift / (precision.reshape(len(shift), -1) + self.config.prior_precision)
+        matrix = from_triangle(precision, shift.shape[1])
+        matrix.diagonal(dim1=1, dim2=2).add_(self.config.prior_precision)
+        try:
+            return solve_precision(matrix, shift)
+        except ValueError:  # weights so large that alpha is lost in their rounding: what is left of such directions is at least alpha
+            values, vectors = torch.linalg.eigh(matrix)
+            return torch.einsum("gij,gj,gkj,gk->gi", vectors, 1 / values.clamp(min=self.config.alpha), vectors, shift)
+
+    def report(self, state: State) -> dict[str, float]:
+        """Return how many classes have a centroid."""
+        return {"known_classes": float(state.known.sum())}

@@ -1,0 +1,336 @@
+"""pFedVMP against golden vectors and a slow oracle: dense pseudo-inverses in numpy, loops over clients and classes, plain torch."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits, small, small_prepared
+from torch import nn
+
+from bayflower import solo
+from bayflower.clients import pfedvmp as client_half
+from bayflower.clients.pfedvmp import Client
+from bayflower.config import Training
+from bayflower.data import batches
+from bayflower.engines import Prepared, run_to_result
+from bayflower.exact import Total
+from bayflower.models import BaseHead, Model, build
+from bayflower.strategies import pfedvmp as server_half
+from bayflower.strategies.pfedvmp import Config, Server, State, Update
+from bayflower.types import Batch, ConfigError, Survey, Work
+
+CHOSEN = {"xi": 3.0, "alpha": 0.6, "optimizer": "sgd", "lr": 0.05, "momentum": 0.5, "dtype": "float64"}
+
+
+def halves(dim: int, classes: int, **config: Any) -> tuple[Server, Client, State]:
+    """Both halves and the state before the first round, for a network with `dim` features."""
+
+    def net() -> nn.Module:
+        return BaseHead(nn.Sequential(nn.Linear(4, dim), nn.ReLU()), nn.Linear(dim, classes))
+
+    model = Model(net, classes)
+    server = Server(Config(**config), model.anatomy)
+    return server, Client(Config(**config), Training(), model), server.init(*model.initial(0, torch.float64), ())
+
+
+def finished(client: Client, state: State, z: torch.Tensor, y: torch.Tensor) -> Update:
+    """What a client with these features makes."""
+    params, buffers = client.model.initial(0, z.dtype)
+    data = Batch(torch.zeros(len(y), 4, dtype=z.dtype), y, torch.ones(len(y), dtype=z.dtype))
+    work = Work(params, buffers, memo=state, survey=Survey({}, {"features": z}))
+    return client.finish(client.init(params, buffers), work, data)[1]
+
+
+def aggregated(server: Server, client: Client, state: State, updates: list[Update]) -> State:
+    total = Total()
+    for number, update in enumerate(updates):
+        total.add(server.statistic(state, number, server.unpack(state, client.pack(update))))
+    return server.finalise(state, total.value())
+
+
+def dense_precision(z: np.ndarray, alpha: float, cut: float = 1e-10) -> np.ndarray:
+    """[eq. 11] the slow way: all eigenvalues of the dense covariance, those above the cut inverted."""
+    centred = z - z.mean(0)
+    values, vectors = np.linalg.eigh(sum(np.outer(row, row) for row in centred) / len(z))
+    keep = (values > cut * values[-1]) & (values > 1e-25)
+    return sum((np.outer(v, v) / w for v, w in zip(vectors.T[keep], values[keep], strict=True)), alpha * np.eye(z.shape[1]))
+
+
+# -- golden ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("config", "key"), [
+    ({}, "mu"),
+    ({"prior_precision": 1.0}, "mu_with_unit_prior"),
+    ({"centroid": "count_mean"}, "mu_count_weighted_mean"),
+    ({"centroid": "mean"}, "mu_plain_mean"),
+])  # fmt: skip
+def test_golden_aggregate(golden, config, key):
+    """[eq. 11] and [eq. 13], with and without the prior of [eq. 5], on a rank-deficient class, one sample, an absent class."""
+    case = golden["pfedvmp_aggregate"]
+    server, client, state = halves(3, 2, alpha=case["alpha"], min_count=1, **config)
+    updates = []
+    for name, features in case["features"].items():
+        z = torch.tensor([row for rows in features.values() for row in rows], dtype=torch.float64)
+        y = torch.tensor([int(k) for k, rows in features.items() for _ in rows])
+        updates.append(finished(client, state, z, y))
+        for k, want in case["clients"][name].items():
+            assert int(updates[-1].counts[int(k)]) == want["count"]
+            torch.testing.assert_close(updates[-1].means[int(k)], torch.tensor(want["mean"], dtype=torch.float64), rtol=2e-5, atol=1e-9)
+            if not config:
+                mine = (y == int(k)) & (updates[-1].spread["weight"] != 0)
+                assert int(mine.sum()) == want["rank"]
+                eigenvalues = sorted((1 / updates[-1].spread["weight"][mine]).tolist())
+                assert eigenvalues == pytest.approx(want["eig_sigma"], rel=2e-5)
+                found = server.statistic(state, 0, server.unpack(state, client.pack(updates[-1])))
+                upper = torch.tensor(want["Lambda"], dtype=torch.float64)[tuple(torch.triu_indices(3, 3))]
+                torch.testing.assert_close(found[f"precision/{k}"], upper, rtol=2e-5, atol=1e-5)
+                torch.testing.assert_close(found[f"shift/{k}"], torch.tensor(want["Lambda_mu"], dtype=torch.float64), rtol=2e-5, atol=1e-5)
+    after = aggregated(server, client, state, updates)
+    for k, want in case["global"].items():
+        torch.testing.assert_close(after.centroids[int(k)], torch.tensor(want[key], dtype=torch.float64), rtol=2e-5, atol=1e-5)
+    assert bool(after.known.all())
+
+
+def test_golden_base(golden):
+    """[eq. 12] with the weights of [eq. 10]: the base is averaged by sample count (E-P8)."""
+    case = golden["pfedvmp_base"]
+    server, client, state = halves(3, 2)
+    state = state._replace(params={"w": torch.zeros(2, dtype=torch.float64)}, buffers={})
+    total = Total()
+    for theta, count in zip(case["theta_b"], case["S_n"], strict=True):
+        counts, means = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.float64)
+        spread = {"basis": torch.zeros(count, 3).double(), "weight": torch.zeros(count).double(), "label": torch.zeros(count).long()}
+        update = Update(torch.tensor(count), {"w": torch.tensor(theta, dtype=torch.float64)}, {}, counts, means, spread)
+        total.add(server.statistic(state, 0, server.unpack(state, client.pack(update))))
+    after = server.finalise(state, total.value())
+    torch.testing.assert_close(after.params["w"], torch.tensor(case["out"], dtype=torch.float64), rtol=2e-5, atol=1e-9)
+    assert not bool(after.known.any())
+
+
+# -- rounds against an oracle ------------------------------------------------------------------------------------------
+class Oracle:
+    """pFedVMP the slow way: an ordinary module and torch.optim for training; numpy, dense matrices and loops for the messages."""
+
+    def __init__(self, prepared: Prepared, clients: int = 4) -> None:
+        self.options, self.training = prepared.run.options, prepared.run.training
+        self.model, self.clients = prepared.halves.model, prepared.federation.clients[:clients]
+        self.base = {name: value.clone() for name, value in prepared.halves.initial[0].items() if not name.startswith("head.")}
+        head = {name: value.clone() for name, value in prepared.halves.initial[0].items() if name.startswith("head.")}
+        self.heads = {data.client: copy.deepcopy(head) for data in self.clients}
+        self.centroids: dict[int, np.ndarray] = {}
+
+    def train(self, data, round: int, purpose: str = "train") -> nn.Module:
+        """[eq. 9] on every batch."""
+        x, y = (torch.as_tensor(array) for array in (data.x_train.astype(float), data.y_train))
+        module = self.model.factory().double().train()
+        module.load_state_dict({**self.base, **self.heads[data.client]})
+        stepper = torch.optim.SGD(module.parameters(), lr=self.training.lr, momentum=self.training.momentum)
+        keys = {"seed": 0, "client": data.client, "round": round, "purpose": purpose, "coupled": False}
+        for (rows,) in batches.plan(len(y), self.training.phase("local"), **keys):
+            z = module.base(x[rows])
+            loss = nn.functional.cross_entropy(module.head(z), y[rows])
+            for i, row in enumerate(rows):
+                if int(y[row]) in self.centroids:
+                    distance = (z[i] - torch.as_tensor(self.centroids[int(y[row])])) ** 2
+                    loss = loss + self.options.xi * distance.sum() / z.shape[1] / len(rows)
+            stepper.zero_grad()
+            loss.backward()
+            stepper.step()
+        return module
+
+    def round(self, round: int) -> None:
+        """One round: [eq. 9], [eq. 11], [eq. 12], [eq. 13]."""
+        bases, sizes, messages = [], [], {}
+        for data in self.clients:
+            module = self.train(data, round)
+            weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+            self.heads[data.client] = {name: value for name, value in weights.items() if name.startswith("head.")}
+            bases.append({name: value for name, value in weights.items() if not name.startswith("head.")})
+            sizes.append(len(data.y_train))
+            with torch.no_grad():
+                z = module.eval().base(torch.as_tensor(data.x_train.astype(float))).numpy()
+            for k in np.unique(data.y_train):
+                mine = z[data.y_train == k]
+                if len(mine) >= self.options.min_count:
+                    messages.setdefault(int(k), []).append((self.precision(mine), mine.mean(0)))
+        self.base = {name: sum(s * base[name] for s, base in zip(sizes, bases, strict=True)) / sum(sizes) for name in self.base}
+        for k, sent in messages.items():
+            prior = self.options.prior_precision * np.eye(len(sent[0][1]))
+            self.centroids[k] = np.linalg.solve(sum(p for p, _ in sent) + prior, sum(p @ mean for p, mean in sent))
+
+    def precision(self, z: np.ndarray) -> np.ndarray:
+        """The matrix of one class at one client, in any variant (E-P5)."""
+        identity = np.eye(z.shape[1])
+        return {
+            "precision": lambda: dense_precision(z, self.options.alpha),
+            "diag": lambda: np.diag(len(z) / (z.var(0) + self.options.diag_floor)),
+            "count_mean": lambda: len(z) * identity,
+            "mean": lambda: identity,
+        }[self.options.centroid]()
+
+
+@pytest.mark.parametrize("config", [
+    {"min_count": 1},
+    {"min_count": 3, "prior_precision": 0.8},
+    {"min_count": 2, "centroid": "diag", "diag_floor": 0.02, "prior_precision": 0.5},
+    {"min_count": 3, "centroid": "count_mean", "prior_precision": 0.5},
+    {"min_count": 1, "centroid": "mean"},
+])  # fmt: skip
+def test_three_rounds_equal_the_oracle(config):
+    """Every term of [eq. 9], [eq. 11], [eq. 12] and [eq. 13], and both views, on clients of unequal size with absent and single classes."""
+    prepared = small_prepared("pfedvmp", model="mlp", **CHOSEN, **config)
+    oracle, (server, half, _, initial) = Oracle(prepared), prepared.halves
+    present = [np.bincount(data.y_train, minlength=10) for data in oracle.clients]
+    assert any((counts == 0).any() for counts in present)
+    assert any((counts == 1).any() for counts in present)
+    assert len({int(counts.sum()) for counts in present}) > 1
+    state = server.init(*initial, ())
+    states = {data.client: half.init(*initial) for data in oracle.clients}
+    samples = {data.client: solo.samples(data, torch.device("cpu"), torch.float64) for data in oracle.clients}
+    for round in (1, 2, 3):
+        total, keys = Total(), {"seed": 0, "round": round}
+        for data in oracle.clients:
+            own = samples[data.client].train
+            states[data.client], update, _ = solo.train(half, states[data.client], state, own, client=data.client, **keys)
+            total.add(server.statistic(state, data.client, server.unpack(state, half.pack(update))))
+        state = server.finalise(state, total.value())
+        oracle.round(round)
+        for name, value in oracle.base.items():
+            torch.testing.assert_close(state.params[name], value, rtol=1e-6, atol=1e-8)
+        for client, head in oracle.heads.items():
+            for name, value in head.items():
+                torch.testing.assert_close(states[client].params[name], value, rtol=1e-6, atol=1e-8)
+        assert state.known.nonzero()[:, 0].tolist() == sorted(oracle.centroids)
+        for k, centroid in oracle.centroids.items():
+            torch.testing.assert_close(state.centroids[k], torch.as_tensor(centroid), rtol=1e-5, atol=1e-6)
+    data = oracle.clients[1]
+    tuned = solo.adapt(half, states[data.client], state, samples[data.client].train, "finetune", seed=0, client=data.client, round=3)
+    x = samples[data.client].test.x
+    before = oracle.model.factory().double()
+    before.load_state_dict({**oracle.base, **oracle.heads[data.client]})
+    for view, module in (("before", before), ("personal", oracle.train(data, 3, "finetune"))):
+        with torch.no_grad():
+            want = torch.softmax(module.eval()(x), 1)
+        torch.testing.assert_close(half.predict(view, tuned, state, x, {}), want, rtol=1e-5, atol=1e-6)
+
+
+def test_round_one_has_no_penalty():
+    """E-P6: without centroids a round is FedPer's, whatever xi is."""
+    ours, fedper = (small_prepared(name, model="mlp", optimizer="sgd", lr=0.05) for name in ("pfedvmp", "fedper"))
+    data = solo.samples(ours.federation.clients[0], torch.device("cpu"), torch.float32).train
+    updates = []
+    for prepared in (ours, fedper):
+        server, half, _, initial = prepared.halves
+        updates.append(solo.train(half, half.init(*initial), server.init(*initial, ()), data, seed=0, client=0, round=1).update)
+    assert_same_bits(updates[0].params, updates[1].params)
+
+
+def test_a_class_that_nobody_sends_keeps_its_centroid():
+    server, client, state = halves(3, 4, min_count=2)
+    z, y = torch.randn(9, 3, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 0])
+    first = aggregated(server, client, state, [finished(client, state, z, y)])
+    assert first.known.tolist() == [True, True, False, False]  # class 2 has one sample
+    second = aggregated(server, client, first, [finished(client, first, z[:3] + 1, y[:3])])
+    assert second.known.tolist() == first.known.tolist()
+    assert torch.equal(second.centroids[1], first.centroids[1])
+    assert not torch.allclose(second.centroids[0], first.centroids[0])
+    assert server.report(second) == {"known_classes": 2}
+    assert_same_bits(server.finalise(second, {}), second)
+
+
+def test_too_few_samples_are_not_sent():
+    """E-P12: of a class below min_count neither mean nor directions are in the message."""
+    _, client, state = halves(3, 2, min_count=4)
+    z, y = torch.randn(7, 3, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    sent = client.pack(finished(client, state, z, y))
+    assert sent["counts"].tolist() == [0, 4]
+    assert sent["means"].shape == (1, 3)
+    assert sent["spread/ranks"].tolist() == [0, 3]
+    assert "label" not in str(sorted(sent))
+
+
+def test_absurd_weights_do_not_end_a_run():
+    """A precision beyond float64's reach next to alpha: still a finite centroid (E-P11)."""
+    server, client, state = halves(3, 2, min_count=1)
+    z, y = torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    update = finished(client, state, z, y)
+    huge = update.spread["weight"] * torch.tensor([1e60, 1e30, 1.0, 1.0], dtype=torch.float64)
+    update = update._replace(spread={**update.spread, "weight": huge})
+    after = aggregated(server, client, state, [update, finished(client, state, z, y)])
+    assert bool(after.centroids.isfinite().all())
+
+
+# -- networks ----------------------------------------------------------------------------------------------------------
+def test_the_networks_of_table_4():
+    """Base and head of the paper's CNN; the features are after the LeakyReLU (E-P10)."""
+    for shape, classes, base, head in [((1, 28, 28), 10, 576_896, 5_130), ((1, 28, 28), 47, 576_896, 24_111),
+                                       ((3, 32, 32), 10, 873_408, 5_130), ((3, 32, 32), 100, 873_408, 51_300)]:  # fmt: skip
+        model = build("cnn", shape, classes)
+        params, buffers = model.initial(0)
+        sizes = [sum(v.numel() for n, v in params.items() if (n in model.head_names) == own) for own in (False, True)]
+        assert sizes == [base, head]
+    logits, features, _ = model.forward_features(params, buffers, torch.randn(2, 3, 32, 32), train=False)
+    torch.testing.assert_close(logits, features @ params["head.weight"].T + params["head.bias"])
+    assert features.shape == (2, 512)
+    assert build("cnn", (1, 28, 28), 10, features=128).initial(0)[0]["head.weight"].shape == (10, 128)
+
+
+def test_heads_of_other_shapes():
+    """A head of two layers has its own input as features; one logit means two classes; a head without a matrix is refused."""
+    deep = Model(lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))), 3, head="2")
+    state = Server(Config(), deep.anatomy).init(*deep.initial(0), ())
+    assert state.centroids.shape == (3, 6)
+    binary = build("mlp", (4,), 2)
+    assert Server(Config(), binary.anatomy).init(*binary.initial(0), ()).centroids.shape == (2, 16)
+    flat = Model(lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), 6, head="1")
+    with pytest.raises(ConfigError, match="needs a head with a weight matrix"):
+        Server(Config(), flat.anatomy).init(*flat.initial(0), ())
+    strange = Model(lambda: nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 1), nn.Flatten()), 2, head="2")
+    half = Client(Config(), Training(), strange)
+    params, buffers = strange.initial(0)
+    memo = Server(Config(), strange.anatomy).init(params, buffers, ())
+    with pytest.raises(ConfigError, match="it gets 6 numbers, its weights take 3"):
+        half.survey(Work(params, buffers, memo), Batch(torch.zeros(2, 4), torch.zeros(2).long(), torch.ones(2)))
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("alpha", 0, "alpha must be positive and finite, got 0"),
+    ("xi", -1, "xi must not be negative"),
+    ("centroid", "median", "centroid must be one of precision, diag, count_mean, mean, got 'median'"),
+    ("min_count", 0, "min_count must be at least 1, got 0"),
+    ("cut", 1, "cut must be below 1"),
+    ("diag_floor", "nan", "diag_floor must be positive"),
+    ("features", 0, "features must be at least 1"),
+])  # fmt: skip
+def test_settings_are_checked(key, value, words):
+    with pytest.raises(ConfigError, match=words):
+        small("pfedvmp", **{key: value})
+    assert small("pfedvmp-avg").options.centroid == "mean"
+
+
+def test_errata_are_all_named():
+    text = "".join(Path(half.__file__).read_text() for half in (server_half, client_half))
+    assert {f"E-P{i}" for i in range(1, 13)} <= set(re.findall(r"E-P\d+", text))
+
+
+def test_the_result_names_both_models_and_fairness():
+    """Before and after local training are in result.json and on the curve, each with its fairness over clients."""
+    result = run_to_result(small_prepared("pfedvmp", "loop", model="mlp", rounds=3, xi=5.0))
+    final = result["final"]
+    assert final["after"] == final["personal"]
+    assert final["before"]["nll"] != final["after"]["nll"]
+    assert "before local training" in final["before"]["model"]
+    for view in ("before", "after"):
+        accuracies = [one["accuracy"] for one in final[view]["per_client"]]
+        assert final[view]["fairness_std"] == pytest.approx(np.std(accuracies))
+        assert final[view]["fairness_cv"] == pytest.approx(np.std(accuracies) / np.mean(accuracies))
+    assert final["new_clients"]["num_clients"] == 2
+    for record in result["rounds"]:
+        assert record["before"]["accuracy"] >= 0
+        assert record["personal"]["num_clients"] == record["before"]["num_clients"]
+    assert [record["known_classes"] for record in result["rounds"]] == sorted(record["known_classes"] for record in result["rounds"])
