@@ -158,7 +158,7 @@ def class_sums(
         index = order[ends[k - 1] if k else 0 : ends[k]]
         vectors, own = rows[index].double(), scale[index].double()
         precision = (vectors * own[:, None]).mT @ vectors
-        precision.diagonal().add_(alpha * sent[:, k].sum())
+        precision.diagonal().add_(alpha * sent[:, k].sum(dtype=torch.float64))
         along = own * (vectors * means[index // samples, k].double()).sum(1)
         shift = alpha * (means[:, k] * sent[:, k, None]).sum(0, dtype=torch.float64) + along @ vectors
         yield to_triangle(precision), shift
