@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 SMALLEST = 4  # groups of up to this many samples go together; then twice as many, and so on
-PIECE = 2**25  # numbers that are gathered at a time (256 MiB)
+PIECE = {"cpu": 2**18, "cuda": 2**27}  # numbers that are gathered at a time: a CPU's cache, a GPU's memory
 
 
 def class_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: f
     starts = sizes.cumsum(0) - sizes
     basis, weight = torch.zeros_like(rows), rows.new_zeros(len(rows))
     for least, most, chosen in buckets(sizes, dim):
-        for part in chosen.split(max(1, PIECE // (most * dim))):
+        for part in chosen.split(max(1, PIECE.get(z.device.type, 2**18) // (most * dim))):
             place = torch.arange(most, device=z.device)
             real = place < sizes[part, None]  # (G, S)
             index = order[(starts[part, None] + place).clamp(max=len(order) - 1)]
@@ -125,20 +125,19 @@ def factors(z: Tensor, real: Tensor, cut: float, gram: bool) -> tuple[Tensor, Te
 
     In float64: an eigenvalue near the cut would otherwise have lost all but two of float32's digits.
     """
-    info = torch.finfo(z.dtype)
-    member = real[..., None].double()
-    z = z.double() * member
+    info, member = torch.finfo(z.dtype), real[..., None]
     count = real.sum(1, dtype=torch.float64)[:, None]
-    centred = (z - z.sum(1, keepdim=True) / count[..., None]) * member
+    centred = z.to(torch.float64, copy=True).mul_(member)
+    low, high = centred.flatten(1).aminmax(dim=1)
+    noise = z.shape[2] * (4 * info.eps * torch.maximum(high, -low)) ** 2
+    centred.sub_(centred.sum(1, keepdim=True) / count[..., None]).mul_(member)
     values, vectors = eigh((centred @ centred.mT if gram else centred.mT @ centred) / count[..., None])
-    noise = z.shape[2] * (4 * info.eps * z.abs().amax((1, 2))) ** 2
     least = torch.maximum(cut * values[:, -1], noise).clamp(min=info.tiny)
     keep = (values > least[:, None]).flip(1)
     safe = torch.where(keep, values.flip(1), 1.0)
     rows = vectors.mT.flip(1)
-    if gram:
-        rows = rows @ centred / (count * safe).sqrt()[..., None]
-    return rows * keep[..., None], keep / safe
+    rows = (rows * (keep / (count * safe).sqrt())[..., None]) @ centred if gram else rows * keep[..., None]
+    return rows, keep / safe
 
 
 # -- sums over clients -------------------------------------------------------------------------------------------------

@@ -51,22 +51,17 @@ def pack_factors(basis: Tensor, weight: Tensor, label: Tensor, num_classes: int)
 
     "ranks" (K,); "basis" (R, D) and "weight" (R,), or a row of "triangle" (T, D(D+1)/2): R, upper triangular, with RᵀR = V diag(weight) Vᵀ.
     """
-    dim = basis.shape[1]
-    rank = ranks(weight, label, num_classes)
-    dense = dense_ranks(rank, dim)
-    low = [basis.new_zeros(0, dim + 1)]
+    dim, rank = basis.shape[1], ranks(weight, label, num_classes)
+    dense, ends = dense_ranks(rank, dim), rank.cumsum(0)
+    order = torch.where(weight != 0, label, num_classes).argsort(stable=True)[: int(ends[-1])]
     triangles = [basis.new_zeros(0, dim * (dim + 1) // 2)]
-    for k in rank.nonzero()[:, 0].tolist():
-        mine = (weight != 0) & (label == k)
-        if bool(dense[k]):
-            root = basis[mine].double() * weight[mine].double().sqrt()[:, None]
-            square = basis.new_zeros(dim, dim, dtype=torch.float64)
-            square[: int(rank[k])] = torch.linalg.qr(root).R
-            triangles.append(to_triangle(square)[None].to(basis.dtype))
-        else:
-            low.append(torch.cat([basis[mine], weight[mine, None]], 1))
-    rows = torch.cat(low)
-    return {"ranks": rank, "basis": rows[:, :dim].contiguous(), "weight": rows[:, dim].contiguous(), "triangle": torch.cat(triangles)}
+    for k in dense.nonzero()[:, 0].tolist():
+        mine = order[int(ends[k] - rank[k]) : int(ends[k])]
+        square = basis.new_zeros(dim, dim, dtype=torch.float64)
+        square[: len(mine)] = torch.linalg.qr(basis[mine].double() * weight[mine].double().sqrt()[:, None]).R
+        triangles.append(to_triangle(square)[None].to(basis.dtype))
+    low = order[~dense[label[order]]]
+    return {"ranks": rank, "basis": basis[low], "weight": weight[low], "triangle": torch.cat(triangles)}
 
 
 def roots(packed: Tensors, present: list[int]) -> Iterator[Tensor]:

@@ -83,7 +83,7 @@ def test_padded_clients_together_are_clients_alone(dim, monkeypatch):
     y[3, 10:] = 2  # one large class
     mask = (torch.arange(longest) < torch.tensor(sizes)[:, None]).double()
     whole = vmap(lambda z, y, m: class_factors(z, y, m, classes))(z, y, mask)
-    monkeypatch.setattr(classwise, "PIECE", 1)
+    monkeypatch.setattr(classwise, "PIECE", {"cpu": 1})
     pieces = vmap(lambda z, y, m: class_factors(z, y, m, classes))(z, y, mask)
     nested = vmap(vmap(lambda z, y, m: class_factors(z, y, m, classes)), in_dims=(1, 1, 1))(z[:, None], y[:, None], mask[:, None])
     shared = vmap(lambda z, m: class_factors(z, y[3], m, classes), in_dims=(0, 0))(z, mask)  # labels without a client axis
@@ -105,6 +105,16 @@ def test_padded_clients_together_are_clients_alone(dim, monkeypatch):
                 torch.testing.assert_close(variances[c, k], z[c, :size][mine].var(0, correction=0))
     alone = class_factors(z[1], y[3], mask[1], classes)
     torch.testing.assert_close(shared[1][1], alone[1])
+
+
+def test_the_smaller_matrix_is_decomposed_and_groups_go_together(monkeypatch):
+    """Samples × samples up to D samples, D × D beyond: and as many decompositions as there are sizes, not as there are classes."""
+    asked = []
+    monkeypatch.setattr(classwise, "eigh", lambda batch: asked.append(tuple(batch.shape)) or torch.linalg.eigh(batch))
+    counts = [1, 2, 3, 4, 7, 8, 10, 11, 30, 50]
+    y = torch.repeat_interleave(torch.arange(10), torch.tensor(counts))
+    class_factors(torch.randn(len(y), 10), y, torch.ones(len(y)), 10)
+    assert asked == [(3, 4, 4), (2, 8, 8), (1, 10, 10), (1, 10, 10), (1, 10, 10), (1, 10, 10)]
 
 
 def test_labels_that_are_no_class_are_left_out():
