@@ -259,6 +259,17 @@ def test_too_few_samples_are_not_sent():
     assert "label" not in str(sorted(sent))
 
 
+def test_memory_of_the_server_is_that_of_the_classes():
+    """Forty clients take the room of one: K packed triangles, no message is kept."""
+    server, client, state = halves(8, 3, min_count=1)
+    total, sizes = Total(), []
+    for number in range(40):
+        z = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        total.add(server.statistic(state, number, server.unpack(state, client.pack(finished(client, state, z, torch.arange(12) % 3)))))
+        sizes.append(sum(value.numel() for value in total.value().values()))
+    assert set(sizes) == {1 + sum(value.numel() for value in state.params.values()) + 3 * (8 * 9 // 2 + 8 + 1)}
+
+
 def test_absurd_weights_do_not_end_a_run():
     """A precision beyond float64's reach next to alpha: still a finite centroid (E-P11)."""
     server, client, state = halves(3, 2, min_count=1)
