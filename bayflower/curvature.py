@@ -103,13 +103,16 @@ def linear(layer: nn.Module, own: Tensors, kept: Tensors, a: Tensor, g: Tensor) 
     return named(own, squares.mT @ a.square(), squares.sum(0))
 
 
-def convolution(layer: nn.Module, own: Tensors, kept: Tensors, a: Tensor, g: Tensor) -> Tensors:
+def convolution(layer: Any, own: Tensors, kept: Tensors, a: Tensor, g: Tensor) -> Tensors:
     """Return Σ (Σ_l g_l a_l)², l the positions of the output: one product of matrices a sample."""
-    patches = nn.functional.unfold(a, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
+    (high, wide), (down, across) = layer.padding, layer.stride
+    tall, broad = layer.kernel_size
+    views = nn.functional.pad(a, (wide, wide, high, high)).unfold(2, tall, down).unfold(3, broad, across)
+    patches = views.permute(0, 1, 4, 5, 2, 3).reshape(a.shape[0], a.shape[1] * tall * broad, -1)  # nn.functional.unfold, thrice as fast
     columns, samples, maps = g.shape[:3]
     g = g.reshape(columns, samples, maps, -1)
     grads = g.movedim(0, 1).reshape(samples, columns * maps, -1) @ patches.mT
-    weight = grads.reshape(samples * columns, maps, -1).square().sum(0)
+    weight = grads.reshape(samples * columns, maps, -1).pow_(2).sum(0)  # in place: it is the largest tensor of all
     return named(own, weight.reshape(own["weight"].shape), g.sum(-1).square().sum((0, 1)))
 
 
@@ -128,9 +131,8 @@ def named(own: Tensors, weight: Tensor, bias: Tensor) -> Tensors:
     return {name: value for name, value in (("weight", weight), ("bias", bias)) if name in own}
 
 
-RULES: dict[type, Rule] = {
-    nn.Linear: linear, nn.Conv2d: convolution, nn.BatchNorm1d: normalisation, nn.BatchNorm2d: normalisation,
-}  # fmt: skip
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+RULES: dict[type, Rule] = {nn.Linear: linear, nn.Conv2d: convolution, **dict.fromkeys(NORMS, normalisation)}
 
 
 # -- which layers have a formula -------------------------------------------------------------------------------------------------
@@ -168,8 +170,12 @@ def fits(layer: nn.Module, shape: tuple[int, ...]) -> bool:
     if isinstance(layer, nn.Linear):
         return len(shape) == 2
     if isinstance(layer, nn.Conv2d):
-        return len(shape) == 4 and layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    return isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) and layer.running_mean is not None and layer.affine
+        return (
+            len(shape) == 4
+            and (layer.groups, layer.dilation, layer.padding_mode) == (1, (1, 1), "zeros")
+            and layer.padding not in ("same", "valid")
+        )
+    return isinstance(layer, NORMS) and layer.running_mean is not None and layer.affine
 
 
 def forward(model: Model, params: Tensors, buffers: Tensors, x: Tensor, probes: Tensors) -> tuple[Tensor, Tensors]:
@@ -180,11 +186,18 @@ def forward(model: Model, params: Tensors, buffers: Tensors, x: Tensor, probes: 
         if path not in probes:
             return y
         inputs[path] = x
-        return y + probes[path]
+        return (affine(layer, x) if isinstance(layer, NORMS) else y) + probes[path]
 
     with hooked(model, tap):
         logits, _ = model.forward(params, buffers, x, train=False)
     return logits, inputs
+
+
+def affine(layer: Any, x: Tensor) -> Tensor:
+    """Return what BatchNorm gives in evaluation mode, as one product and one sum: torch's own way back costs three times as much."""
+    around = (-1,) + (1,) * (x.ndim - 2)
+    scale = layer.weight * (layer.running_var + layer.eps).rsqrt()
+    return x * scale.reshape(around) + (layer.bias - layer.running_mean * scale).reshape(around)
 
 
 class hooked:  # noqa: N801 (reads as a verb in a with statement)

@@ -187,7 +187,7 @@ class ClientHalf(ABC):
     state_type: ClassVar[type]
     update_type: ClassVar[type]
     private: ClassVar[tuple[str, ...]] = ()  # fields of the state that never travel
-    surveys: ClassVar[int] = 0  # samples of one `survey`; 0 = the half needs no pass over the data after training
+    surveys: int = 0  # samples of one `survey`; 0 = the half needs no pass over the data after training
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         self.config = config

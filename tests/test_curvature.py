@@ -60,13 +60,18 @@ def layers(*widths: int, norm: bool = False) -> nn.Module:
     return nn.Sequential(*parts[:-1])
 
 
+def strides() -> nn.Module:
+    """Two convolutions, the second with a kernel, strides and padding that are not square."""
+    second = nn.Conv2d(3, 2, (3, 2), stride=(2, 1), padding=(1, 0))
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.LeakyReLU(0.1), nn.MaxPool2d(2), second, nn.Flatten(), nn.Linear(8, 4))
+
+
 CASES = {
     "mlp": (build("mlp", (5,), 3), (5,)),
     "one logit": (build("mlp", (5,), 2), (5,)),
     "batchnorm": (build("mlp-bn", (5,), 3), (5,)),
     "lenet5": (build("lenet5", (1, 16, 16), 10), (1, 16, 16)),
-    "cnn": (Model(lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.LeakyReLU(0.1), nn.MaxPool2d(2), nn.Conv2d(3, 2, 3), nn.Flatten(),
-                                        nn.Linear(2, 4)), 4), (1, 8, 8)),
+    "cnn": (Model(strides, 4), (1, 8, 8)),
     "resnet20": (build("resnet20", (3, 16, 16), 10), (3, 16, 16)),
     "small": (Model(lambda: layers(5, 6, 4, 3), 3), (5,)),
     "small, one logit": (Model(lambda: layers(5, 6, 4, 1), 2), (5,)),

@@ -30,10 +30,13 @@ import torch
 from torch import Tensor
 
 from ..curvature import diagonal
+from ..models import Model
 from ..protocol import WireError
 from ..strategies.fedbps import Broadcast, Update, unpack_bits
 from ..types import Batch, ClientHalf, Phase, Purpose, Survey, Tensors, Work
 from .fedavg import count
+
+FIT = "fit"  # the phase of a client that never trained
 
 
 class State(NamedTuple):
@@ -49,14 +52,18 @@ class Client(ClientHalf):
     state_type = State
     update_type = Update
     private = ("buffers",)
-    surveys = 32  # samples whose curvature is computed at a time: every class is one backward pass, so this is more than a batch's memory
+
+    def __init__(self, config: Any, training: Any, model: Model) -> None:
+        super().__init__(config, training, model)
+        columns = 1 if config.curvature == "empirical" or model.num_classes == 2 else model.num_classes
+        self.surveys = max(1, min(training.batch_size // 2, 3 * training.batch_size // (2 * columns)))  # below twice a step's memory
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
         """Return one stretch of local training; a new client fits its personal entries; nothing before a test."""
         if purpose == "train":
             return (self.training.phase("local"),)
         if purpose == "new" and self.config.personal_share > 0:
-            return (self.training.phase("fit", epochs=self.training.new_client_epochs),)
+            return (self.training.phase(FIT, epochs=self.training.new_client_epochs),)
         return ()
 
     def views(self) -> dict[str, str]:
@@ -118,21 +125,18 @@ class Client(ClientHalf):
         return State(work.params, {name: work.buffers[name] for name in state.buffers})
 
     def adapt(self, state: State, broadcast: Broadcast, data: Batch, purpose: Purpose) -> Work:
-        """Return the work in which the personal entries alone will move."""
-        return self.begin(state, broadcast, data)._replace(memo=broadcast.mask)
+        """Return the work of fitting the personal entries to the shared ones, which the memo holds."""
+        return self.begin(state, broadcast, data)._replace(memo=broadcast)
 
-    def step(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Work, Tensors]:
-        """Return one gradient step; a new client's shared entries stay where they are."""
-        after, info = super().step(phase, work, batches, noise)
-        if phase.name == "fit":
-            after = after._replace(
-                params={name: torch.where(mask, after.params[name], work.params[name]) for name, mask in work.memo.items()}
-            )
-        return after, info
+    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+        """Return the mean loss of a batch; while a new client fits, the shared entries are w_g's, whatever the optimiser does to them."""
+        if phase.name == FIT:
+            params = combined(params, work.memo)
+        return super().loss(params, work, batch, noise, phase)
 
     def adapted(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
         """Return the fitted model."""
-        return self.kept(state, work)
+        return self.kept(state, work._replace(params=combined(work.params, work.memo)))
 
     def predict(self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
         """Return class probabilities of w_i ⊙ M + w_g ⊙ (1 − M)."""
