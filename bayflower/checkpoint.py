@@ -19,7 +19,8 @@ from .types import ConfigError, Tensors
 
 FORMAT = "bayflower-run-1"
 FILE = "checkpoint.safetensors"
-FREE = {"rounds", "evaluate_every", "device", "max_fused", "tf32", "checkpoint_every", "min_replies", "data_dir", "download"}  # may differ
+FREE = {"rounds", "evaluate_every", "device", "max_fused", "stacking", "cuda_graphs", "tf32", "checkpoint_every", "min_replies", "data_dir",
+        "download"}  # may differ  # fmt: skip
 
 
 class Checkpoint(NamedTuple):

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .eigen import eigh_many
+
 SMALLEST = 4  # groups of up to this many samples go together; then twice as many, and so on
 PIECE = {"cpu": 2**18, "cuda": 2**27}  # numbers that are gathered at a time: a CPU's cache, a GPU's memory
 
@@ -56,12 +58,6 @@ def members(y: Tensor, mask: Tensor, num_classes: int) -> Tensor:
     return ((y[:, None] == torch.arange(num_classes, device=y.device)) & (mask != 0)[:, None]).double()
 
 
-def eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (eigenvalues (G, S), ascending; eigenvectors (G, S, S), as columns) of symmetric matrices."""
-    values, vectors = torch.linalg.eigh(batch)
-    return values, vectors
-
-
 class _Factors(Function):
     """`class_factors` on any number of leading axes; vmap adds one."""
 
@@ -94,16 +90,21 @@ def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: f
     sizes = torch.bincount(group, minlength=groups + 1)[:groups]
     starts = sizes.cumsum(0) - sizes
     basis, weight = torch.zeros_like(rows), rows.new_zeros(len(rows))
+    pieces = []
     for least, most, chosen in buckets(sizes, dim):
         for part in chosen.split(max(1, PIECE.get(z.device.type, 2**18) // (most * dim))):
             place = torch.arange(most, device=z.device)
             real = place < sizes[part, None]  # (G, S)
-            index = order[(starts[part, None] + place).clamp(max=len(order) - 1)]
-            vectors, precision = factors(rows[index], real, cut, gram=least <= dim)
-            if vectors.shape[1] < most:
-                real, index = real[:, : vectors.shape[1]], index[:, : vectors.shape[1]]
-            basis[index[real]] = vectors[real].to(z.dtype)
-            weight[index[real]] = precision[real].to(z.dtype)
+            pieces.append((order[(starts[part, None] + place).clamp(max=len(order) - 1)], real, least <= dim))
+    for some in [pieces] if z.is_cuda else [[piece] for piece in pieces]:  # a CPU does them one by one, in its cache
+        centred = [centre(rows[index], real) for index, real, _ in some]
+        found = eigh_many([products(*parts, gram) for parts, (_, _, gram) in zip(centred, some, strict=True)])
+        for (index, real, gram), parts, pairs in zip(some, centred, found, strict=True):
+            vectors, precision = factors(*parts, *pairs, cut, gram, torch.finfo(z.dtype).tiny)
+            used = real[:, : vectors.shape[1]]
+            index = index[:, : vectors.shape[1]][used]
+            basis[index] = vectors[:, : used.shape[1]][used].to(z.dtype)
+            weight[index] = precision[:, : used.shape[1]][used].to(z.dtype)
     return basis.reshape(z.shape), weight.reshape(y.shape)
 
 
@@ -120,19 +121,29 @@ def buckets(sizes: Tensor, dim: int) -> list[tuple[int, int, Tensor]]:
     return found
 
 
-def factors(z: Tensor, real: Tensor, cut: float, gram: bool) -> tuple[Tensor, Tensor]:
-    """Return (vectors (G, r, D), their precisions (G, r)), largest variance first, of groups z (G, S, D) of which `real` (G, S) count.
+def centre(z: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (the centred samples (G, S, D), how many count (G, 1), the variance that rounding of z can produce (G,)), in float64.
 
-    In float64: an eigenvalue near the cut would otherwise have lost all but two of float32's digits.
+    In float64, because an eigenvalue near the cut would otherwise have lost all but two of float32's digits.
     """
-    info, member = torch.finfo(z.dtype), real[..., None]
+    member = real[..., None]
     count = real.sum(1, dtype=torch.float64)[:, None]
     centred = z.to(torch.float64, copy=True).mul_(member)
     low, high = centred.flatten(1).aminmax(dim=1)
-    noise = z.shape[2] * (4 * info.eps * torch.maximum(high, -low)) ** 2
-    centred.sub_(centred.sum(1, keepdim=True) / count[..., None]).mul_(member)
-    values, vectors = eigh((centred @ centred.mT if gram else centred.mT @ centred) / count[..., None])
-    least = torch.maximum(cut * values[:, -1], noise).clamp(min=info.tiny)
+    noise = z.shape[2] * (4 * torch.finfo(z.dtype).eps * torch.maximum(high, -low)) ** 2
+    return centred.sub_(centred.sum(1, keepdim=True) / count[..., None]).mul_(member), count, noise
+
+
+def products(centred: Tensor, count: Tensor, noise: Tensor, gram: bool) -> Tensor:
+    """Return the matrices to decompose: C Cᵀ/n (G, S, S) if `gram`, else CᵀC/n (G, D, D)."""
+    return (centred @ centred.mT if gram else centred.mT @ centred) / count[..., None]
+
+
+def factors(
+    centred: Tensor, count: Tensor, noise: Tensor, values: Tensor, vectors: Tensor, cut: float, gram: bool, tiny: float
+) -> tuple[Tensor, Tensor]:
+    """Return (orthonormal vectors (G, r, D), their precisions (G, r)), largest variance first, from a decomposition of `products`."""
+    least = torch.maximum(cut * values[:, -1], noise).clamp(min=tiny)
     keep = (values > least[:, None]).flip(1)
     safe = torch.where(keep, values.flip(1), 1.0)
     rows = vectors.mT.flip(1)

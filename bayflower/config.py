@@ -77,7 +77,10 @@ class Settings:
     device: str = "auto"  # cpu, cuda or cuda:N; auto = a GPU if there is one
     dtype: Literal["float32", "float64"] = "float32"  # of parameters, data and messages
     tf32: bool = False  # let a GPU round the inputs of float32 products to 10 bits: faster, and no longer equal to a CPU's numbers
-    max_fused: int = 0  # fused engine: most clients trained together; 0 = all
+    max_fused: int = 0  # fused engine: most clients trained together; 0 = as many as fit into memory
+    stacking: Literal["auto", "yes", "no"] = "auto"  # fused engine: train clients as a stack; auto = on a CPU where it is measured to pay
+    cuda_graphs: bool = True  # fused engine on a GPU: record a training step once and replay it
+    client_states: Literal["device", "disk"] = "device"  # fused engine: where states of clients are kept between rounds; disk = in `out`
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("seed", 0), ("features", 1), ("min_replies", 1), ("evaluate_every", 0), ("checkpoint_every", 0),
@@ -88,8 +91,10 @@ class Settings:
             raise ConfigError(f"fraction_train must be in (0, 1], got {self.fraction_train}; 1 means every client in every round")
         if self.model not in MODELS:
             raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {self.model!r}")
-        if self.dtype not in ("float32", "float64"):
-            raise ConfigError(f"dtype must be float32 or float64, got {self.dtype!r}")
+        words = {"dtype": ("float32", "float64"), "stacking": ("auto", "yes", "no"), "client_states": ("device", "disk")}
+        for name, allowed in words.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {getattr(self, name)!r}")
         if self.device != "auto":
             self.torch_device()
 

@@ -1,9 +1,8 @@
-"""The fused engine: all clients of a round are trained together, as one stack of parameters under `torch.func.vmap`.
+"""The fused engine: all clients of a round are trained together, as one stack of networks under `torch.func.vmap`.
 
-No Flower object is made; bytes are computed from the shapes that would travel. Clients of unequal size are sorted by their number
-of steps, so that those still training are always a prefix of the stack: a client that has finished is set aside and cannot move.
-Within a step shorter batches are padded and masked. Networks whose layers couple the samples of a batch (BatchNorm) get no
-padding: clients are grouped by batch size instead. Networks that draw their own random numbers (dropout) are trained one by one.
+No Flower object is made; bytes are computed from the shapes that would travel. States and data stay on the device. `stacks.py` has the
+training itself, `replay.py` what makes it fast on a GPU, `bank.py` the states. Networks that cannot be stacked (dropout draws its own
+random numbers; a layer may refuse) are trained one by one, and the result says why.
 """
 
 from __future__ import annotations
@@ -12,263 +11,231 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from . import metrics, sampling, solo
+from . import choice, metrics, sampling, sizes, solo
+from .bank import Bank, DeviceBank, DiskBank
 from .checkpoint import Checkpoint, make, server_state, write
 from .config import Run
-from .data import ClientData, Federation, batches
+from .data import ClientData, Federation
 from .exact import Total
 from .halves import Halves
+from .meter import Meter
 from .outcome import Outcome, Progress, RoundRecord, Views, curve_point
-from .protocol import (
-    BROADCAST,
-    HEADER,
-    METRICS,
-    TALLY,
-    UPDATE,
-    content_bytes,
-    reply_header,
-    reply_numbers,
-    request_header,
-    shapes,
-)
-from .tree import map_tree, put, stack, take, to, unflatten
-from .types import Batch, Phase, Purpose, Work
+from .replay import Graphs
+from .stacks import Course, Stack, Sweep
+from .tree import map_tree, stack, take, to, unflatten
+from .types import Batch, Purpose, Sum, Survey, Work
 
 log = logging.getLogger("bayflower")
-ONE_BY_ONE = "clients were trained one by one because the model draws its own random numbers (dropout)"
+DROPOUT = "clients were trained one by one because the model draws its own random numbers (dropout)"
 SMALL_MODEL = 100_000  # parameters; below it a CPU's second thread waits more than it works, most of all on a busy machine
-
-
-class Stacked(NamedTuple):
-    """The data of many clients, padded to the largest: x (C, N, …), y and mask (C, N)."""
-
-    train: Batch
-    test: Batch
+TEST_PIECE = 256  # test samples of a client in one pass
 
 
 class Fused:
-    """All clients of one kind (training, or new), their data resident on the device."""
+    """All clients of one kind (training, or new), and what is kept for them between rounds."""
 
-    def __init__(self, halves: Halves, clients: Sequence[ClientData], run: Run) -> None:
+    def __init__(self, halves: Halves, clients: Sequence[ClientData], run: Run, bank: Bank | None = None) -> None:
         settings = run.settings
-        self.half, self.per_client = halves.client, halves.server.per_client
         self.device, self.dtype, self.seed = settings.torch_device(), settings.torch_dtype(), settings.seed
-        self.clients = tuple(data.client for data in clients)
-        self.row = {client: row for row, client in enumerate(self.clients)}
-        self.sizes = np.array([len(data.y_train) for data in clients])
-        parts = [solo.samples(data, torch.device("cpu"), self.dtype) for data in clients]
-        self.data = Stacked(*(to(pad([part[i] for part in parts]), self.device) for i in (0, 1)))
+        self.stack = Stack(clients, self.device, self.dtype)
+        self.plain, self.per_client = halves.client, halves.server.per_client
+        model = halves.model.for_stacks(gpu=self.device.type == "cuda")
+        self.half = type(halves.client)(halves.client.config, halves.client.training, model)
         fresh = halves.client.init(*(to(tree, self.device) for tree in halves.initial))
-        self.states = map_tree(lambda leaf: leaf.expand(len(clients), *leaf.shape).clone(), to(fresh, self.device))
-        self.together = not halves.model.stochastic
+        self.bank = bank or DeviceBank(fresh, self.stack.clients, self.device)
+        self.graphs = Graphs(self.device, settings.cuda_graphs)
+        self.most, self.fits = settings.max_fused, 0  # most clients at a time (0 = no limit); this many are known to fit
+        self.apart = DROPOUT if halves.model.stochastic else halves.model.unstackable
+        self.undecided = not self.apart and self.device.type == "cpu" and settings.stacking == "auto"
+        if settings.stacking == "no":
+            self.apart = self.apart or "clients were trained one by one because stacking=no"
+        self.courses: dict[Any, Course] = {}
+        self.sweeps: dict[Any, Sweep] = {}
 
-    def chunks(self, chosen: Sequence[int], most: int) -> list[list[int]]:
-        """Return `chosen` in pieces of at most `most` clients, largest clients first so that equals train together."""
-        ordered = sorted(chosen, key=lambda client: (-self.sizes[self.row[client]], client))
-        most = most or len(ordered)
+    def chunks(self, chosen: Sequence[int], sent: Callable[[list[int]], Any]) -> list[list[int]]:
+        """Return `chosen` in pieces that fit into memory, largest clients first so that equals train together."""
+        ordered = self.stack.order(chosen)
+        if self.device.type == "cuda" and not self.most and not self.apart and len(ordered) > self.fits:
+            self.most = choice.clients_that_fit(self, ordered, sent)
+            self.fits = len(ordered)
+        most = self.most or len(ordered)
         return [ordered[start : start + most] for start in range(0, len(ordered), most)]
 
-    def train(self, chosen: list[int], broadcast: Any, round: int) -> tuple[Any, list[float]]:
+    # -- one round -------------------------------------------------------------------------------------------------
+    def train(self, chosen: list[int], broadcast: Any, round: int) -> tuple[Any, Tensor]:
         """Return (the stacked updates, the mean losses) of `chosen` after one round; their states are replaced."""
-        index, state, data = self._rows(chosen)
-        if not self.together:
-            parts = [self._alone(client, broadcast, position, round) for position, client in enumerate(chosen)]
-            state, update, losses = stack([part.state for part in parts]), stack([part.update for part in parts]), [p.loss for p in parts]
-        else:
-            work = self._map(self.half.begin, (0, self._axis, 0))(state, broadcast, data)
-            work, losses = self._phases(work, chosen, data, "train", round)
-            state, update = self._map(self.half.finish, (0, 0, 0))(state, work, data)
-        self.states = put(self.states, index, state)
-        return update, losses
+        states = self.bank.take(chosen)
+        if self.undecided:
+            self.undecided = False
+            self.apart = choice.why_apart(self, states, broadcast, chosen, round)
+        if not self.apart:
+            try:
+                states, updates, losses = self._together(chosen, states, broadcast, round)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, NotImplementedError) as error:
+                if self.courses:  # it has worked before: this is no layer that cannot be stacked
+                    log.debug("the stack failed", exc_info=True)
+                self.apart = f"clients were trained one by one because the network cannot be stacked ({str(error).splitlines()[0]})"
+                log.warning(self.apart)
+        if self.apart:
+            states, updates, losses = self._one_by_one(chosen, self.bank.take(chosen), broadcast, round)
+        self.bank.put(chosen, states, round)
+        return updates, losses
 
+    def _together(self, chosen: list[int], states: Any, broadcast: Any, round: int) -> tuple[Any, Any, Tensor]:
+        data = self.stack.whole(chosen)
+        work = vmap(self.half.begin, in_dims=(0, self._axis, 0))(states, broadcast, data)
+        work, losses = self._phases(work, chosen, "train", round)
+        if self.half.surveys:
+            work = work._replace(survey=self._survey(work, chosen))
+        states, updates = vmap(self.half.finish)(states, work, data)
+        return states, updates, losses
+
+    def _one_by_one(self, chosen: list[int], states: Any, broadcast: Any, round: int) -> tuple[Any, Any, Tensor]:
+        parts = []
+        for place, client in enumerate(chosen):
+            own = take(broadcast, place) if self.per_client else broadcast
+            with solo.one_thread():
+                parts.append(solo.train(self.plain, take(states, place), own, self.stack.alone(client), seed=self.seed, client=client,
+                                        round=round))  # fmt: skip
+        losses = torch.tensor([part.loss for part in parts], dtype=torch.float64)
+        return stack([part.state for part in parts]), stacked_updates([part.update for part in parts]), losses
+
+    def prefetch(self, chosen: Sequence[int], round: int) -> None:
+        """Draw the batches of a coming round while the device is busy."""
+        ordered = self.stack.order(chosen)
+        for (purpose, _, number), course in self.courses.items():
+            if purpose == "train" and number == len(ordered):
+                course.draw(ordered, round)
+
+    # -- tests -----------------------------------------------------------------------------------------------------
     def test(self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose) -> dict[str, dict[int, metrics.Tally]]:
         """Return every view's tally of every client in `chosen`, after the adaptation of `purpose`."""
-        index, state, data = self._rows(chosen)
-        test = take(self.data.test, index)
+        states = self.bank.take(chosen)
         if self.half.phases(purpose):
-            state = self._adapt(chosen, state, broadcast, data, purpose, round)
-        noise = self._noise("predict", "predict", solo.CHUNK, chosen, round, 0)
+            states = self._adapted(chosen, states, broadcast, purpose, round)
+        noise = self._predict_noise(chosen, round)
+        shared = broadcast if self.per_client else map_tree(lambda leaf: leaf.expand(len(chosen), *leaf.shape), broadcast)
+        rows, counts = self.stack.index(chosen), self.stack.test_sizes[[self.stack.row[client] for client in chosen]]
         result: dict[str, dict[int, metrics.Tally]] = {}
-        with torch.no_grad():
-            for view in self.half.views():
-                tally: Any = None
-                for start in range(0, test.y.shape[1], solo.CHUNK):
-                    part = map_tree(lambda leaf, start=start: leaf[:, start : start + solo.CHUNK], test)
-
-                    def one(state: Any, broadcast: Any, part: Batch, noise: Any, view: str = view) -> metrics.Tally:
-                        return metrics.tally(self.half.predict(view, state, broadcast, part.x, noise), part.y, part.mask)
-
-                    piece = self._map(one, (0, self._axis, 0, 0))(state, broadcast, part, noise)
-                    tally = piece if tally is None else metrics.add(tally, piece)
-                found = to(tally, "cpu")
-                result[view] = {client: take(found, position) for position, client in enumerate(chosen)}
+        for view in self.half.views():
+            key = ("test", view, purpose, len(chosen))
+            if key not in self.sweeps:
+                longest, piece = int(self.stack.test_sizes.max()), solo.CHUNK if noise else TEST_PIECE
+                self.sweeps[key] = Sweep(self._tally(view), self.stack.test, longest, len(chosen), piece, self.graphs, adopt=False)
+            found = to(self.sweeps[key].run(rows, counts, states, shared, noise).total, "cpu")
+            result[view] = {client: map_tree(lambda leaf, place=place: leaf[place].clone(), found) for place, client in enumerate(chosen)}
         return result
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    def _tally(self, view: str) -> Any:
+        def one(state: Any, broadcast: Any, noise: Any, batch: Batch) -> Survey:
+            return Survey(metrics.tally(self.half.predict(view, state, broadcast, batch.x, noise), batch.y, batch.mask), {})
+
+        return one
+
+    # -- inside ----------------------------------------------------------------------------------------------------
     @property
     def _axis(self) -> int | None:
         return 0 if self.per_client else None
 
-    def _map(self, fn: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:
-        return vmap(fn, in_dims=axes)
+    def course(self, phase: Any, purpose: str, number: int) -> Course:
+        """Return the course of a phase for `number` clients, made on first use."""
+        key = (purpose, phase.name, number)
+        if key not in self.courses:
+            self.courses[key] = Course(self.half, phase, purpose, self.stack, number, self.seed, self.graphs)
+        return self.courses[key]
 
-    def _rows(self, chosen: list[int]) -> tuple[Tensor, Any, Batch]:
-        index = torch.tensor([self.row[client] for client in chosen], device=self.device)
-        return index, take(self.states, index), take(self.data.train, index)
-
-    def _adapt(self, chosen: list[int], state: Any, broadcast: Any, data: Batch, purpose: Purpose, round: int) -> Any:
-        if not self.together:
-            return stack([
-                solo.adapt(self.half, take(state, i), take(broadcast, i) if self.per_client else broadcast, self._own_data(client),
-                           purpose, seed=self.seed, client=client, round=round)
-                for i, client in enumerate(chosen)
-            ])  # fmt: skip
-        work = self._map(lambda s, b, d: self.half.adapt(s, b, d, purpose), (0, self._axis, 0))(state, broadcast, data)
-        work, _ = self._phases(work, chosen, data, purpose, round)
-        return self._map(lambda s, w, d: self.half.adapted(s, w, d, purpose), (0, 0, 0))(state, work, data)
-
-    def _alone(self, client: int, broadcast: Any, position: int, round: int) -> solo.Trained:
-        own = take(broadcast, position) if self.per_client else broadcast
-        state = take(self.states, self.row[client])
-        return solo.train(self.half, state, own, self._own_data(client), seed=self.seed, client=client, round=round)
-
-    def _own_data(self, client: int) -> Batch:
-        row = self.row[client]
-        return map_tree(lambda leaf: leaf[row, : self.sizes[row]], self.data.train)
-
-    def _phases(self, work: Work, chosen: list[int], data: Batch, purpose: Purpose, round: int) -> tuple[Work, list[float]]:
+    def _phases(self, work: Work, chosen: list[int], purpose: Purpose, round: int) -> tuple[Work, Tensor]:
         """Return the stacked work after all phases, and each client's mean loss."""
         total = torch.zeros(len(chosen), dtype=torch.float64, device=self.device)
         seen = np.zeros(len(chosen))
         for phase in self.half.phases(purpose):
             work = vmap(lambda one, phase=phase: solo.fresh_optimizer(phase, one))(work)
-            coupled = self.half.model.coupled
-            plans = [
-                batches.plan(int(self.sizes[self.row[client]]), phase, seed=self.seed, client=client, round=round, purpose=purpose,
-                             coupled=coupled)
-                for client in chosen
-            ]  # fmt: skip
-            seen += [sum(len(rows) for groups in plan for rows in groups) for plan in plans]
-            run = self._coupled_phase if coupled else self._padded_phase
-            work, losses = run(phase, work, chosen, data, plans, f"{purpose}/{phase.name}", round)
+            work, losses, count = self.course(phase, purpose, len(chosen)).run(work, chosen, round)
             total += losses
-        return work, (total.cpu().numpy() / np.maximum(seen, 1)).tolist()
+            seen += count
+        return work, total / torch.as_tensor(np.maximum(seen, 1), device=self.device)
 
-    def _step(self, phase: Phase) -> Callable[..., Any]:
-        return vmap(lambda work, groups, noise: self.half.step(phase, work, groups, noise))
+    def _survey(self, work: Work, chosen: list[int]) -> Survey:
+        """Return the pass over all training data, its rows cut to the longest client."""
+        key = ("survey", len(chosen))
+        counts = self.stack.sizes[[self.stack.row[client] for client in chosen]]
+        if key not in self.sweeps:
+            longest = int(self.stack.sizes.max())
+            self.sweeps[key] = Sweep(self.half.survey, self.stack.train, longest, len(chosen), self.half.surveys, self.graphs, adopt=True)
+        found = self.sweeps[key].run(self.stack.index(chosen), counts, work)
+        return Survey(found.total, map_tree(lambda leaf: leaf[:, : counts.max()], found.each))
 
-    def _padded_phase(
-        self, phase: Phase, work: Work, chosen: list[int], data: Batch, plans: list[Any], stage: str, round: int
-    ) -> tuple[Work, Tensor]:
-        """Run one phase: clients sorted by steps, those still training a prefix, batches padded and masked."""
-        order = sorted(range(len(chosen)), key=lambda i: -len(plans[i]))
-        index = torch.tensor(order, device=self.device)
-        work, data = take(work, index), take(data, index)
-        rows, real = (torch.as_tensor(array, device=self.device) for array in padded_plan([plans[i] for i in order], phase))
-        lengths = [len(plans[i]) for i in order]
-        losses = torch.zeros(len(order), dtype=torch.float64, device=self.device)
-        step, aside = self._step(phase), []
-        active = len(order)
-        for t in range(lengths[0] if lengths else 0):
-            still = sum(1 for length in lengths[:active] if length > t)
-            if still < active:
-                aside.append(map_tree(lambda leaf, still=still: leaf[still:], work))
-                work = map_tree(lambda leaf, still=still: leaf[:still], work)
-                data = map_tree(lambda leaf, still=still: leaf[:still], data)
-                active = still
-            groups = tuple(gather(data, rows[:active, t, g], real[:active, t, g]) for g in range(phase.batches))
-            noise = self._noise(phase.name, stage, phase.batch_size, [chosen[i] for i in order[:active]], round, t)
-            work, info = step(work, groups, noise)
-            losses[:active] += info["loss"].detach().double() * torch.stack([group.mask.sum(1) for group in groups]).sum(0).double()
-        work = map_tree(lambda *pieces: torch.cat(pieces), work, *reversed(aside)) if aside else work
-        back = torch.argsort(index)
-        return solo.detach(take(work, back)), losses[back]
+    def _adapted(self, chosen: list[int], states: Any, broadcast: Any, purpose: Purpose, round: int) -> Any:
+        if self.apart:
+            keys: dict[str, Any] = {"seed": self.seed, "round": round}
+            return stack([
+                solo.adapt(self.plain, take(states, i), take(broadcast, i) if self.per_client else broadcast, self.stack.alone(client),
+                           purpose, client=client, **keys)
+                for i, client in enumerate(chosen)
+            ])  # fmt: skip
+        data = self.stack.whole(chosen)
+        work = vmap(lambda s, b, d: self.half.adapt(s, b, d, purpose), in_dims=(0, self._axis, 0))(states, broadcast, data)
+        work, _ = self._phases(work, chosen, purpose, round)
+        return vmap(lambda s, w, d: self.half.adapted(s, w, d, purpose))(states, work, data)
 
-    def _coupled_phase(
-        self, phase: Phase, work: Work, chosen: list[int], data: Batch, plans: list[Any], stage: str, round: int
-    ) -> tuple[Work, Tensor]:
-        """Run one phase without padding: at each step, clients whose batches have equal sizes go together."""
-        losses = torch.zeros(len(chosen), dtype=torch.float64, device=self.device)
-        step = self._step(phase)
-        for t in range(max(map(len, plans), default=0)):
-            alike: dict[tuple[int, ...], list[int]] = {}
-            for i, plan in enumerate(plans):
-                if t < len(plan):
-                    alike.setdefault(tuple(len(rows) for rows in plan[t]), []).append(i)
-            for sizes, members in alike.items():
-                index = torch.tensor(members, device=self.device)
-                part, own = take(work, index), take(data, index)
-                groups = []
-                for g in range(phase.batches):
-                    rows = torch.as_tensor(np.stack([plans[i][t][g] for i in members]), device=self.device)
-                    groups.append(gather(own, rows, torch.ones_like(rows, dtype=torch.bool)))
-                noise = self._noise(phase.name, stage, phase.batch_size, [chosen[i] for i in members], round, t)
-                part, info = step(part, tuple(groups), noise)
-                work = put(work, index, solo.detach(part))
-                losses[index] += info["loss"].detach().double() * sum(sizes)
-        return work, losses
-
-    def _noise(self, name: str, stage: str, batch_size: int, chosen: list[int], round: int, step: int) -> dict[str, Tensor]:
-        shapes = self.half.noise(name, batch_size)
-        if not shapes:
-            return {}
-        draws = [
-            batches.noise(shapes, seed=self.seed, client=client, round=round, stage=stage, step=step, dtype=self.dtype) for client in chosen
-        ]
-        return to(stack(draws), self.device)
+    def _predict_noise(self, chosen: list[int], round: int) -> dict[str, Tensor]:
+        shapes = self.half.noise("predict", solo.CHUNK)
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        keys: dict[str, Any] = {"seed": self.seed, "round": round, "stage": "predict", "step": 0, **where}
+        drawn = [solo.batches.noise(shapes, client=client, **keys) for client in chosen] if shapes else []
+        return stack(drawn) if shapes else {}
 
 
-def pad(parts: list[Batch]) -> Batch:
-    """Return one stack of the clients' samples, padded with zeros of mask 0 to the longest."""
-    longest = max(len(part.y) for part in parts)
+def stacked_updates(updates: list[Any]) -> Any:
+    """Return one stack of updates; leaves with one row a sample are padded with zeros to the longest."""
 
-    def grow(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
+    def join(*leaves: Tensor) -> Tensor:
+        longest = max((leaf.shape[0] for leaf in leaves if leaf.ndim), default=0)
+        return torch.stack([
+            leaf if leaf.ndim == 0 or leaf.shape[0] == longest else torch.cat([leaf, leaf.new_zeros(longest - len(leaf), *leaf.shape[1:])])
+            for leaf in leaves
+        ])  # fmt: skip
 
-    return stack([map_tree(grow, part) for part in parts])
-
-
-def padded_plan(plans: list[list[tuple[np.ndarray, ...]]], phase: Phase) -> tuple[np.ndarray, np.ndarray]:
-    """Return (rows, whether real), each (C, T, batches, B), of plans of unequal length and batch size."""
-    steps = max(map(len, plans), default=0)
-    width = max((len(rows) for plan in plans for groups in plan for rows in groups), default=1)
-    rows = np.zeros((len(plans), steps, phase.batches, width), np.int64)
-    real = np.zeros(rows.shape, bool)
-    for i, plan in enumerate(plans):
-        for t, groups in enumerate(plan):
-            for g, chosen in enumerate(groups):
-                rows[i, t, g, : len(chosen)] = chosen
-                real[i, t, g, : len(chosen)] = True
-    return rows, real
+    return map_tree(join, *updates)
 
 
-def gather(data: Batch, rows: Tensor, real: Tensor) -> Batch:
-    """Return the samples at rows (C, B) of every client; those not `real` have mask 0."""
-    client = torch.arange(len(rows), device=rows.device)[:, None]
-    return Batch(data.x[client, rows], data.y[client, rows], data.mask[client, rows] * real)
+class Totals:
+    """The sum of a round's statistics: fast sums where the method has them and they are wanted, else exact ones, client by client."""
 
+    def __init__(self, halves: Halves, fast: bool) -> None:
+        self.server, self.client, self.wanted = halves.server, halves.client, fast
+        self.fast: dict[str, Tensor] = {}
+        self.exact = Total()
 
-def request_bytes(run: Run, name: str, round: int, test: bool, broadcast: Any) -> int:
-    """Return the bytes of the message a client would be sent."""
-    head = request_header(
-        method=run.method, run=name, round=round, seed=run.settings.seed, evaluate=test, purpose="finetune", instructions=run.instructions()
-    )
-    return content_bytes({BROADCAST: shapes(broadcast)}, {HEADER: head}, {})
+    def add(self, state: Any, chunk: list[int], updates: Any) -> None:
+        """Add the stacked updates of some clients."""
+        part = self.server.total(state, tuple(chunk), updates) if self.wanted else None
+        if part is not None:
+            for name, value in part.items():
+                self.fast[name] = self.fast[name] + value if name in self.fast else value
+            for name in self.server.negligible(self.fast):
+                del self.fast[name]
+            return
+        home, there = to(state, "cpu"), to(updates, "cpu")
+        for place, client in enumerate(chunk):
+            update = self.server.unpack(home, self.client.pack(take(there, place)))
+            self.exact.add(self.server.statistic(home, client, update))
+            self.exact.drop(self.server.negligible(self.exact.names()))
 
-
-def reply_bytes(method: str, name: str, round: int, client: int, update: Any, views: dict[str, Any], number: int, loss: float) -> int:
-    """Return the bytes of the reply a client would give, the test of the model before it included."""
-    head = reply_header(method=method, run=name, round=round, client=client)
-    arrays = {UPDATE: shapes(update), **({TALLY: shapes(views)} if views else {})}
-    return content_bytes(arrays, {HEADER: head}, {METRICS: reply_numbers(number, loss)})
+    def value(self, device: torch.device) -> Sum:
+        """Return the sum, on the device."""
+        return self.fast or {name: value.to(device) for name, value in self.exact.value().items()}
 
 
 def run_fused(
@@ -279,68 +246,92 @@ def run_fused(
     if run.settings.torch_device().type == "cpu" and halves.model.num_parameters < SMALL_MODEL and torch.get_num_threads() > 1:
         with solo.one_thread():
             return run_fused(run, federation, halves, progress, out, resume)
+    if resume and run.settings.stacking == "auto":
+        run = replace(run, settings=replace(run.settings, stacking=resume.config.get("stacking", "auto")))
     settings, server = run.settings, halves.server
-    engine = Fused(halves, federation.clients, run)
-    if not engine.together:
-        log.warning(ONE_BY_ONE)
-    state = to(server.init(*halves.initial, engine.clients), "cpu")
+    device = settings.torch_device()
+    meter = Meter(device)
+    bank = None
+    if settings.client_states == "disk":
+        fresh = halves.client.init(*halves.initial)
+        bank = DiskBank((out or Path("runs")) / "states", fresh, device, resume.round if resume else None)
+    engine = Fused(halves, federation.clients, run, bank)
+    if engine.apart:
+        log.warning(engine.apart)
+    everyone = tuple(sorted(engine.stack.clients))
+    state = to(server.init(*halves.initial, everyone), device)
     records: list[RoundRecord] = []
     name, first = uuid.uuid4().hex, 1
     if resume:
         state, records, name, first = server_state(resume, server.state_type), resume.records, resume.run, resume.round + 1
-        known: list[Any] = [unflatten(halves.client.state_type, resume.clients[client]) for client in engine.clients]
-        engine.states = to(stack(known), engine.device)
+        state = to(state, device)
+        if isinstance(engine.bank, DeviceBank) and resume.clients:
+            engine.bank.load({client: unflatten(halves.client.state_type, known) for client, known in resume.clients.items()})
 
     def save(round: int) -> None:
         every = settings.checkpoint_every
         if out is not None and every and (round % every == 0 or round == settings.rounds):
-            clients = {client: take(engine.states, row) for client, row in engine.row.items()}
-            write(out, make(run, name, round, state, clients, records, []))
+            # what a measurement decided is written down: after a restart it could turn out otherwise
+            decided = replace(run, settings=replace(settings, stacking="no" if engine.apart else "yes"))
+            write(out, make(decided, name, round, state, dict(engine.bank.states()), records, []))
+            engine.bank.tidy()
 
     def sent(chunk: list[int]) -> Any:
         if not server.per_client:
-            return to(server.broadcast(state, chunk[0]), engine.device)
-        return to(stack([server.broadcast(state, client) for client in chunk]), engine.device)
+            return server.broadcast(state, chunk[0])
+        return stack([server.broadcast(state, client) for client in chunk])
 
-    def tested(fused: Fused, chosen: Sequence[int], round: int, purpose: Purpose) -> dict[str, dict[int, metrics.Tally]]:
-        views: dict[str, dict[int, metrics.Tally]] = {}
-        for chunk in fused.chunks(chosen, settings.max_fused):
-            for view, tallies in fused.test(chunk, sent(chunk), round, purpose).items():
-                views.setdefault(view, {}).update(tallies)
+    def tested(fused: Fused, chosen: Sequence[int], round: int, purpose: Purpose) -> Views:
+        views: Views = {}
+        with meter.time("evaluation"):
+            for chunk in fused.chunks(chosen, sent):
+                for view, tallies in fused.test(chunk, sent(chunk), round, purpose).items():
+                    views.setdefault(view, {}).update(tallies)
         return views
 
+    def chosen_for(round: int) -> list[int]:
+        return sampling.choose(everyone, settings.fraction_train, seed=settings.seed, round=round)
+
     for round in range(first, settings.rounds + 1):
-        chosen = sampling.choose(engine.clients, settings.fraction_train, seed=settings.seed, round=round)
+        chosen = chosen_for(round)
         before: Views = {}
         if round > 1 and settings.evaluate_every and (round - 1) % settings.evaluate_every == 0:
             before = tested(engine, chosen, round - 1, "finetune")
             records[-1].update(curve_point(before))
+        meter.wait()
         started = time.perf_counter()  # tests are not training
-        total, losses, up, down = Total(), {}, 0, 0
-        for chunk in engine.chunks(chosen, settings.max_fused):
-            message = sent(chunk)
-            updates, chunk_losses = engine.train(chunk, message, round)
-            updates = to(updates, "cpu")
-            for position, client in enumerate(chunk):
-                update = take(updates, position)
-                total.add(server.statistic(state, client, update))
-                total.drop(server.negligible(total.names()))
-                losses[client] = (int(update.num_examples), chunk_losses[position])
-                own = {view: tallies[client] for view, tallies in before.items()}
-                up += reply_bytes(run.method, name, round, client, update, own, *losses[client])
-                down += request_bytes(run, name, round, bool(before), server.broadcast(state, client))
-        state = server.finalise(state, total.value())
-        records.append(RoundRecord.make(round, time.perf_counter() - started, up, down, losses, server.report(state)))
+        totals = Totals(halves, fast=not engine.apart)  # one by one, the bits are those of the loop engine
+        losses: dict[int, Tensor] = {}
+        count = sizes.Count(run, name, round, before)
+        chunks, after = engine.chunks(chosen, sent), state
+        for chunk in chunks:
+            with meter.time("training"):
+                message = sent(chunk)
+                updates, chunk_losses = engine.train(chunk, message, round)
+            with meter.time("aggregation"):
+                totals.add(state, chunk, updates)
+            losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
+            if chunk is chunks[-1]:  # before anything waits for the device
+                with meter.time("aggregation"):
+                    after = server.finalise(state, totals.value(device))
+                if round < settings.rounds:
+                    engine.prefetch(chosen_for(round + 1), round + 1)
+            count.add(chunk, server, message, halves.client.packed(updates), {client: engine.stack.size(client) for client in chunk})
+        state = after
+        means = dict(zip(losses, torch.stack(list(losses.values())).tolist(), strict=True)) if losses else {}
+        weighted = {client: (count.examples[client], means[client]) for client in means}
+        meter.wait()
+        records.append(RoundRecord.make(round, time.perf_counter() - started, count.up, count.down, weighted, server.report(state)))
         save(round)
         if progress:
             progress(records)
-    views = tested(engine, engine.clients, settings.rounds, "finetune")
+    views = tested(engine, everyone, settings.rounds, "finetune")
     records[-1].update(curve_point(views))
-    new: dict[str, dict[int, metrics.Tally]] = {}
+    new: Views = {}
     if federation.new_clients:
         newcomers = Fused(halves, federation.new_clients, run)
-        new = tested(newcomers, newcomers.clients, settings.rounds, "new")
+        new = tested(newcomers, sorted(newcomers.stack.clients), settings.rounds, "new")
     if progress:
         progress(records)
-    states = {client: take(engine.states, row) for client, row in engine.row.items()}
-    return Outcome(records, views, new, state, states, remarks=() if engine.together else (ONE_BY_ONE,))
+    remarks = (engine.apart,) if engine.apart else ()
+    return Outcome(records, views, new, to(state, "cpu"), dict(engine.bank.states()), remarks=remarks, usage=meter.report())

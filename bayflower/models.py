@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy, deepcopy
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .batched import for_stacks
+from .losses import nll
+from .masked import MASKABLE, mask_norms, real_samples
 from .types import Anatomy, ConfigError, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
@@ -33,6 +37,7 @@ class Model:
         if not any(value.requires_grad for value in self._train.parameters()):
             raise ConfigError(f"model {name or 'given'} has no trainable parameters; nothing could be learned")
         self._head = head
+        self.stacked = False  # whether layers have the form for stacks on a GPU
 
     def initial(self, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
         """Return (parameters, buffers) of the seeded initialisation in the order of names; the same on every machine of one torch build."""
@@ -43,12 +48,24 @@ class Model:
         buffers = {name: cast(value.detach(), dtype).clone() for name, value in sorted(module.named_buffers(), key=lambda item: item[0])}
         return params, buffers
 
-    def forward(self, params: Tensors, buffers: Tensors, x: Tensor, train: bool) -> tuple[Tensor, Tensors]:
-        """Return (logits, buffers after the pass); the input buffers are left as they were."""
+    def forward(self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensors]:
+        """Return (logits, buffers after the pass); the input buffers are left as they were.
+
+        `mask` says which samples of a training batch are real; layers that couple samples need it where batches are padded.
+        """
         module = self._train if train else self._eval
         if train and buffers:
             buffers = {name: value.clone() for name, value in buffers.items()}
-        return functional_call(module, (params, buffers), (x,)), buffers
+        with real_samples(mask):
+            return functional_call(module, (params, buffers), (x,)), buffers
+
+    def for_stacks(self, gpu: bool) -> Model:
+        """Return this model for stacks of clients: BatchNorm leaves padding out, and on a GPU layers have a form made for stacks."""
+        other = copy(self)
+        other.stacked = gpu
+        change = for_stacks if gpu else deepcopy
+        other._train, other._eval = (mask_norms(change(module)) for module in (self._train, self._eval))
+        return other
 
     def forward_features(
         self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
@@ -62,7 +79,7 @@ class Model:
         module = (self._train if train else self._eval).get_submodule(self.head)
         handle = module.register_forward_pre_hook(look, with_kwargs=True)
         try:
-            logits, buffers = self.forward(params, buffers, x, train)
+            logits, buffers = self.forward(params, buffers, x, train, mask)
         finally:
             handle.remove()
         if not seen:
@@ -78,7 +95,7 @@ class Model:
         """Return −log p(y|x) of each sample (B,)."""
         if logits.shape[-1] == 1:
             return nn.functional.binary_cross_entropy_with_logits(logits[..., 0], y.to(logits.dtype), reduction="none")
-        return nn.functional.cross_entropy(logits, y, reduction="none")
+        return nll(logits, y) if self.stacked else nn.functional.cross_entropy(logits, y, reduction="none")
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return class probabilities (B, C)."""
@@ -95,6 +112,14 @@ class Model:
     def stochastic(self) -> bool:
         """Return whether a training pass draws random numbers of its own (dropout)."""
         return any(isinstance(module, STOCHASTIC) for module in self._train.modules())
+
+    @cached_property
+    def unstackable(self) -> str | None:
+        """Return why networks of this kind cannot be trained as a stack, as far as its layers tell."""
+        for name, module in self._train.named_modules():
+            if isinstance(module, COUPLING) and type(module) not in MASKABLE:
+                return f"clients were trained one by one because layer {name!r} ({type(module).__name__}) cannot leave padding out"
+        return None
 
     @cached_property
     def norm_names(self) -> frozenset[str]:

@@ -66,7 +66,49 @@ class Optimizer:
         first = state.first
         if self.momentum:
             first = grads = {name: self.momentum * first[name] + grad for name, grad in grads.items()}
-        return {name: value - self.lr * grads[name] for name, value in params.items()}, OptState(count, first, second)
+        return {name: torch.sub(value, grads[name], alpha=self.lr) for name, value in params.items()}, OptState(count, first, second)
+
+    def update_stack(self, params: Tensors, grads: Tensors, state: OptState) -> None:
+        """Do what `update` does, in place on stacks of clients that have all taken the same number of steps."""
+        names = list(grads)
+        values, slopes = [params[name] for name in names], [grads[name] for name in names]
+        if self.clip_norm:
+            total = torch.stack([slope.flatten(1).square().sum(1) for slope in slopes]).sum(0).sqrt()
+            scale = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
+            slopes = [slope * scale.reshape(-1, *(1,) * (slope.ndim - 1)) for slope in slopes]
+        if self.weight_decay:
+            slopes = list(torch._foreach_add(slopes, values, alpha=self.weight_decay))
+        state.steps.add_(1)
+        if self.name == "sgd" and not self.momentum:
+            alike = [value.stride() == slope.stride() for value, slope in zip(values, slopes, strict=True)]  # these go in one kernel
+            for kind in {True, False} & set(alike):
+                mine, yours = ([x for x, a in zip(tensors, alike, strict=True) if a == kind] for tensors in (values, slopes))
+                torch._foreach_add_(mine, yours, alpha=-self.lr)
+            return
+        first, second = ([moments[name] for name in names if name in moments] for moments in (state.first, state.second))
+        if self.name == "adam":
+            beta1, beta2 = self.betas
+            count = state.steps[0]
+            torch._foreach_lerp_(first, slopes, 1 - beta1)
+            torch._foreach_mul_(second, beta2)
+            torch._foreach_addcmul_(second, slopes, slopes, 1 - beta2)
+            below = torch._foreach_sqrt(second)
+            torch._foreach_div_(below, (1 - beta2**count).sqrt())
+            torch._foreach_add_(below, self.eps)
+            above = torch._foreach_mul(first, self.lr / (1 - beta1**count))
+            torch._foreach_addcdiv_(values, above, below, -1.0)
+            return
+        if self.name == "rmsprop":
+            torch._foreach_mul_(second, self.alpha)
+            torch._foreach_addcmul_(second, slopes, slopes, 1 - self.alpha)
+            below = torch._foreach_sqrt(second)
+            torch._foreach_add_(below, self.eps)
+            slopes = list(torch._foreach_div(slopes, below))
+        if self.momentum:
+            torch._foreach_mul_(first, self.momentum)
+            torch._foreach_add_(first, slopes)
+            slopes = first
+        torch._foreach_add_(values, slopes, alpha=-self.lr)
 
     def _adam(self, params: Tensors, grads: Tensors, state: OptState, count: Tensor) -> tuple[Tensors, OptState]:
         beta1, beta2 = self.betas

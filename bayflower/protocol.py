@@ -73,6 +73,12 @@ def content_bytes(arrays: Mapping[str, Shapes], configs: Mapping[str, Scalars], 
     return total + sum(object_bytes("MetricRecord", 0, scalars_bytes(record)) for record in metrics.values())
 
 
+@lru_cache(maxsize=256)
+def record_body(names: tuple[str, ...]) -> int:
+    """Return the bytes of a record's list of arrays."""
+    return len(json.dumps({name: "0" * ID_BYTES for name in names}))
+
+
 def object_bytes(kind: str, children: int, body: int) -> int:
     """Return the bytes of one object: "kind children length", a zero byte, the body."""
     names = children * ID_BYTES + max(children - 1, 0)
@@ -82,20 +88,27 @@ def object_bytes(kind: str, children: int, body: int) -> int:
 @lru_cache(maxsize=256)
 def array_record_bytes(record: Shapes) -> int:
     """Return the bytes of a record of arrays and everything below it, arrays of equal content counted each."""
-    body = len(json.dumps({name: "0" * ID_BYTES for name, _, _ in record}))
+    body = record_body(tuple(name for name, _, _ in record))
     return object_bytes("ArrayRecord", len(record), body) + sum(array_bytes(shape, dtype) for _, shape, dtype in record)
 
 
-@lru_cache(maxsize=4096)
 def array_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Return the bytes of an array and its chunks: its data is one .npy block."""
-    block = io.BytesIO()
-    kind = np.dtype(dtype)
-    np.lib.format.write_array_header_1_0(block, {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape})
-    data = block.tell() + math.prod(shape) * kind.itemsize
+    header, facts, width = header_bytes(tuple(len(str(length)) for length in shape), dtype)
+    data = header + math.prod(shape) * width
     chunks = [min(CHUNK_BYTES, data - start) for start in range(0, data, CHUNK_BYTES)]
-    facts = {"dtype": dtype, "shape": shape, "stype": "numpy.ndarray", "arraychunk_ids": list(range(len(chunks)))}
-    return object_bytes("Array", len(chunks), len(json.dumps(facts))) + sum(object_bytes("ArrayChunk", 0, chunk) for chunk in chunks)
+    facts += len(json.dumps(list(range(len(chunks))))) if len(chunks) > 1 else len("[0]")
+    return object_bytes("Array", len(chunks), facts) + sum(object_bytes("ArrayChunk", 0, chunk) for chunk in chunks)
+
+
+@lru_cache(maxsize=4096)
+def header_bytes(digits: tuple[int, ...], dtype: str) -> tuple[int, int, int]:
+    """Return (bytes of the .npy header, of the facts without the chunks, of one number); of the shape only the digits matter."""
+    block, kind = io.BytesIO(), np.dtype(dtype)
+    shape = tuple(10 ** (count - 1) if count > 1 else 1 for count in digits)
+    np.lib.format.write_array_header_1_0(block, {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape})
+    facts = {"dtype": dtype, "shape": shape, "stype": "numpy.ndarray", "arraychunk_ids": ""}
+    return block.tell(), len(json.dumps(facts)) - 2, kind.itemsize
 
 
 def scalars_bytes(record: Scalars) -> int:

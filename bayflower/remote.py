@@ -126,14 +126,18 @@ def site_of(context: Context) -> Site:
         root = Path.home() / "bayflower-runs" / "state"
     device = run.settings.torch_device()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
-    data, model = client_data(run.data, run.settings.seed, client, str(device), run.settings.dtype, run.settings.model)
+    network = (run.settings.model, run.settings.features)
+    data, model = client_data(run.data, run.settings.seed, client, str(device), run.settings.dtype, network)
     return Site(client, client >= run.data.num_clients, model, data, DiskStore(Path(str(root))))
 
 
 @lru_cache(maxsize=64)
-def client_data(settings: DataSettings, seed: int, client: int, device: str, dtype: str, model: str) -> tuple[solo.Samples, models.Model]:
+def client_data(
+    settings: DataSettings, seed: int, client: int, device: str, dtype: str, network: tuple[str, int]
+) -> tuple[solo.Samples, models.Model]:
     """Return a client's samples on its device and the network for them; kept, because a process may serve many messages."""
     data = load_client(settings, seed, client)
     classes = num_classes(settings, seed)
     samples = solo.samples(data, torch.device(device), torch.float64 if dtype == "float64" else torch.float32)
-    return samples, models.build(model, tuple(data.x_train.shape[1:]), classes)
+    name, features = network
+    return samples, models.build(name, tuple(data.x_train.shape[1:]), classes, features)

@@ -120,8 +120,7 @@ def surveyed(half: ClientHalf, work: Work, data: Batch) -> Work:
 
 def fresh_optimizer(phase: Any, work: Work) -> Work:
     """Return the work with a new optimiser state for the parameters that move in `phase`."""
-    names = phase.trainable if phase.trainable is not None else tuple(work.params)
-    return work._replace(opt=phase.optimizer.init({name: work.params[name] for name in names}))
+    return work._replace(opt=phase.optimizer.init({name: work.params[name] for name in phase.moving(work.params)}))
 
 
 def pick(data: Batch, rows: np.ndarray) -> Batch:

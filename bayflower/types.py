@@ -82,6 +82,10 @@ class Phase(NamedTuple):
     trainable: tuple[str, ...] | None = None
     batches: int = 1
 
+    def moving(self, params: Tensors) -> tuple[str, ...]:
+        """Return the names of the parameters that move."""
+        return self.trainable if self.trainable is not None else tuple(params)
+
 
 class OptState(NamedTuple):
     """Steps done; first moment (momentum); second moment. Dicts are empty where the optimiser has no such moment."""
@@ -225,19 +229,26 @@ class ClientHalf(ABC):
 
     def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
         """Return (the objective to minimise on one batch, the buffers after the forward pass)."""
-        logits, buffers = self.model.forward(params, work.buffers, batch.x, train=True)
+        logits, buffers = self.model.forward(params, work.buffers, batch.x, train=True, mask=batch.mask)
         return masked_mean(self.model.nll(logits, batch.y), batch.mask), buffers
 
-    def step(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Work, Tensors]:
-        """Return (the work after one step, what a person wants to see). Default: one gradient step on `loss`."""
-        names = phase.trainable if phase.trainable is not None else tuple(work.params)
-        moving = {name: work.params[name] for name in names}
+    def gradient(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Tensors, Tensors, Tensor]:
+        """Return (the gradient for the parameters that move, the buffers, the loss) of one step. Default: that of `loss`."""
+        moving = {name: work.params[name] for name in phase.moving(work.params)}
 
         def objective(moving: Tensors) -> tuple[Tensor, Tensors]:
             return self.loss({**work.params, **moving}, work, batches[0], noise, phase)
 
         grads, (loss, buffers) = grad_and_value(objective, has_aux=True)(moving)
-        moved, opt = phase.optimizer.update(moving, grads, work.opt)
+        return grads, buffers, loss
+
+    def step(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Work, Tensors]:
+        """Return (the work after one step, what a person wants to see). Default: one step of the optimiser down `gradient`.
+
+        The fused engine does the default on stacks in place; a half that overrides it is stepped as it says.
+        """
+        grads, buffers, loss = self.gradient(phase, work, batches, noise)
+        moved, opt = phase.optimizer.update({name: work.params[name] for name in grads}, grads, work.opt)
         return work._replace(params={**work.params, **moved}, buffers=buffers, opt=opt), {"loss": loss}
 
     def survey(self, work: Work, batch: Batch) -> Survey:

@@ -18,7 +18,7 @@ from bayflower.tree import flatten
 
 torch.set_num_threads(1)  # small tensors: a second thread only gets in the way of other processes
 SMALL = {"dataset": "digits", "num_clients": 5, "new_clients": 2, "keep": 0.25, "beta": 0.5, "min_size": 8, "batch_size": 16,
-         "local_epochs": 2, "new_client_epochs": 3, "rounds": 2, "evaluate_every": 1}  # fmt: skip
+         "local_epochs": 2, "new_client_epochs": 3, "rounds": 2, "evaluate_every": 1, "stacking": "yes"}  # fmt: skip
 NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from bayflower.data import largest_batch, noise, num_steps, partition, plan, rng
+from bayflower.data.batches import noise_key, normal, table
 from bayflower.types import BayflowerError, ConfigError, Phase
 
 LABELS = np.random.default_rng(7).choice(10, size=6000, p=np.arange(1, 11) / 55)  # unequal classes
@@ -276,3 +278,33 @@ def test_generator_is_pinned() -> None:
     # Golden: results on disk depend on these bits. Philox of SeedSequence([seed, crc32(stream), keys]).
     expected = np.random.Generator(np.random.Philox(np.random.SeedSequence([9, crc32(b"split"), 4])))
     assert np.array_equal(rng(9, "split", 4).integers(0, 2**60, 8), expected.integers(0, 2**60, 8))
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_the_table_of_many_clients_is_their_plans(coupled: bool) -> None:
+    for sizes, clients in (([23, 16, 9, 7, 2], [4, 0, 3, 9, 1]), ([5, 3], [1, 0])):
+        check_table(sizes, clients, coupled)
+
+
+def check_table(sizes: list[int], clients: list[int], coupled: bool) -> None:
+    lengths = ({"epochs": 2}, {"steps": 5, "batches": 2}, {"epochs": 3, "batches": 2})
+    for phase in (phase_of(batch_size=8, **length) for length in lengths):
+        steps = max(num_steps(size, phase, coupled) for size in sizes)
+        width = max(largest_batch(size, phase, coupled) for size in sizes)
+        rows = table(sizes, clients, phase, seed=3, round=2, purpose="train", coupled=coupled, steps=steps, width=width)
+        for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
+            want = plan(size, phase, seed=3, client=client, round=2, purpose="train", coupled=coupled)
+            got = [tuple(row[row >= 0] for row in groups) for groups in rows[: len(want), place]]
+            assert all(np.array_equal(a, b) for one, two in zip(got, want, strict=True) for a, b in zip(one, two, strict=True))
+            assert (rows[len(want) :, place] == -1).all()
+
+
+def test_noise_is_normal_and_the_same_for_one_client_or_many() -> None:
+    keys = torch.tensor([noise_key(0, "train/local", "eps", client, 3) for client in range(40)])
+    drawn = normal(keys, torch.tensor(5), (50, 40))
+    flat = drawn.flatten().numpy()
+    assert stats.kstest(flat, "norm").pvalue > 1e-3
+    assert abs(np.corrcoef(drawn.reshape(40, -1).numpy()) - np.eye(40)).max() < 0.12
+    assert abs(np.corrcoef(drawn[0, :, 0].numpy(), normal(keys, torch.tensor(6), (50, 40))[0, :, 0].numpy())[0, 1]) < 0.6
+    alone = noise({"eps": (50, 40)}, seed=0, client=7, round=3, stage="train/local", step=5, dtype=torch.float64)["eps"]
+    assert torch.equal(alone, drawn[7])

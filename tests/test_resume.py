@@ -30,7 +30,7 @@ def words(out, engine: str, rounds: int, *more: str) -> list[str]:
 
 def timeless(result: dict) -> dict:
     result = {**result, "rounds": [{k: v for k, v in record.items() if k not in STAYS} for record in result["rounds"]]}
-    return {key: value for key, value in result.items() if key != "config"}
+    return {key: value for key, value in result.items() if key not in ("config", "usage")}
 
 
 @pytest.mark.parametrize("engine", ["loop", "fused"])

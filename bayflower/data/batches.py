@@ -6,7 +6,8 @@ same number of keys, because numpy's SeedSequence cannot tell a missing last key
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from zlib import crc32
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..types import BayflowerError, ConfigError, Phase
 
 Group = tuple[np.ndarray, ...]
+GAMMA = -7046029254386353131  # SplitMix64's odd constant, 2^64 / golden ratio, as a signed number
 
 
 def rng(seed: int, stream: str, *keys: int) -> np.random.Generator:
@@ -53,6 +55,33 @@ def plan(num_examples: int, phase: Phase, *, seed: int, client: int, round: int,
     return [tuple(stream[step * phase.batches : (step + 1) * phase.batches]) for step in range(steps)]
 
 
+def table(
+    sizes: Sequence[int], clients: Sequence[int], phase: Phase, *,
+    seed: int, round: int, purpose: str, coupled: bool, steps: int, width: int,
+) -> np.ndarray:  # fmt: skip
+    """Return the plans of many clients as one array (steps, clients, phase.batches, width) of sample numbers, −1 where there is none."""
+    rows = np.full((steps, len(sizes), phase.batches, width), -1, np.int32)
+    for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
+        cuts = _sizes(size, phase, coupled)
+        count = num_steps(size, phase, coupled)
+        generator = rng(seed, f"batches/{purpose}/{phase.name}", client, round)
+        epochs = -(-count * phase.batches // len(cuts))
+        drawn = np.full((epochs, len(cuts), width), -1, np.int32)
+        for epoch in range(epochs):
+            order = generator.permutation(size)
+            if cuts[-1] <= phase.batch_size:  # all batches full but perhaps the last
+                whole = size - size % phase.batch_size
+                if whole:
+                    drawn[epoch, : whole // phase.batch_size, : phase.batch_size] = order[:whole].reshape(-1, phase.batch_size)
+                drawn[epoch, -1, : cuts[-1]] = order[size - cuts[-1] :]
+            else:
+                if len(cuts) > 1:
+                    drawn[epoch, :-1, : phase.batch_size] = order[: size - cuts[-1]].reshape(-1, phase.batch_size)
+                drawn[epoch, -1, : cuts[-1]] = order[size - cuts[-1] :]
+        rows[:count, place] = drawn.reshape(-1, width)[: count * phase.batches].reshape(count, phase.batches, width)
+    return rows
+
+
 def noise(
     shapes: Mapping[str, tuple[int, ...]],
     *,
@@ -69,10 +98,42 @@ def noise(
     Each name has its own stream, so a further name does not change the others. `stage` must tell apart everything that happens in one
     round (for example "train/local" and "adapt/local"). Drawn in float64 and rounded, so that runs in two precisions see the same noise.
     """
+    place = torch.as_tensor(step, device=device)
     return {
-        name: torch.from_numpy(rng(seed, f"noise/{stage}/{name}", client, round, step).standard_normal(shape)).to(device, dtype)
+        name: normal(torch.tensor([noise_key(seed, stage, name, client, round)], device=device), place, shape)[0].to(dtype)
         for name, shape in shapes.items()
     }
+
+
+def noise_key(seed: int, stage: str, name: str, client: int, round: int) -> int:
+    """Return the number from which all noise called `name` of one client, round and stage follows."""
+    return int(rng(seed, f"noise/{stage}/{name}", client, round).integers(2**62))
+
+
+def normal(keys: Tensor, step: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return standard normal numbers (len(keys), *shape) in float64, each a function of its key, the step and its place.
+
+    Whole numbers are hashed (SplitMix64's finaliser) into two uniform numbers, and those turned by Box and Muller: the same on a CPU and a
+    GPU up to the last bits of log and cos, for all clients at once, and inside a recorded graph.
+    """
+    count = math.prod(shape)
+    begin = mixed(mixed(keys) + step * GAMMA)[:, None]
+    place = torch.arange(1, 2 * count + 1, device=keys.device) * GAMMA
+    bits = shifted(mixed(begin + place), 11).double()  # 53 bits
+    first, second = (bits[:, :count] + 1) * 2.0**-53, bits[:, count:] * 2.0**-53
+    return ((-2 * first.log()).sqrt() * torch.cos(2 * math.pi * second)).reshape(len(keys), *shape)
+
+
+def mixed(z: Tensor) -> Tensor:
+    """Return the bits of whole numbers thoroughly mixed; products wrap around."""
+    z = (z ^ shifted(z, 30)) * -4658895280553007687
+    z = (z ^ shifted(z, 27)) * -7723592293110705685
+    return z ^ shifted(z, 31)
+
+
+def shifted(z: Tensor, by: int) -> Tensor:
+    """Return z shifted right as if it had no sign."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 def _sizes(num_examples: int, phase: Phase, coupled: bool) -> list[int]:

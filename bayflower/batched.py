@@ -1,0 +1,377 @@
+"""Layers for stacks of networks: under `torch.func.vmap` with weights of their own for every client, one product of matrices each.
+
+torch turns a convolution with per-client weights into a grouped convolution, which GPUs do slowly. Here it is patches × weights, for
+all clients in one batched product. Everything is differentiable any number of times (MAML needs two): the three maps of a
+convolution (output, input gradient, weight gradient) and the two of a pooling (pick, scatter) are closed under differentiation.
+`for_stacks` replaces the layers of a module that have such a form; the numbers are those of torch's layers up to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+Size = tuple[int, int]
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Return whether Triton kernels can be used for `x`."""
+    return x.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def padded(rows: int) -> int:
+    """Return the rows of a patch matrix: one more for the bias, then up to a multiple of 4, which products of matrices like."""
+    return -(-(rows + 1) // 4) * 4
+
+
+def out_size(x: Tensor, size: Size, stride: int, pad: int) -> Size:
+    """Return rows and columns of a convolution's output."""
+    return (x.shape[-2] + 2 * pad - size[0]) // stride + 1, (x.shape[-1] + 2 * pad - size[1]) // stride + 1
+
+
+def is_whole(outputs: int, area: int) -> bool:
+    """Return whether one product for all samples of a client is better than one a sample, which needs a copy of the weights for each."""
+    return 8 * outputs > area
+
+
+def patches(x: Tensor, size: Size, stride: int, pad: int, rows: int, whole: bool) -> Tensor:
+    """Return (A, rows, B·P·Q) if `whole`, else (A·B, rows, P·Q), of x (A, B, C, H, W): patches, a row of ones, rows of zeros."""
+    if has_kernels(x):
+        from . import kernels
+
+        return kernels.patches(x, size, stride, pad, rows, whole)
+    clients, samples = x.shape[:2]
+    cols = functional.unfold(x.reshape(clients * samples, *x.shape[2:]), size, padding=pad, stride=stride)
+    if whole:
+        cols = cols.reshape(clients, samples, cols.shape[1], -1).transpose(1, 2).reshape(clients, cols.shape[1], -1)
+    ones, zeros = torch.ones_like(cols[:, :1]), cols.new_zeros(cols.shape[0], rows - cols.shape[1] - 1, cols.shape[2])
+    return torch.cat([cols, ones, zeros], 1)
+
+
+def image(cols: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int, whole: bool) -> Tensor:
+    """Return (A, B, C, H, W) of `shape`: the transpose of `patches`."""
+    if has_kernels(cols):
+        from . import kernels
+
+        return kernels.image(cols, shape, size, stride, pad, whole)
+    clients, samples, channels = shape[:3]
+    used = channels * size[0] * size[1]
+    part = cols[:, :used]
+    if whole:
+        part = part.reshape(clients, used, samples, -1).transpose(1, 2).reshape(clients * samples, used, -1)
+    return functional.fold(part, tuple(shape[3:]), size, padding=pad, stride=stride).reshape(shape)
+
+
+def front(tensor: Tensor, dim: int | None, clients: int) -> Tensor:
+    """Return the tensor with the clients' axis in front, repeated where it had none."""
+    return tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+class Conv(Function):
+    """weights (O, R) × patches of x (B, C, H, W) → (B, O, P, Q), and the patches; the weights' columns are (c, i, j), the bias, zeros."""
+
+    @staticmethod
+    def forward(x: Tensor, weights: Tensor, size: Size, stride: int, pad: int) -> tuple[Tensor, Tensor]:
+        out, cols = stacked_conv(x[None], weights[None], size, stride, pad)
+        return out[0], cols[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weights, ctx.size, ctx.stride, ctx.pad = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # no zeros in place of a gradient of the patches
+        ctx.save_for_backward(x, weights, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if g is None:
+            return (None,) * 5
+        x, weights, cols = ctx.saved_tensors
+        facts = (ctx.size, ctx.stride, ctx.pad)
+        to_x = ConvInput.apply(g, weights, tuple(x.shape), *facts) if ctx.needs_input_grad[0] else None
+        to_weights = ConvWeights.apply(x, g, cols, weights.shape[-1], *facts) if ctx.needs_input_grad[1] else None
+        return to_x, to_weights, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], x: Tensor, weights: Tensor, size: Size, stride: int, pad: int
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        x, weights = front(x, dims[0], info.batch_size), front(weights, dims[1], info.batch_size)
+        return stacked_conv(x, weights, size, stride, pad), (0, 0)
+
+
+class ConvInput(Function):
+    """The gradient of `Conv` with respect to x, linear in g (B, O, P, Q) and in the weights; `shape` is that of x."""
+
+    @staticmethod
+    def forward(g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int) -> Tensor:
+        return stacked_input(g[None], weights[None], (1, *shape), size, stride, pad)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        g, weights, _, ctx.size, ctx.stride, ctx.pad = inputs
+        ctx.save_for_backward(g, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gg: Tensor) -> tuple[Any, ...]:
+        g, weights = ctx.saved_tensors
+        facts = (ctx.size, ctx.stride, ctx.pad)
+        linear = no_bias(weights, gg.shape[-3], ctx.size)
+        to_g = Conv.apply(gg, linear, *facts)[0] if ctx.needs_input_grad[0] else None
+        to_weights = None
+        if ctx.needs_input_grad[1]:
+            to_weights = no_bias(ConvWeights.apply(gg, g, None, weights.shape[-1], *facts), gg.shape[-3], ctx.size)
+        return to_g, to_weights, None, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int
+    ) -> tuple[Tensor, int]:
+        g, weights = front(g, dims[0], info.batch_size), front(weights, dims[1], info.batch_size)
+        return stacked_input(g, weights, (info.batch_size, *shape), size, stride, pad), 0
+
+
+class ConvWeights(Function):
+    """The gradient of `Conv` with respect to the weights (O, R), linear in x and in g; `cols` are the patches of x, or None."""
+
+    @staticmethod
+    def forward(x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: Size, stride: int, pad: int) -> Tensor:
+        return stacked_weights(x[None], g[None], None if cols is None else cols[None], rows, size, stride, pad)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, g, _, _, ctx.size, ctx.stride, ctx.pad = inputs
+        ctx.save_for_backward(x, g)
+
+    @staticmethod
+    def backward(ctx: Any, gg: Tensor) -> tuple[Any, ...]:
+        x, g = ctx.saved_tensors
+        facts = (ctx.size, ctx.stride, ctx.pad)
+        to_x = ConvInput.apply(g, gg, tuple(x.shape), *facts) if ctx.needs_input_grad[0] else None
+        to_g = Conv.apply(x, gg, *facts)[0] if ctx.needs_input_grad[1] else None
+        return to_x, to_g, None, None, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: Size, stride: int, pad: int
+    ) -> tuple[Tensor, int]:
+        x, g = front(x, dims[0], info.batch_size), front(g, dims[1], info.batch_size)
+        cols = None if cols is None else front(cols, dims[2], info.batch_size)
+        return stacked_weights(x, g, cols, rows, size, stride, pad), 0
+
+
+def stacked_conv(x: Tensor, weights: Tensor, size: Size, stride: int, pad: int) -> tuple[Tensor, Tensor]:
+    """Return ((A, B, O, P, Q) in either memory order, the patches with A in front)."""
+    clients, samples, outputs = *x.shape[:2], weights.shape[1]
+    high, wide = out_size(x, size, stride, pad)
+    whole = is_whole(outputs, high * wide)
+    cols = patches(x, size, stride, pad, weights.shape[-1], whole)
+    out = torch.bmm(weights if whole else repeat(weights, samples), cols)
+    if whole:
+        return out.view(clients, outputs, samples, high, wide).transpose(1, 2), cols
+    return out.view(clients, samples, outputs, high, wide), cols.view(clients, samples, *cols.shape[1:])
+
+
+def stacked_input(g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int) -> Tensor:
+    """Return the gradient with respect to x, (A, B, C, H, W)."""
+    samples, outputs, high, wide = g.shape[1:]
+    whole = is_whole(outputs, high * wide)
+    cols = torch.bmm((weights if whole else repeat(weights, samples)).mT, columns(g, whole))
+    return image(cols, shape, size, stride, pad, whole)
+
+
+def stacked_weights(x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: Size, stride: int, pad: int) -> Tensor:
+    """Return the gradient with respect to the weights, (A, O, rows)."""
+    clients, samples, outputs, high, wide = g.shape
+    whole = is_whole(outputs, high * wide)
+    if cols is None:
+        cols = patches(x, size, stride, pad, rows, whole)
+    found = torch.bmm(columns(g, whole), cols.reshape(-1, *cols.shape[-2:]).mT)
+    return found if whole else found.view(clients, samples, outputs, rows).sum(1)
+
+
+def repeat(weights: Tensor, samples: int) -> Tensor:
+    """Return (A·B, O, R): the weights of each client once for each of its samples."""
+    return weights[:, None].expand(-1, samples, -1, -1).reshape(-1, *weights.shape[1:])
+
+
+def columns(g: Tensor, whole: bool) -> Tensor:
+    """Return (A, O, B·P·Q) if `whole`, else (A·B, O, P·Q), of g (A, B, O, P, Q); a view if its memory order is right."""
+    clients, samples, outputs = g.shape[:3]
+    if whole:
+        return g.transpose(1, 2).reshape(clients, outputs, -1)
+    return g.reshape(clients * samples, outputs, -1)
+
+
+def no_bias(weights: Tensor, channels: int, size: Size) -> Tensor:
+    """Return the weights with the bias and what follows set to zero."""
+    used = channels * size[0] * size[1]
+    return functional.pad(weights[..., :used], (0, weights.shape[-1] - used))
+
+
+class Pool(Function):
+    """The largest of each window of x (B, C, H, W), and which it was (int8); windows side by side."""
+
+    @staticmethod
+    def forward(x: Tensor, size: Size) -> tuple[Tensor, Tensor]:
+        out, index = stacked_pool(x[None], size)
+        return out[0], index[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, ctx.size = inputs
+        ctx.shape = tuple(x.shape)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if g is None:
+            return None, None
+        return Scatter.apply(g, ctx.saved_tensors[0], ctx.shape, ctx.size), None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, size: Size) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        return stacked_pool(front(x, dims[0], info.batch_size), size), (0, 0)
+
+
+class Scatter(Function):
+    """g at the places `index` names, zero elsewhere."""
+
+    @staticmethod
+    def forward(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size) -> Tensor:
+        return stacked_scatter(g[None], index[None], (1, *shape), size)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, index, ctx.shape, ctx.size = inputs
+        ctx.save_for_backward(index)
+
+    @staticmethod
+    def backward(ctx: Any, gg: Tensor) -> tuple[Any, ...]:
+        return Pick.apply(gg, ctx.saved_tensors[0], ctx.size), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size) -> tuple[Tensor, int]:
+        g, index = front(g, dims[0], info.batch_size), front(index, dims[1], info.batch_size)
+        return stacked_scatter(g, index, (info.batch_size, *shape), size), 0
+
+
+class Pick(Function):
+    """x at the places `index` names: the transpose of `Scatter`."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, size: Size) -> Tensor:
+        return torch.gather(windows(x, size), -1, index.long()[..., None])[..., 0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, index, ctx.size = inputs
+        ctx.shape = tuple(x.shape)
+        ctx.save_for_backward(index)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return Scatter.apply(g, ctx.saved_tensors[0], ctx.shape, ctx.size), None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, index: Tensor, size: Size) -> tuple[Tensor, int]:
+        x, index = front(x, dims[0], info.batch_size), front(index, dims[1], info.batch_size)
+        return torch.gather(windows(x, size), -1, index.long()[..., None])[..., 0], 0
+
+
+def windows(x: Tensor, size: Size) -> Tensor:
+    """Return (…, P, Q, I·J) of x (…, H, W): the elements of each window."""
+    high, wide = x.shape[-2] // size[0], x.shape[-1] // size[1]
+    x = x[..., : high * size[0], : wide * size[1]].reshape(*x.shape[:-2], high, size[0], wide, size[1])
+    return x.transpose(-3, -2).reshape(*x.shape[:-4], high, wide, size[0] * size[1])
+
+
+def stacked_pool(x: Tensor, size: Size) -> tuple[Tensor, Tensor]:
+    """Return (the largest of each window, which it was) of x (A, B, C, H, W)."""
+    if has_kernels(x):
+        from . import kernels
+
+        return kernels.pool(x, size)
+    best, index = windows(x, size).max(-1)
+    return best, index.to(torch.int8)
+
+
+def stacked_scatter(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size) -> Tensor:
+    """Return g at the places `index` names, in images of `shape` (A, B, C, H, W)."""
+    if has_kernels(g):
+        from . import kernels
+
+        return kernels.unpool(g, index, shape, size)
+    spread = g[..., None] * (index[..., None] == torch.arange(size[0] * size[1], device=g.device))
+    high, wide = g.shape[-2:]
+    x = spread.reshape(*g.shape, *size).transpose(-3, -2).reshape(*g.shape[:-2], high * size[0], wide * size[1])
+    return functional.pad(x, (0, shape[-1] - x.shape[-1], 0, shape[-2] - x.shape[-2]))
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+class StackedConv2d(nn.Conv2d):
+    """torch's convolution, as a product of matrices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, rows = self.weight, padded(self.weight[0].numel())
+        bias = self.bias if self.bias is not None else weight.new_zeros(weight.shape[0])
+        filler = weight.new_zeros(weight.shape[0], rows - weight[0].numel() - 1)
+        weights = torch.cat([weight.flatten(1), bias[:, None], filler], 1)
+        return Conv.apply(x, weights, tuple(self.kernel_size), self.stride[0], int(self.padding[0]))[0]  # type: ignore[no-any-return]
+
+
+class StackedMaxPool2d(nn.MaxPool2d):
+    """torch's pooling with windows side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Pool.apply(x, pair(self.kernel_size))[0]  # type: ignore[no-any-return]
+
+
+def pair(size: int | tuple[int, ...]) -> Size:
+    """Return a size in both directions."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def for_stacks(module: nn.Module) -> nn.Module:
+    """Return a copy of the module with the layers replaced that have a faster form for stacks of networks.
+
+    An increasing activation and the maximum of a window may change places, exactly; then there is a quarter of it left to do.
+    """
+    module = copy.deepcopy(module)
+    for part in module.modules():
+        if type(part) is nn.Conv2d and plain_conv(part):
+            part.__class__ = StackedConv2d
+        elif type(part) is nn.MaxPool2d and plain_pool(part):
+            part.__class__ = StackedMaxPool2d
+        elif isinstance(part, nn.Sequential):
+            layers = list(part.children())
+            for i in range(len(layers) - 1):
+                if increasing(layers[i]) and type(layers[i + 1]) in (nn.MaxPool2d, StackedMaxPool2d):
+                    names = list(part._modules)
+                    part._modules[names[i]], part._modules[names[i + 1]] = layers[i + 1], layers[i]
+    return module
+
+
+def plain_conv(layer: nn.Conv2d) -> bool:
+    """Return whether the convolution is of the kind `Conv` does."""
+    even = layer.stride[0] == layer.stride[1] and not isinstance(layer.padding, str) and layer.padding[0] == layer.padding[1]
+    return even and layer.groups == 1 and tuple(layer.dilation) == (1, 1) and layer.padding_mode == "zeros"
+
+
+def plain_pool(layer: nn.MaxPool2d) -> bool:
+    """Return whether the pooling has windows side by side."""
+    same = pair(layer.stride) == pair(layer.kernel_size) and pair(layer.padding) == (0, 0) and pair(layer.dilation) == (1, 1)
+    return same and not layer.ceil_mode and not layer.return_indices
+
+
+def increasing(layer: nn.Module) -> bool:
+    """Return whether the activation never falls and has no parameters: the largest stays the largest."""
+    return isinstance(layer, (nn.ReLU, nn.Tanh, nn.Sigmoid)) or (isinstance(layer, nn.LeakyReLU) and layer.negative_slope > 0)

@@ -1,0 +1,119 @@
+"""Two choices of the fused engine that are made by measurement: how many clients fit into memory, and whether stacking pays on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.func import vmap
+
+from . import solo
+from .stacks import segments
+from .tree import map_tree, take
+from .types import Batch
+
+if TYPE_CHECKING:
+    from .fused import Fused
+
+log = logging.getLogger("bayflower")
+SHARE = 0.7  # of free memory that a stack may take
+SURE = 0.05  # of free memory: what is surely smaller is not measured
+COPIES = 12  # of a network's parameters that a client surely needs less than: parameters, gradients, optimiser, messages, data apart
+
+
+def clients_that_fit(engine: Fused, ordered: Sequence[int], sent: Callable[[list[int]], Any]) -> int:
+    """Return how many of the clients a GPU can hold at once, from the memory one step of one client and of two takes; 0 = all."""
+    free, _ = torch.cuda.mem_get_info(engine.device)
+    free += torch.cuda.memory_reserved(engine.device) - torch.cuda.memory_allocated(engine.device)
+    largest = max(int(engine.stack.sizes.max()), 1)
+    sample = engine.stack.train.x[0].numel() * engine.stack.train.x.element_size()
+    batch = max((phase.batch_size * phase.batches for phase in engine.half.phases("train")), default=1)
+    least = engine.half.model.num_parameters * engine.stack.train.x.element_size() * COPIES + sample * (largest + 64 * batch)
+    if least * len(ordered) < SURE * free:
+        return 0
+    each = memory_of_one(engine, ordered[0], sent) + sample * largest * 2
+    fits = max(1, int(SHARE * free / each))
+    if fits < len(ordered):
+        log.info("%d clients at a time: one takes about %.0f MB of %.0f MB that are free", fits, each / 1e6, free / 1e6)
+    return 0 if fits >= len(ordered) else fits
+
+
+def memory_of_one(engine: Fused, client: int, sent: Callable[[list[int]], Any]) -> float:
+    """Return the bytes that one more client adds to the peak of a training step."""
+    peaks = []
+    for number in (1, 2):
+        states = engine.bank.take([client] * number)
+        torch.cuda.synchronize(engine.device)
+        torch.cuda.reset_peak_memory_stats(engine.device)
+        before = torch.cuda.memory_allocated(engine.device)
+        step(engine, states, sent([client] * number), [client] * number)()
+        torch.cuda.synchronize(engine.device)
+        peaks.append(torch.cuda.max_memory_allocated(engine.device) - before)
+        del states
+    states_and_copies = engine.half.model.num_parameters * engine.stack.train.x.element_size() * 4
+    return max(peaks[1] - peaks[0], 0) + states_and_copies
+
+
+def why_apart(engine: Fused, states: Any, broadcast: Any, chosen: Sequence[int], round: int) -> str | None:
+    """Return why the clients are better trained one by one on this CPU, from the time of a few steps; None if stacking is faster."""
+    phases = engine.half.phases("train")
+    if len(chosen) < 2 or not phases:
+        return None
+    course = engine.course(phases[0], "train", len(chosen))
+    lengths = (course.draw(chosen, round)[:, :, 0, 0] >= 0).sum(0)
+
+    def sent(places: list[int]) -> Any:
+        return take(broadcast, torch.tensor(places)) if engine.per_client else broadcast
+
+    def stacked(number: int) -> float:
+        places = list(range(number))
+        return seconds(step(engine, map_tree(lambda leaf: leaf[:number], states), sent(places), list(chosen[:number])))
+
+    many, one = stacked(len(chosen)), stacked(1)
+    slope = (many - one) / (len(chosen) - 1)
+    together = sum(times * (one + slope * (size - 1)) for size, times in segments(lengths, range(1, len(chosen) + 1)))
+    own = take(broadcast, 0) if engine.per_client else broadcast
+    with solo.one_thread():
+        apart = float(lengths.sum()) * seconds(single(engine, take(states, 0), own, chosen[0]))
+    log.info("a round takes about %.2f s stacked and %.2f s one by one", together, apart)
+    if together <= apart:
+        return None
+    return f"clients were trained one by one, which is {together / apart:.1f} times faster than stacked on this CPU"
+
+
+def step(engine: Fused, states: Any, broadcast: Any, chosen: list[int]) -> Callable[[], Any]:
+    """Return a function that does one step of the first phase for the stack and forgets it."""
+    phase = engine.half.phases("train")[0]
+    data = engine.stack.whole(chosen)
+    axis = 0 if engine.per_client else None
+    work = vmap(engine.half.begin, in_dims=(0, axis, 0))(states, broadcast, data)
+    work = vmap(lambda one: solo.fresh_optimizer(phase, one))(work)
+    width = min(phase.batch_size, data.y.shape[1])
+    groups = tuple(map_tree(lambda leaf: leaf[:, :width], data) for _ in range(phase.batches))
+    noise = {name: torch.zeros(len(chosen), *shape, dtype=engine.dtype, device=engine.device)
+             for name, shape in engine.half.noise(phase.name, phase.batch_size).items()}  # fmt: skip
+    return lambda: vmap(lambda w, g, n: engine.half.step(phase, w, g, n))(work, groups, noise)
+
+
+def single(engine: Fused, state: Any, broadcast: Any, client: int) -> Callable[[], Any]:
+    """Return a function that does one step of the first phase for one client, the plain way, and forgets it."""
+    phase = engine.plain.phases("train")[0]
+    data = engine.stack.alone(client)
+    work = solo.fresh_optimizer(phase, engine.plain.begin(state, broadcast, data))
+    batch = Batch(*(leaf[: phase.batch_size] for leaf in data))
+    noise = {name: torch.zeros(*shape, dtype=engine.dtype) for name, shape in engine.plain.noise(phase.name, phase.batch_size).items()}
+    return lambda: engine.plain.step(phase, work, (batch,) * phase.batches, noise)
+
+
+def seconds(fn: Callable[[], Any], times: int = 3) -> float:
+    """Return the shortest time of a few calls, after one that does not count."""
+    fn()
+    taken = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        fn()
+        taken.append(time.perf_counter() - begun)
+    return min(taken)

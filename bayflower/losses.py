@@ -1,0 +1,79 @@
+"""−log p of stacks of clients in two GPU kernels: torch takes some twenty small ones under vmap, more than the network itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .batched import front, has_kernels
+
+
+class NegativeLogProbability(Function):
+    """−log softmax(logits)_y of each sample: logits (B, C), y (B,) → (B,)."""
+
+    @staticmethod
+    def forward(logits: Tensor, y: Tensor) -> Tensor:
+        return values(logits, y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        logits, y = ctx.saved_tensors
+        return Slope.apply(logits, y, g), None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        return values(front(logits, dims[0], info.batch_size), front(y, dims[1], info.batch_size)), 0
+
+
+class Slope(Function):
+    """g·(softmax(logits) − 1_y): the gradient of the above, itself differentiable."""
+
+    @staticmethod
+    def forward(logits: Tensor, y: Tensor, g: Tensor) -> Tensor:
+        return slopes(logits, y, g)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
+        logits, y, g = ctx.saved_tensors
+        p = torch.softmax(logits, -1)
+        along = (p * v).sum(-1, keepdim=True)
+        return g[..., None] * p * (v - along), None, along[..., 0] - v.gather(-1, y[..., None])[..., 0]
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, int]:
+        return slopes(*(front(tensor, dim, info.batch_size) for tensor, dim in zip((logits, y, g), dims, strict=True))), 0
+
+
+def nll(logits: Tensor, y: Tensor) -> Tensor:
+    """Return −log p(y) of each sample, (B,)."""
+    return NegativeLogProbability.apply(logits, y)  # type: ignore[no-any-return]
+
+
+def values(logits: Tensor, y: Tensor) -> Tensor:
+    """Return −log p(y) for logits (…, C), y (…)."""
+    if has_kernels(logits):
+        from . import kernels
+
+        return kernels.nll(logits, y)
+    return torch.logsumexp(logits, -1) - logits.gather(-1, y[..., None])[..., 0]
+
+
+def slopes(logits: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    """Return g·(softmax(logits) − 1_y)."""
+    if has_kernels(logits):
+        from . import kernels
+
+        return kernels.nll_slope(logits, y, g)
+    hot = torch.zeros_like(logits).scatter(-1, y[..., None], 1.0)
+    return g[..., None] * (torch.softmax(logits, -1) - hot)

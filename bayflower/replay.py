@@ -1,0 +1,137 @@
+"""A piece of work recorded once and replayed: on a GPU as CUDA graphs, one for each number of active clients; elsewhere a plain call.
+
+Starting some sixty small kernels from Python takes longer than running them. A graph starts them all at once. What is recorded works in
+place on tensors that stay where they are (`Fixed`), so a replay needs no arguments. The first call with a size is a plain one: it
+compiles what must be compiled, and does the work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tree import flatten, map_tree
+from .types import Survey, Work
+
+log = logging.getLogger("bayflower")
+
+
+class Graphs:
+    """Whether work is recorded, and the memory that all recordings share: they never run at the same time, and keep nothing in it."""
+
+    def __init__(self, device: torch.device, wanted: bool = True) -> None:
+        self.on = wanted and device.type == "cuda"
+        self.pool: Any = torch.cuda.graph_pool_handle() if self.on else None
+
+
+class Replay:
+    """`body(size)` called many times; `size` decides the shapes of everything inside."""
+
+    def __init__(self, body: Callable[[int], None], graphs: Graphs) -> None:
+        self.body, self.graphs = body, graphs
+        self.recorded: dict[int, Any] = {}
+        self.seen: set[int] = set()
+
+    def __call__(self, size: int, times: int = 1) -> None:
+        """Do the work of `size` clients `times` times."""
+        for _ in range(times):
+            if not self.graphs.on:
+                self.body(size)
+            elif size not in self.seen:
+                self.seen.add(size)
+                self.body(size)
+            elif size in self.recorded or self._record(size):
+                self.recorded[size].replay()
+            else:
+                self.body(size)
+
+    def _record(self, size: int) -> bool:
+        """Record a graph, which does no work yet; return False, and say why, if the work cannot be recorded."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.graphs.pool):
+                self.body(size)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            self.graphs.on = False
+            log.warning("steps are started one by one, not replayed: they cannot be recorded (%s)", str(error).splitlines()[0])
+            return False
+        self.recorded[size] = graph
+        return True
+
+
+class Fixed:
+    """A tree of tensors that stay where they are; leaves that are one tensor repeated for every client are kept once."""
+
+    def __init__(self, tree: Any, adopt: bool = False) -> None:
+        self.tree = tree if adopt else map_tree(settled, tree)
+
+    @classmethod
+    def of_work(cls, work: Work) -> Fixed:
+        """Return the work fixed, what a step changes kept for every client on its own; constants (memo) may stay repeated."""
+        own = map_tree(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), work._replace(memo=None, survey=Survey({}, {})))
+        return cls(own._replace(memo=map_tree(settled, work.memo), survey=work.survey), adopt=True)
+
+    def load(self, tree: Any) -> None:
+        """Take over the values of `tree`."""
+        here, there = leaves(self.tree), leaves(tree)
+        pairs = [(a, b) for a, b in zip(here, there, strict=True) if a.numel() and not same(a, b)]
+        for a, b in pairs:
+            if repeated(a):
+                if not repeated(b):
+                    raise ValueError("a tensor that was the same for every client no longer is")  # our own invariant
+                a[:1].copy_(b[:1])
+        copy([a for a, _ in pairs if not repeated(a)], [b for a, b in pairs if not repeated(a)])
+
+    def part(self, size: int) -> Any:
+        """Return the tree of the first `size` clients."""
+        return map_tree(lambda leaf: leaf[:size], self.tree)
+
+    def unlike(self, tree: Any) -> bool:
+        """Return whether `tree`, of the first clients, changes something that is kept once for every client."""
+        return any(repeated(a) and a.data_ptr() != b.data_ptr() for a, b in zip(leaves(self.tree), leaves(tree), strict=True))
+
+    def spread(self) -> None:
+        """Keep every leaf for every client on its own from now on."""
+        self.tree = map_tree(lambda leaf: leaf.clone(memory_format=torch.contiguous_format) if repeated(leaf) else leaf, self.tree)
+
+
+def settled(leaf: Tensor) -> Tensor:
+    """Return a copy in memory of its own; a repeated tensor stays repeated."""
+    return leaf[:1].clone().expand(leaf.shape) if repeated(leaf) else leaf.clone(memory_format=torch.contiguous_format)
+
+
+def repeated(leaf: Tensor) -> bool:
+    """Return whether the leading axis is one thing shown many times."""
+    return leaf.ndim > 0 and leaf.shape[0] > 1 and leaf.stride(0) == 0
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether both are the same numbers in the same memory."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and (a.stride() == b.stride() or a.numel() == 1)
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """Return the leaves in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, tuple) and not hasattr(tree, "_fields"):
+        return [leaf for part in tree for leaf in leaves(part)]
+    return list(flatten(tree).values())
+
+
+def copy(here: list[Tensor], there: list[Tensor]) -> None:
+    """Copy tensors in few kernels."""
+    by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for a, b in zip(here, there, strict=True):
+        kind = by_kind.setdefault((a.dtype, b.dtype), ([], []))
+        kind[0].append(a)
+        kind[1].append(b)
+    for mine, yours in by_kind.values():
+        torch._foreach_copy_(mine, yours)

@@ -1,0 +1,130 @@
+"""Layers for stacks of networks: torch's own numbers, forward, first and second derivatives, with and without vmap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from bayflower.batched import StackedConv2d, StackedMaxPool2d, for_stacks
+from bayflower.losses import nll
+from bayflower.models import cnn
+from bayflower.optim import Optimizer
+from bayflower.types import OptState
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
+
+
+def nets() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    strided = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(5, 4, (1, 3), bias=False), nn.MaxPool2d(2),
+                            nn.Flatten(), nn.Linear(24, 4))  # fmt: skip
+    odd = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d((3, 2)), nn.Conv2d(4, 6, 3, padding=1), nn.Sigmoid(), nn.MaxPool2d(2),
+                        nn.Flatten(), nn.Linear(18, 4))  # fmt: skip
+    kept = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.LeakyReLU(0.1), nn.MaxPool2d(3, stride=2), nn.Flatten(), nn.Linear(36, 4))
+    return {"cnn": (cnn((1, 20, 20), 4, features=12), (1, 20, 20)), "strided": (strided, (3, 9, 16)), "odd": (odd, (1, 13, 15)),
+            "kept": (kept, (2, 9, 9))}  # fmt: skip
+
+
+def stack_of(net: nn.Module, clients: int, shape: tuple[int, ...], device: str):
+    draw = torch.Generator().manual_seed(1)
+    params = {n: torch.randn(clients, *p.shape, generator=draw, dtype=torch.float64).to(device) * 0.3 for n, p in net.named_parameters()}
+    x = torch.randn(clients, 3, *shape, generator=draw, dtype=torch.float64).to(device)
+    y = torch.randint(0, 4, (clients, 3), generator=draw).to(device)
+    return params, x, y
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["cnn", "strided", "odd", "kept"])
+def test_values_and_derivatives_are_torchs(name, device):
+    net, shape = nets()[name]
+    net = net.double().to(device)
+    params, x, y = stack_of(net, 4, shape, device)
+
+    def loss(module):
+        def one(p, x, y):
+            return nn.functional.cross_entropy(functional_call(module, p, (x,)), y)
+
+        return one
+
+    def meta(module):
+        """The loss after one gradient step: its gradient has second derivatives in it."""
+
+        def one(p, x, y):
+            g = grad(loss(module))(p, x, y)
+            return loss(module)({n: v - 0.1 * g[n] for n, v in p.items()}, x.flip(0), y.flip(0))
+
+        return one
+
+    for make in (lambda m: loss(m), lambda m: grad(loss(m)), lambda m: grad(loss(m), argnums=1), lambda m: grad(meta(m))):
+        want, got = (vmap(make(module))(params, x, y) for module in (net, for_stacks(net)))
+        for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(want), strict=True):
+            assert a.shape == b.shape
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-11), (a - b).abs().max()
+        alone = make(for_stacks(net))({n: p[1] for n, p in params.items()}, x[1], y[1])
+        for a, b in zip(torch.utils._pytree.tree_leaves(alone), torch.utils._pytree.tree_leaves(want), strict=True):
+            assert torch.allclose(a, b[1], rtol=1e-9, atol=1e-11)
+
+
+def test_shared_weights_and_shared_inputs_need_no_axis():
+    net, shape = nets()["cnn"]
+    net = for_stacks(net.double())
+    params, x, _ = stack_of(net, 3, shape, "cpu")
+    one = {n: p[0] for n, p in params.items()}
+
+    def run(p, x):
+        return functional_call(net, p, (x,))
+
+    assert torch.allclose(vmap(run, (None, 0))(one, x)[2], run(one, x[2]))
+    assert torch.allclose(vmap(run, (0, None))(params, x[0])[1], run({n: p[1] for n, p in params.items()}, x[0]))
+
+
+def test_only_layers_of_the_right_kind_are_replaced():
+    kinds = {name: [type(part) for part in for_stacks(net).modules()] for name, (net, _) in nets().items()}
+    assert kinds["cnn"].count(StackedConv2d) == 2
+    assert kinds["cnn"].count(StackedMaxPool2d) == 2
+    assert StackedConv2d not in kinds["kept"]  # groups
+    assert StackedMaxPool2d not in kinds["kept"]  # windows overlap
+    before = nets()["cnn"][0]
+    assert list(dict(for_stacks(before).named_parameters())) == list(dict(before.named_parameters()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("classes", [2, 10, 47])
+def test_the_loss_of_stacks_is_torchs(classes, device):
+    draw = torch.Generator().manual_seed(3)
+    logits = (torch.randn(4, 6, classes, generator=draw, dtype=torch.float64) * 20).to(device)
+    y = torch.randint(0, classes, (4, 6), generator=draw).to(device)
+    weight = torch.rand(4, 6, generator=draw, dtype=torch.float64).to(device)
+
+    def mine(x, y, w):
+        return (nll(x, y) * w).sum()
+
+    def torchs(x, y, w):
+        return (nn.functional.cross_entropy(x, y, reduction="none") * w).sum()
+
+    def bent(loss):
+        return lambda x, y, w: (grad(loss)(x, y, w) ** 2).sum() + (grad(loss, argnums=2)(x, y, w) ** 3).sum()
+
+    for make in (lambda loss: loss, grad, lambda loss: grad(bent(loss)), lambda loss: grad(bent(loss), argnums=2)):
+        assert torch.allclose(vmap(make(mine))(logits, y, weight), vmap(make(torchs))(logits, y, weight), rtol=1e-9, atol=1e-10)
+        assert torch.allclose(make(mine)(logits[0], y[0], weight[0]), make(torchs)(logits[0], y[0], weight[0]), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("settings", [
+    {"name": "sgd"}, {"name": "sgd", "momentum": 0.9, "weight_decay": 0.01}, {"name": "sgd", "clip_norm": 0.5},
+    {"name": "adam", "weight_decay": 0.1}, {"name": "rmsprop"}, {"name": "rmsprop", "momentum": 0.5, "clip_norm": 1.0},
+])  # fmt: skip
+def test_stacks_are_stepped_in_place_as_one_by_one(settings):
+    optimizer = Optimizer(lr=0.05, **settings)
+    draw = torch.Generator().manual_seed(5)
+    params = {name: torch.randn(3, *shape, generator=draw, dtype=torch.float64) for name, shape in (("w", (4, 2)), ("b", (4,)))}
+    stepped = {name: value.clone() for name, value in params.items()}
+    state = vmap(optimizer.init)(params)
+    own = OptState(state.steps.clone(), *({name: value.clone() for name, value in moment.items()} for moment in state[1:]))
+    for _ in range(4):
+        grads = {name: torch.randn(value.shape, generator=draw, dtype=torch.float64) for name, value in params.items()}
+        params, state = vmap(optimizer.update)(params, grads, state)
+        optimizer.update_stack(stepped, grads, own)
+    for name, value in params.items():
+        assert torch.allclose(stepped[name], value, rtol=1e-12, atol=1e-14), name
