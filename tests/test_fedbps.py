@@ -304,18 +304,35 @@ def test_running_statistics_stay_or_are_averaged():
 
 
 def test_a_new_client_moves_its_personal_entries_alone():
-    prepared = small_prepared("fedbps", personal_share=0.6, **SGD)
+    """Against torch.optim on a module whose shared entries are put back after every step."""
+    prepared = small_prepared("fedbps", personal_share=0.6, dtype="float64", **SGD)
     halves = prepared.halves
     generator = torch.Generator().manual_seed(0)
     state = halves.server.init(*halves.initial, ())
-    state = state._replace(mask={name: torch.rand(value.shape, generator=generator) < 0.6 for name, value in state.params.items()})
+    mask = {name: torch.rand(value.shape, generator=generator) < 0.6 for name, value in state.params.items()}
+    state = state._replace(mask=mask, params={name: 1.5 * value for name, value in state.params.items()})
     broadcast = halves.server.broadcast(state, 9)
-    data = solo.samples(prepared.federation.new_clients[0], torch.device("cpu"), torch.float32).train
+    data = solo.samples(prepared.federation.new_clients[0], torch.device("cpu"), torch.float64).train
     fresh = halves.client.init(*halves.initial)
-    fitted = solo.adapt(halves.client, fresh, broadcast, data, "new", seed=0, client=9, round=1)
-    for name, mask in state.mask.items():
-        assert torch.equal(fitted.params[name][~mask], state.params[name][~mask])
-    assert any(not torch.equal(fitted.params[name][mask], fresh.params[name][mask]) for name, mask in state.mask.items())
+    keys = {"seed": 0, "client": 9, "round": 1}
+    fitted = solo.adapt(halves.client, fresh, broadcast, data, "new", **keys)
+
+    module = halves.model.factory().double()
+    start = {name: torch.where(mask[name], fresh.params[name], value) for name, value in state.params.items()}
+    module.load_state_dict(start)
+    stepper = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    phase = halves.client.phases("new")[0]
+    for (rows,) in batches.plan(len(data.y), phase, **keys, purpose="new", coupled=False):
+        stepper.zero_grad()
+        nn.functional.cross_entropy(module(data.x[rows]), data.y[rows]).backward()
+        stepper.step()
+        with torch.no_grad():
+            for name, value in module.named_parameters():
+                value.copy_(torch.where(mask[name], value, start[name]))
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(fitted.params[name], value.detach(), rtol=1e-8, atol=1e-10)
+        assert torch.equal(fitted.params[name][~mask[name]], state.params[name][~mask[name]])
+    assert worst_difference(fitted.params, start) > 1e-3
 
 
 def test_weights_without_curvature_have_a_finite_variance():
