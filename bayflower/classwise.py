@@ -20,22 +20,27 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .eigen import eigh_many
+from .eigen import eigh, pseudo_inverse
 
+MIDDLE = 128  # samples of a class up to which a GPU finds eigenvectors fast
 SMALLEST = 4  # groups of up to this many samples go together; then twice as many, and so on
 PIECE = {"cpu": 2**18, "cuda": 2**27}  # numbers that are gathered at a time: a CPU's cache, a GPU's memory
 
 
-def class_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return (basis (N, D), weight (N,)) of the classes' pseudo-inverse covariances, from z (N, D), y (N,) and mask (N,).
+def class_factors(
+    z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float = 0.0, min_count: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (basis (N, D), weight (N,), counted (N,)) of the classes' pseudo-inverse covariances, from z (N, D), y (N,) and mask (N,).
 
     As in `gaussian.LowRank.from_samples` an eigenvalue counts if it is larger than `cut` times its class's largest one (0: 1e-5 in
-    float32, 1e-10 in float64) and larger than the rounding of z can produce. Elsewhere, and where the mask is 0, both are 0. Values only:
-    it has no derivative.
+    float32, 1e-10 in float64) and larger than the rounding of z can produce. Elsewhere, where the mask is 0, and for classes of fewer than
+    `min_count` samples all are 0. `counted` marks
+    as many rows of a class as it has directions. For one client the rows are orthonormal and weight is 1/eigenvalue; for stacks on a GPU
+    large classes come as other rows with the same sum. Values only: it has no derivative.
     """
     cut = cut or (1e-10 if z.dtype == torch.float64 else 1e-5)
-    basis, weight = _Factors.apply(z.detach(), y, mask, num_classes, cut)
-    return basis, weight
+    basis, weight, counted = _Factors.apply(z.detach(), y, mask, num_classes, cut, min_count)
+    return basis, weight, counted
 
 
 def class_means(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -62,50 +67,83 @@ class _Factors(Function):
     """`class_factors` on any number of leading axes; vmap adds one."""
 
     @staticmethod
-    def forward(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float) -> tuple[Tensor, Tensor]:
-        return stacked_factors(z, y, mask, num_classes, cut)
+    def forward(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float, min_count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return stacked_factors(z, y, mask, num_classes, cut, min_count)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.mark_non_differentiable(*output)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, tuple[int, int]]:
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, tuple[int, int, int]]:
         stacks = [
             x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
             for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
         ]
-        return _Factors.apply(*stacks, *inputs[3:]), (0, 0)
+        return _Factors.apply(*stacks, *inputs[3:]), (0, 0, 0)
 
 
-def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float) -> tuple[Tensor, Tensor]:
-    """Return (basis (…, N, D), weight (…, N)) for any number of stacked clients."""
-    samples, dim = z.shape[-2:]
-    rows, label, used = z.reshape(-1, dim), y.reshape(-1), mask.reshape(-1) != 0
-    client = torch.arange(label.numel(), device=z.device) // samples
+def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float, min_count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (basis (…, N, D), weight (…, N), counted (…, N)) for any number of stacked clients."""
+    dim = z.shape[-1]
+    rows = z.reshape(-1, dim)
+    many = z.is_cuda and y.numel() > y.shape[-1]
+    basis, weight = rows.new_zeros(len(rows) + 1, dim), rows.new_zeros(len(rows) + 1)  # the last row is where nothing belongs
+    counted = torch.zeros(len(rows) + 1, dtype=torch.bool, device=z.device)
+    for index, real, gram in plan(y, mask, num_classes, dim, min_count):
+        parts = centre(rows[index.clamp(max=len(rows) - 1)], real)
+        if many and gram and index.shape[1] > MIDDLE:
+            vectors, precision, rank = roots(*parts, cut, torch.finfo(z.dtype).tiny)
+            used = torch.arange(index.shape[1], device=z.device) < rank[:, None]
+        else:
+            vectors, precision = factors(*parts, cut, gram, torch.finfo(z.dtype).tiny)
+            used = precision != 0
+        place = index[:, : vectors.shape[1]]
+        width = place.shape[1]
+        basis[place] = vectors[:, :width].to(z.dtype)
+        weight[place] = precision[:, :width].to(z.dtype)
+        counted[place] = used[:, :width]
+    weight, counted = weight[:-1], counted[:-1]
+    return basis[:-1].reshape(z.shape), weight.reshape(y.shape), counted.reshape(y.shape)
+
+
+Piece = tuple[Tensor, Tensor, bool]  # places of samples (G, S), one beyond the last where there is none; which are real; the route
+_known: list[tuple[Any, list[Piece], Any]] = []  # the last plans, with the tensors they were made from
+
+
+def plan(y: Tensor, mask: Tensor, num_classes: int, dim: int, min_count: int) -> list[Piece]:
+    """Return which samples form the groups (client, class) of similar size. Labels stay from round to round, so plans are remembered."""
+    key = tuple((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version) for tensor in (y, mask))
+    facts = (key, y.device, mask.dtype, num_classes, dim, min_count)
+    for known, pieces, _ in _known:
+        if known == facts:
+            return pieces
+    pieces = make_plan(y, mask, num_classes, dim, min_count)
+    if y.is_cuda:  # only there it pays; the tensors are kept too, so that their addresses cannot come to mean something else
+        _known.insert(0, (facts, pieces, (y, mask)))
+        del _known[2:]
+    return pieces
+
+
+def make_plan(y: Tensor, mask: Tensor, num_classes: int, dim: int, min_count: int) -> list[Piece]:
+    """Return which samples form the groups (client, class) of similar size."""
+    samples = y.shape[-1]
+    label, used = y.reshape(-1), mask.reshape(-1) != 0
+    client = torch.arange(label.numel(), device=y.device) // samples
     used = used & (label >= 0) & (label < num_classes)
     groups = (label.numel() // max(samples, 1)) * num_classes
     group = torch.where(used, client * num_classes + label, groups)  # the last group is what belongs to no class
     order = group.argsort(stable=True)
     sizes = torch.bincount(group, minlength=groups + 1)[:groups]
     starts = sizes.cumsum(0) - sizes
-    basis, weight = torch.zeros_like(rows), rows.new_zeros(len(rows))
     pieces = []
-    for least, most, chosen in buckets(sizes, dim):
-        for part in chosen.split(max(1, PIECE.get(z.device.type, 2**18) // (most * dim))):
-            place = torch.arange(most, device=z.device)
+    for least, most, chosen in buckets(torch.where(sizes >= min_count, sizes, 0), dim):
+        for part in chosen.split(max(1, PIECE.get(y.device.type, 2**18) // (most * dim))):
+            place = torch.arange(most, device=y.device)
             real = place < sizes[part, None]  # (G, S)
-            pieces.append((order[(starts[part, None] + place).clamp(max=len(order) - 1)], real, least <= dim))
-    for some in [pieces] if z.is_cuda else [[piece] for piece in pieces]:  # a CPU does them one by one, in its cache
-        centred = [centre(rows[index], real) for index, real, _ in some]
-        found = eigh_many([products(*parts, gram) for parts, (_, _, gram) in zip(centred, some, strict=True)])
-        for (index, real, gram), parts, pairs in zip(some, centred, found, strict=True):
-            vectors, precision = factors(*parts, *pairs, cut, gram, torch.finfo(z.dtype).tiny)
-            used = real[:, : vectors.shape[1]]
-            index = index[:, : vectors.shape[1]][used]
-            basis[index] = vectors[:, : used.shape[1]][used].to(z.dtype)
-            weight[index] = precision[:, : used.shape[1]][used].to(z.dtype)
-    return basis.reshape(z.shape), weight.reshape(y.shape)
+            index = order[(starts[part, None] + place).clamp(max=len(order) - 1)]
+            pieces.append((torch.where(real, index, len(order)), real, least <= dim))
+    return pieces
 
 
 def buckets(sizes: Tensor, dim: int) -> list[tuple[int, int, Tensor]]:
@@ -134,15 +172,9 @@ def centre(z: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return centred.sub_(centred.sum(1, keepdim=True) / count[..., None]).mul_(member), count, noise
 
 
-def products(centred: Tensor, count: Tensor, noise: Tensor, gram: bool) -> Tensor:
-    """Return the matrices to decompose: C Cᵀ/n (G, S, S) if `gram`, else CᵀC/n (G, D, D)."""
-    return (centred @ centred.mT if gram else centred.mT @ centred) / count[..., None]
-
-
-def factors(
-    centred: Tensor, count: Tensor, noise: Tensor, values: Tensor, vectors: Tensor, cut: float, gram: bool, tiny: float
-) -> tuple[Tensor, Tensor]:
-    """Return (orthonormal vectors (G, r, D), their precisions (G, r)), largest variance first, from a decomposition of `products`."""
+def factors(centred: Tensor, count: Tensor, noise: Tensor, cut: float, gram: bool, tiny: float) -> tuple[Tensor, Tensor]:
+    """Return (orthonormal vectors (G, r, D), their precisions (G, r)), largest variance first, of centred samples (G, S, D)."""
+    values, vectors = eigh((centred @ centred.mT if gram else centred.mT @ centred) / count[..., None])
     least = torch.maximum(cut * values[:, -1], noise).clamp(min=tiny)
     keep = (values > least[:, None]).flip(1)
     safe = torch.where(keep, values.flip(1), 1.0)
@@ -151,9 +183,19 @@ def factors(
     return rows, keep / safe
 
 
+def roots(centred: Tensor, count: Tensor, noise: Tensor, cut: float, tiny: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (rows A (G, S, D) with AᵀA = Σ†, the weight 1 of each (G, S), the ranks (G,)): no eigenvectors, but fast on a GPU.
+
+    With C the centred samples and G = C Cᵀ/n, Σ† = Cᵀ G†² C/n, so A = G† C/√n.
+    """
+    inverse, rank = pseudo_inverse(centred @ centred.mT / count[..., None], cut, noise.clamp(min=tiny))
+    rows = inverse @ centred / count[..., None].sqrt()
+    return rows, (rank > 0)[:, None].to(rows.dtype).expand(rows.shape[:2]), rank
+
+
 # -- sums over clients -------------------------------------------------------------------------------------------------
 def class_sums(
-    *, basis: Tensor, weight: Tensor, label: Tensor, means: Tensor, sent: Tensor, alpha: float, present: list[int]
+    *, basis: Tensor, weight: Tensor, label: Tensor, counted: Tensor, means: Tensor, sent: Tensor, alpha: float, present: list[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (Σ_n Λ_n as a packed triangle, Σ_n Λ_n μ_n) of each class in `present`, over stacked clients, in float64.
 

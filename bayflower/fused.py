@@ -8,10 +8,10 @@ random numbers; a layer may refuse) are trained one by one, and the result says 
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from .config import Run
 from .data import ClientData, Federation
 from .exact import Total
 from .halves import Halves
+from .ledger import Ledger
 from .meter import Meter
 from .outcome import Outcome, Progress, RoundRecord, Views, curve_point
 from .replay import Graphs
@@ -268,13 +269,16 @@ def run_fused(
         if isinstance(engine.bank, DeviceBank) and resume.clients:
             engine.bank.load({client: unflatten(halves.client.state_type, known) for client, known in resume.clients.items()})
 
-    def save(round: int) -> None:
+    def due(round: int) -> bool:
         every = settings.checkpoint_every
-        if out is not None and every and (round % every == 0 or round == settings.rounds):
-            # what a measurement decided is written down: after a restart it could turn out otherwise
-            decided = replace(run, settings=replace(settings, stacking="no" if engine.apart else "yes"))
-            write(out, make(decided, name, round, state, dict(engine.bank.states()), records, []))
-            engine.bank.tidy()
+        return out is not None and every > 0 and (round % every == 0 or round == settings.rounds)
+
+    def save(round: int) -> None:
+        assert out is not None
+        # what a measurement decided is written down: after a restart it could turn out otherwise
+        decided = replace(run, settings=replace(settings, stacking="no" if engine.apart else "yes"))
+        write(out, make(decided, name, round, state, dict(engine.bank.states()), records, []))
+        engine.bank.tidy()
 
     def sent(chunk: list[int]) -> Any:
         if not server.per_client:
@@ -292,39 +296,35 @@ def run_fused(
     def chosen_for(round: int) -> list[int]:
         return sampling.choose(everyone, settings.fraction_train, seed=settings.seed, round=round)
 
+    ledger = Ledger(records, meter, progress)
     for round in range(first, settings.rounds + 1):
         chosen = chosen_for(round)
         before: Views = {}
         if round > 1 and settings.evaluate_every and (round - 1) % settings.evaluate_every == 0:
+            ledger.flush()  # tests are not training
             before = tested(engine, chosen, round - 1, "finetune")
             records[-1].update(curve_point(before))
-        meter.wait()
-        started = time.perf_counter()  # tests are not training
+        begin = ledger.begin()
         totals = Totals(halves, fast=not engine.apart)  # one by one, the bits are those of the loop engine
         losses: dict[int, Tensor] = {}
         count = sizes.Count(run, name, round, before)
-        chunks, after = engine.chunks(chosen, sent), state
-        for chunk in chunks:
+        for chunk in engine.chunks(chosen, sent):
             with meter.time("training"):
                 message = sent(chunk)
                 updates, chunk_losses = engine.train(chunk, message, round)
             with meter.time("aggregation"):
                 totals.add(state, chunk, updates)
             losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
-            if chunk is chunks[-1]:  # before anything waits for the device
-                with meter.time("aggregation"):
-                    after = server.finalise(state, totals.value(device))
-                if round < settings.rounds:
-                    engine.prefetch(chosen_for(round + 1), round + 1)
             count.add(chunk, server, message, halves.client.packed(updates), {client: engine.stack.size(client) for client in chunk})
-        state = after
-        means = dict(zip(losses, torch.stack(list(losses.values())).tolist(), strict=True)) if losses else {}
-        weighted = {client: (count.examples[client], means[client]) for client in means}
-        meter.wait()
-        records.append(RoundRecord.make(round, time.perf_counter() - started, count.up, count.down, weighted, server.report(state)))
-        save(round)
-        if progress:
-            progress(records)
+        with meter.time("aggregation"):
+            state = server.finalise(state, totals.value(device))
+        ledger.add(round, losses, count, partial(server.report, state), begin)
+        if round < settings.rounds:
+            engine.prefetch(chosen_for(round + 1), round + 1)
+        if due(round):
+            ledger.flush()
+            save(round)
+    ledger.flush()
     views = tested(engine, everyone, settings.rounds, "finetune")
     records[-1].update(curve_point(views))
     new: Views = {}

@@ -13,6 +13,9 @@ import torch
 SAMPLE_SECONDS = 1.0  # between two looks at the device's utilisation
 
 
+Mark = float | torch.cuda.Event
+
+
 class Meter:
     """Seconds by name; on a GPU the device's own time, read when it is waited for anyway."""
 
@@ -39,6 +42,21 @@ class Meter:
         begun = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+
+    def mark(self) -> Mark:
+        """Return this moment; on a GPU the moment when it has done what it was given so far."""
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: Mark, end: Mark) -> float:
+        """Return the seconds between two marks, waiting for the second if need be."""
+        if isinstance(begin, float) or isinstance(end, float):
+            return float(end) - float(begin)  # type: ignore[arg-type]
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
 
     def wait(self) -> None:
         """Wait until the device has done what it was given."""

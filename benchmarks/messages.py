@@ -40,7 +40,7 @@ def features(classes: int, samples: int, dim: int) -> tuple[Tensor, Tensor]:
 
 def low_rank(z: Tensor, y: Tensor, classes: int) -> dict[str, Tensor]:
     """Return what travels of all classes."""
-    basis, weight = class_factors(z, y, torch.ones(len(y)), classes, CUT)
+    basis, weight, _ = class_factors(z, y, torch.ones(len(y)), classes, CUT)
     return pack_factors(basis, weight, y, classes)
 
 

@@ -63,7 +63,7 @@ def test_a_message_is_the_dense_precision(dim, data, dtype, magnitude, seed):
 def test_one_class_is_the_low_rank_gaussian(samples, dim, dtype):
     """The factors of a single class are those of `LowRank.from_samples`, whichever matrix is decomposed."""
     z = spanned(samples, dim, min(samples - 1, dim), 1).to(dtype)
-    basis, weight = class_factors(z, torch.zeros(samples, dtype=torch.int64), torch.ones(samples), 1)
+    basis, weight, _ = class_factors(z, torch.zeros(samples, dtype=torch.int64), torch.ones(samples), 1)
     low, _ = LowRank.from_samples(z.double(), torch.ones(samples), 0.0, cut=CUT[dtype])
     assert int((weight != 0).sum()) == int(low.rank()) == min(samples - 1, dim)
     assert worst(basis.double().mT @ (weight[:, None].double() * basis.double()), low.dense()) < TOLERANCE[dtype]
@@ -90,7 +90,7 @@ def test_padded_clients_together_are_clients_alone(dim, monkeypatch):
     counts, means = vmap(lambda z, y, m: class_means(z, y, m, classes))(z, y, mask)
     variances = vmap(class_variances)(z, y, mask, means)
     for c, size in enumerate(sizes):
-        basis, weight = class_factors(z[c, :size], y[c, :size], mask[c, :size], classes)
+        basis, weight, _ = class_factors(z[c, :size], y[c, :size], mask[c, :size], classes)
         for k in range(classes):
             mine = y[c, :size] == k
             want = basis[mine].mT @ (weight[mine, None] * basis[mine])
@@ -119,7 +119,7 @@ def test_the_smaller_matrix_is_decomposed_and_groups_go_together(monkeypatch):
 
 def test_labels_that_are_no_class_are_left_out():
     z = torch.randn(8, 3)
-    basis, weight = class_factors(z, torch.tensor([-1, 7, 0, 0, 0, 1, 1, 1]), torch.ones(8), 2)
+    basis, weight, _ = class_factors(z, torch.tensor([-1, 7, 0, 0, 0, 1, 1, 1]), torch.ones(8), 2)
     assert not bool(weight[:2].any())
     assert not bool(basis[:2].any())
     assert int((weight != 0).sum()) == 4
@@ -128,7 +128,7 @@ def test_labels_that_are_no_class_are_left_out():
 def test_equal_samples_have_no_spread():
     """E-P3: rounding is no variance, so the rank is 0 though the mean of equal numbers is rounded."""
     z = torch.cat([torch.randn(1, 64).expand(20, -1) * 3, torch.zeros(5, 64)])
-    _, weight = class_factors(z, torch.tensor([0] * 20 + [1] * 5), torch.ones(25), 2)
+    _, weight, _ = class_factors(z, torch.tensor([0] * 20 + [1] * 5), torch.ones(25), 2)
     assert not bool(weight.any())
 
 
@@ -140,7 +140,7 @@ def test_the_triangle_travels_exactly_when_it_is_smaller(dim, dtype):
     counts = [rank + 1 for rank in range(dim + 1)]
     z = torch.cat([spanned(count, dim, rank, rank) for rank, count in enumerate(counts)]).to(dtype)
     y = torch.repeat_interleave(torch.arange(dim + 1), torch.tensor(counts))
-    basis, weight = class_factors(z, y, torch.ones(len(y)), dim + 1)
+    basis, weight, _ = class_factors(z, y, torch.ones(len(y)), dim + 1)
     found = ranks(weight, y, dim + 1)
     assert found.tolist() == list(range(dim + 1))
     packed = pack_factors(basis, weight, y, dim + 1)

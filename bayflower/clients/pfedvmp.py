@@ -68,13 +68,12 @@ class Client(fedper.Client):
         z, classes = work.survey.each["features"], work.memo.known.shape[0]
         counts, means = class_means(z, data.y, data.mask, classes)
         sent = counts >= self.config.min_count
-        mask = data.mask * sent[data.y.clamp(0, classes - 1)]
         spread: Tensors = {}
         if self.config.centroid == "precision":
-            basis, weight = class_factors(z, data.y, mask, classes, self.config.cut)
-            spread = {"basis": basis, "weight": weight, "label": data.y}
+            basis, weight, counted = class_factors(z, data.y, data.mask, classes, self.config.cut, self.config.min_count)
+            spread = {"basis": basis, "weight": weight, "label": data.y, "counted": counted}
         elif self.config.centroid == "diag":
-            variance = class_variances(z, data.y, mask, means)
+            variance = class_variances(z, data.y, data.mask, means)
             spread = {"precision": (counts[:, None] / (variance + self.config.diag_floor)).to(z.dtype) * sent[:, None]}
         return own, Update(base.num_examples, base.params, base.buffers, counts * sent, means * sent[:, None], spread)
 
@@ -82,7 +81,7 @@ class Client(fedper.Client):
         """Return the message of the classes that are sent, each in its smaller form."""
         present, spread = update.counts > 0, update.spread
         if self.config.centroid == "precision":
-            spread = pack_factors(**spread, num_classes=len(present))
+            spread = pack_factors(spread["basis"], spread["weight"], spread["label"], len(present))
         elif self.config.centroid == "diag":
             spread = {"precision": spread["precision"][present]}
         return flatten(Message(update.num_examples, update.params, update.buffers, update.counts, update.means[present], spread))
@@ -90,7 +89,7 @@ class Client(fedper.Client):
     def packed(self, updates: Update) -> list[Shapes]:
         """Return the shapes of the messages of stacked updates, from their counts and ranks."""
         counts, spread, dim = updates.counts, updates.spread, updates.means.shape[2]
-        rank = ranks(spread["weight"], spread["label"], counts.shape[1]) if "weight" in spread else torch.zeros_like(counts)
+        rank = ranks(spread["counted"], spread["label"], counts.shape[1]) if "counted" in spread else torch.zeros_like(counts)
         dense = dense_ranks(rank, dim)
         first = map_tree(lambda leaf: leaf[0], updates)
         sizes = ((counts > 0).sum(1).tolist(), (rank * ~dense).sum(1).tolist(), dense.sum(1).tolist())
