@@ -7,7 +7,7 @@
 
 A finished run is one line of JSON in `--out`, so a series that was cut off goes on where it stopped. A run that two groups need (ξ = 50 is
 one of the centroids' runs) is made once. `--minutes` begins no run that would not end in time, going by the runs in the file, and gives up
-one that does not. Protocol: SPEC of the paper as far as stated; 50 clients, all in every round, 80/20 split, SGD 0.01, batches of 10, 1 epoch.
+one that does not. The protocol is the paper's; the generated page states it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import gc
 import json
 import math
 import os
-import statistics
 import sys
 import time
-from collections import Counter
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -47,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 XI, FEATURES = (1, 5, 20, 50, 100), (128, 256, 384, 512, 640)
 PLACES = {"Fashion-MNIST, Dir(0.3)": FMNIST, "CIFAR-10, Dir(0.3)": CIFAR_03, "CIFAR-10, Dir(0.1)": CIFAR_01}
-BLOCKS = ("accuracy", "accuracy_mean", "nll", "ece", "fairness_cv", "fairness_std")
+BLOCKS = ("num_examples", "accuracy", "accuracy_mean", "nll", "ece", "fairness_cv", "fairness_std")
 
 
 def cells(group: str, rounds: int, seeds: int = 3) -> Iterator[dict[str, Any]]:
@@ -125,7 +124,7 @@ def expected(cell: dict[str, Any], runs: list[dict[str, Any]]) -> float:
     return max(rates, default=0.0) * cell["rounds"] * cell["images"]
 
 
-class OutOfTime(Exception):
+class OutOfTimeError(Exception):
     """The time that `--minutes` gives is over in the middle of a run."""
 
 
@@ -155,11 +154,12 @@ def run(args: argparse.Namespace) -> int:
             continue
         try:
             record = {"group": group, "cell": cell, **measured(cell, args, words, end), "commit": args.commit}
-        except OutOfTime:
+        except OutOfTimeError:
             print(f"{words}: given up, {args.minutes:g} minutes are over", flush=True)
             return failed
-        except ConfigError as error:
-            print(f"{words}: {error}", flush=True)
+        except Exception as error:  # the other runs may still go; this one is tried again next time
+            print(f"{words}: failed", flush=True)
+            print(error if isinstance(error, ConfigError) else traceback.format_exc(), flush=True)
             failed += 1
             continue
         append(path, record)
@@ -182,7 +182,7 @@ def measured(cell: dict[str, Any], args: argparse.Namespace, words: str, end: fl
         nonlocal said
         now = time.monotonic()
         if now > end and len(records) < chosen.settings.rounds:
-            raise OutOfTime
+            raise OutOfTimeError
         if now - said > 20:
             said = now
             print(f"{words}: round {len(records)}, {now - started:.0f} s", flush=True)
@@ -229,8 +229,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=0, help="time for this call; 0 = no limit")
     parser.add_argument("--commit", default="", help="noted with each run, for machines without git")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of every run; it is noted")
+    parser.add_argument("--page", default=str(HERE / "pfedvmp_tables.md"))
+    parser.add_argument("--pictures", default=str(HERE / "pictures"), help="folder of the pictures")
     args = parser.parse_args(arguments)
-    return 1 if {"run": run}[args.action](args) else 0
+    if args.action == "run":
+        return 1 if run(args) else 0
+    if args.action == "report":
+        from pfedvmp_report import write_page
+
+        return write_page(load(Path(args.out)), Path(args.page), Path(args.pictures))
+    from pfedvmp_pictures import draw
+
+    return draw(load(Path(args.out)), Path(args.pictures))
 
 
 if __name__ == "__main__":
