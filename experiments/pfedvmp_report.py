@@ -201,10 +201,13 @@ def centroids_table(runs: list[dict[str, Any]]) -> list[str]:
     for variant in VARIANTS:
         theirs = PAPER_CENTROIDS.get(variant, (None,) * 3)
         mine = [spread(list(by_seed(found, variant, place).values())) for place in PLACES.values()]
-        rows.append([variant, *(f"{m}; *{show(t)}*" for m, t in zip(mine, theirs, strict=True))])
-    pairs = [
-        [f"{a} − {b}", *(difference(by_seed(found, a, place), by_seed(found, b, place)) for place in PLACES.values())] for a, b in PAIRS
-    ]
+        rows.append([variant, *(m if t is None else f"{m}; *{t:.2f}*" for m, t in zip(mine, theirs, strict=True))])
+    pairs = []
+    for a, b in PAIRS:
+        mine = [difference(by_seed(found, a, place), by_seed(found, b, place)) for place in PLACES.values()]
+        theirs = zip(PAPER_CENTROIDS.get(a, (None,) * 3), PAPER_CENTROIDS.get(b, (None,) * 3), strict=True)
+        gaps = ["" if x is None or y is None else f"; *{x - y:+.2f}*" for x, y in theirs]
+        pairs.append([f"{a} − {b}", *(m + gap for m, gap in zip(mine, gaps, strict=True))])
     words = "Paired over seeds: mean difference in points, its 95 % t-interval, and in how many seeds the first is above the second."
     return ["", origin(found), *grid(["centroid or method", *titles], rows), words, *grid(["", *titles], pairs)]
 
