@@ -1,0 +1,96 @@
+"""The scripts of experiments/ work from the first run to the page: tiny runs on digits, cut off and taken up again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--rounds",
+    "2",
+    "--device",
+    "cpu",
+    "--set",
+    "dataset=digits",
+    "--set",
+    "keep=0.1",
+    "--set",
+    "num_clients=3",
+    "--set",
+    "stacking=no",
+    "--set",
+    "batch_size=40",
+]
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    import pfedvmp_tables
+
+    return pfedvmp_tables
+
+
+def test_pfedvmp_from_run_to_page(tables, tmp_path, capsys, monkeypatch):
+    out, page, pictures = tmp_path / "runs.jsonl", tmp_path / "page.md", tmp_path / "pictures"
+    where = ["--out", str(out), "--page", str(page), "--pictures", str(pictures)]
+    assert tables.main(["report", *where]) == 0
+    assert page.read_text().count("\nnot run") == 5
+    assert "None" not in page.read_text()
+    page.write_text(page.read_text() + "\nWritten by hand.\n")
+
+    monkeypatch.setitem(sys.modules, "flwr", None)  # the machine with the GPU need not have it
+    assert tables.main(["run", *where, *TINY, "--only", "xi", "fmnist", "--commit", "c0ffee"]) == 0
+    assert "13 runs to do" in capsys.readouterr().out
+    runs = tables.load(out)
+    assert len(runs) == 13
+    assert {run["commit"] for run in runs} == {"c0ffee"}
+    assert all(run["curve"][-1]["round"] == 2 and run["seconds"]["training"] > 0 for run in runs)
+    assert {"personal", "before"} == set(runs[0]["final"])
+
+    lines = out.read_text().splitlines()
+    out.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:50])  # cut off while the last line was written
+    assert tables.main(["run", *where, *TINY, "--only", "fmnist", "xi", "--commit", "c0ffee"]) == 0
+    assert "1 runs to do" in capsys.readouterr().out
+    assert [json.dumps(run["cell"], sort_keys=True) for run in tables.load(out)] == [
+        json.dumps(run["cell"], sort_keys=True) for run in runs
+    ]
+
+    pytest.importorskip("matplotlib")
+    assert tables.main(["plots", *where]) == 0
+    assert {path.name for path in pictures.iterdir()} >= {"pfedvmp_rounds.svg", "pfedvmp_xi.svg"}
+    assert tables.main(["report", *where]) == 0
+    text = page.read_text()
+    assert "pFedVMP " in text
+    assert "Settings were changed" in text
+    assert "c0ffee" in text
+    assert "pictures/pfedvmp_rounds.svg" in text
+    assert text.endswith("Written by hand.\n")
+
+
+def test_no_run_is_begun_that_would_not_end_in_time(tables, tmp_path, capsys):
+    out = tmp_path / "runs.jsonl"
+    tables.append(out, {"cell": {"method": "fedper", "dataset": "fmnist", "images": 10, "rounds": 1}, "seconds": {"wall": 60.0}})
+    assert tables.main(["run", "--out", str(out), "--minutes", "1", "--only", "fmnist"]) == 0
+    assert capsys.readouterr().out.count("not begun") == 8
+    assert len(tables.load(out)) == 1
+
+
+def test_sentences_follow_the_numbers(tables):
+    from pfedvmp_report import difference, order
+
+    def run(accuracy: float, cv: float) -> dict:
+        return {"final": {"personal": {"accuracy": accuracy, "fairness_cv": cv, "num_examples": 100}}}
+
+    lines = order({"pfedvmp": run(0.9, 0.1), "fedper": run(0.8, 0.05), "fedavg-ft": None})
+    assert "pFedVMP 90.00 is above FedPer 80.00 (+10.00), as in the paper" in lines[0]
+    assert "pFedVMP 10.00 is above FedPer 5.00 (+5.00), **not as in the paper**" in lines[1]
+    assert "not run" in lines[2]
+    assert "standard error of about 3.00 points" in lines[-1]
+    assert difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.0, 1: 2.0, 2: 1.0, 3: 9.0}) == "+1.00 [-1.48, +3.48], 0 is inside; above in 2 of 3"
+    assert difference({0: 1.0}, {1: 1.0}) == "not run"
