@@ -51,7 +51,7 @@ feature dimension. It is made by `experiments/pfedvmp_tables.py report` from one
 | rounds | stated with each table | 1000 |
 | seeds | one, centroids several; a seed changes partition, initialisation and batches | mean of 3 trials |
 | ξ, α | 50, 1 where not swept; penalty as a mean over batch and coordinates (E-P1) | 50 is the best on CIFAR-10, Dir(0.3); α = 1 |
-| small classes | `min_count` = 5: a class of which a client has fewer samples is not sent (E-P12) | all are sent |
+| small classes | `min_count` = 5: a class of which a client has fewer samples is not sent (E-P12) | no such limit is mentioned |
 | baselines | FedRep: 5 epochs on the head before the one on the base; FedAvg-FT: 1 epoch of fine-tuning before a test | not stated |
 | fairness | standard deviation of the clients' accuracies, and that over their mean (CV), last round | at the round of best accuracy |
 
