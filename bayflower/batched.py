@@ -3,17 +3,16 @@
 torch turns a convolution with per-client weights into a grouped convolution, which GPUs do slowly. Here it is patches × weights, for
 all clients in one batched product. Everything is differentiable any number of times (MAML needs two): the three maps of a
 convolution (output, input gradient, weight gradient) and the two of a pooling (pick, scatter) are closed under differentiation.
-`for_stacks` replaces the layers of a module that have such a form; the numbers are those of torch's layers up to rounding.
+`stackable.py` puts them into modules; the numbers are those of torch's layers up to rounding.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
@@ -216,16 +215,19 @@ def no_bias(weights: Tensor, channels: int, size: Size) -> Tensor:
 
 
 class Pool(Function):
-    """The largest of each window of x (B, C, H, W), and which it was (int8); windows side by side."""
+    """The largest of each window of x (B, C, H, W), times `slope` below 0, and which it was (int8); windows side by side.
+
+    Which: its place in the window, plus the size of the window where the slope applies.
+    """
 
     @staticmethod
-    def forward(x: Tensor, size: Size) -> tuple[Tensor, Tensor]:
-        out, index = stacked_pool(x[None], size)
+    def forward(x: Tensor, size: Size, slope: float) -> tuple[Tensor, Tensor]:
+        out, index = stacked_pool(x[None], size, slope)
         return out[0], index[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, ctx.size = inputs
+        x, ctx.size, ctx.slope = inputs
         ctx.shape = tuple(x.shape)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
@@ -234,57 +236,58 @@ class Pool(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, _: Any) -> tuple[Any, ...]:
         if g is None:
-            return None, None
-        return Scatter.apply(g, ctx.saved_tensors[0], ctx.shape, ctx.size), None
+            return None, None, None
+        return Scatter.apply(g, ctx.saved_tensors[0], ctx.shape, ctx.size, ctx.slope), None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, size: Size) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        return stacked_pool(front(x, dims[0], info.batch_size), size), (0, 0)
+    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, size: Size, slope: float) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        return stacked_pool(front(x, dims[0], info.batch_size), size, slope), (0, 0)
 
 
 class Scatter(Function):
-    """g at the places `index` names, zero elsewhere."""
+    """g at the places `index` names, times the slope where it applies, zero elsewhere."""
 
     @staticmethod
-    def forward(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size) -> Tensor:
-        return stacked_scatter(g[None], index[None], (1, *shape), size)[0]
+    def forward(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float) -> Tensor:
+        return stacked_scatter(g[None], index[None], (1, *shape), size, slope)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, index, ctx.shape, ctx.size = inputs
+        _, index, _, ctx.size, ctx.slope = inputs
         ctx.save_for_backward(index)
 
     @staticmethod
     def backward(ctx: Any, gg: Tensor) -> tuple[Any, ...]:
-        return Pick.apply(gg, ctx.saved_tensors[0], ctx.size), None, None, None
+        return Pick.apply(gg, ctx.saved_tensors[0], ctx.size, ctx.slope), None, None, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, dims: tuple[Any, ...], g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float
+    ) -> tuple[Tensor, int]:
         g, index = front(g, dims[0], info.batch_size), front(index, dims[1], info.batch_size)
-        return stacked_scatter(g, index, (info.batch_size, *shape), size), 0
+        return stacked_scatter(g, index, (info.batch_size, *shape), size, slope), 0
 
 
 class Pick(Function):
-    """x at the places `index` names: the transpose of `Scatter`."""
+    """x at the places `index` names, times the slope where it applies: the transpose of `Scatter`."""
 
     @staticmethod
-    def forward(x: Tensor, index: Tensor, size: Size) -> Tensor:
-        return torch.gather(windows(x, size), -1, index.long()[..., None])[..., 0]
+    def forward(x: Tensor, index: Tensor, size: Size, slope: float) -> Tensor:
+        return picked(x, index, size, slope)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, index, ctx.size = inputs
+        x, index, ctx.size, ctx.slope = inputs
         ctx.shape = tuple(x.shape)
         ctx.save_for_backward(index)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return Scatter.apply(g, ctx.saved_tensors[0], ctx.shape, ctx.size), None, None
+        return Scatter.apply(g, ctx.saved_tensors[0], ctx.shape, ctx.size, ctx.slope), None, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, index: Tensor, size: Size) -> tuple[Tensor, int]:
-        x, index = front(x, dims[0], info.batch_size), front(index, dims[1], info.batch_size)
-        return torch.gather(windows(x, size), -1, index.long()[..., None])[..., 0], 0
+    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, index: Tensor, size: Size, slope: float) -> tuple[Tensor, int]:
+        return picked(front(x, dims[0], info.batch_size), front(index, dims[1], info.batch_size), size, slope), 0
 
 
 def windows(x: Tensor, size: Size) -> Tensor:
@@ -294,84 +297,33 @@ def windows(x: Tensor, size: Size) -> Tensor:
     return x.transpose(-3, -2).reshape(*x.shape[:-4], high, wide, size[0] * size[1])
 
 
-def stacked_pool(x: Tensor, size: Size) -> tuple[Tensor, Tensor]:
-    """Return (the largest of each window, which it was) of x (A, B, C, H, W)."""
+def picked(x: Tensor, index: Tensor, size: Size, slope: float) -> Tensor:
+    """Return x at the places `index` names, times the slope where it applies."""
+    area = size[0] * size[1]
+    found = torch.gather(windows(x, size), -1, (index.long() % area)[..., None])[..., 0]
+    return torch.where(index >= area, found * slope, found)
+
+
+def stacked_pool(x: Tensor, size: Size, slope: float) -> tuple[Tensor, Tensor]:
+    """Return (the largest of each window, times `slope` below 0; which it was) of x (A, B, C, H, W)."""
     if has_kernels(x):
         from . import kernels
 
-        return kernels.pool(x, size)
+        return kernels.pool(x, size, slope)
     best, index = windows(x, size).max(-1)
-    return best, index.to(torch.int8)
+    index = torch.where(best > 0, index, index + size[0] * size[1])
+    return torch.where(best > 0, best, best * slope), index.to(torch.int8)
 
 
-def stacked_scatter(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size) -> Tensor:
+def stacked_scatter(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float) -> Tensor:
     """Return g at the places `index` names, in images of `shape` (A, B, C, H, W)."""
     if has_kernels(g):
         from . import kernels
 
-        return kernels.unpool(g, index, shape, size)
-    spread = g[..., None] * (index[..., None] == torch.arange(size[0] * size[1], device=g.device))
+        return kernels.unpool(g, index, shape, size, slope)
+    area = size[0] * size[1]
+    g = torch.where(index >= area, g * slope, g)
+    spread = g[..., None] * (index[..., None] % area == torch.arange(area, device=g.device))
     high, wide = g.shape[-2:]
     x = spread.reshape(*g.shape, *size).transpose(-3, -2).reshape(*g.shape[:-2], high * size[0], wide * size[1])
     return functional.pad(x, (0, shape[-1] - x.shape[-1], 0, shape[-2] - x.shape[-2]))
-
-
-# -- modules ---------------------------------------------------------------------------------------------------------
-class StackedConv2d(nn.Conv2d):
-    """torch's convolution, as a product of matrices."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, rows = self.weight, padded(self.weight[0].numel())
-        bias = self.bias if self.bias is not None else weight.new_zeros(weight.shape[0])
-        filler = weight.new_zeros(weight.shape[0], rows - weight[0].numel() - 1)
-        weights = torch.cat([weight.flatten(1), bias[:, None], filler], 1)
-        return Conv.apply(x, weights, tuple(self.kernel_size), self.stride[0], int(self.padding[0]))[0]  # type: ignore[no-any-return]
-
-
-class StackedMaxPool2d(nn.MaxPool2d):
-    """torch's pooling with windows side by side."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Pool.apply(x, pair(self.kernel_size))[0]  # type: ignore[no-any-return]
-
-
-def pair(size: int | tuple[int, ...]) -> Size:
-    """Return a size in both directions."""
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def for_stacks(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with the layers replaced that have a faster form for stacks of networks.
-
-    An increasing activation and the maximum of a window may change places, exactly; then there is a quarter of it left to do.
-    """
-    module = copy.deepcopy(module)
-    for part in module.modules():
-        if type(part) is nn.Conv2d and plain_conv(part):
-            part.__class__ = StackedConv2d
-        elif type(part) is nn.MaxPool2d and plain_pool(part):
-            part.__class__ = StackedMaxPool2d
-        elif isinstance(part, nn.Sequential):
-            layers = list(part.children())
-            for i in range(len(layers) - 1):
-                if increasing(layers[i]) and type(layers[i + 1]) in (nn.MaxPool2d, StackedMaxPool2d):
-                    names = list(part._modules)
-                    part._modules[names[i]], part._modules[names[i + 1]] = layers[i + 1], layers[i]
-    return module
-
-
-def plain_conv(layer: nn.Conv2d) -> bool:
-    """Return whether the convolution is of the kind `Conv` does."""
-    even = layer.stride[0] == layer.stride[1] and not isinstance(layer.padding, str) and layer.padding[0] == layer.padding[1]
-    return even and layer.groups == 1 and tuple(layer.dilation) == (1, 1) and layer.padding_mode == "zeros"
-
-
-def plain_pool(layer: nn.MaxPool2d) -> bool:
-    """Return whether the pooling has windows side by side."""
-    same = pair(layer.stride) == pair(layer.kernel_size) and pair(layer.padding) == (0, 0) and pair(layer.dilation) == (1, 1)
-    return same and not layer.ceil_mode and not layer.return_indices
-
-
-def increasing(layer: nn.Module) -> bool:
-    """Return whether the activation never falls and has no parameters: the largest stays the largest."""
-    return isinstance(layer, (nn.ReLU, nn.Tanh, nn.Sigmoid)) or (isinstance(layer, nn.LeakyReLU) and layer.negative_slope > 0)

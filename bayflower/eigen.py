@@ -20,7 +20,7 @@ from torch import Tensor
 log = logging.getLogger("bayflower")
 SMALL = 32  # up to here torch has a batched routine of its own
 LARGE = 256  # up to here NVIDIA's batched routine is faster than one after another
-CLOSE = 1e-10  # eigenvalues nearer than this (times the largest) to the cut may fall on either side
+CLOSE = 1e-9  # eigenvalues nearer than this (times the largest) to the cut may fall on either side
 KINDS = {torch.float32: 0, torch.float64: 1}  # cudaDataType
 VECTORS, LOWER = 1, 0
 
@@ -52,9 +52,8 @@ def pseudo_inverse(batch: Tensor, cut: float, floor: Tensor) -> tuple[Tensor, Te
     while low < 1 - 1e-13:
         scale = (3 / (1 + low + low * low)) ** 0.5 if low < 0.99 else 1.0
         x = torch.baddbmm(x, x, x @ x, beta=1.5 * scale, alpha=-0.5 * scale**3)
-        x = (x + x.mT) / 2
         low = min(scale * low * (3 - (scale * low) ** 2) / 2, 1.0)
-    onto = (x + one) / 2
+    onto = (x + x.mT) / 4 + one / 2
     rank = onto.diagonal(dim1=1, dim2=2).sum(1).round()
     full = onto @ batch @ onto + top.clamp(min=torch.finfo(batch.dtype).tiny) * (one - onto)
     factor, _ = torch.linalg.cholesky_ex((full + full.mT) / 2)

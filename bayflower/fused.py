@@ -119,6 +119,13 @@ class Fused:
             if purpose == "train" and number == len(ordered):
                 course.draw(ordered, round)
 
+    def close(self) -> None:
+        """Give back the device's memory."""
+        for part in (*self.courses.values(), *self.sweeps.values()):
+            part.replay.close()
+        self.courses.clear()
+        self.sweeps.clear()
+
     # -- tests -----------------------------------------------------------------------------------------------------
     def test(self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose) -> dict[str, dict[int, metrics.Tally]]:
         """Return every view's tally of every client in `chosen`, after the adaptation of `purpose`."""
@@ -331,7 +338,9 @@ def run_fused(
     if federation.new_clients:
         newcomers = Fused(halves, federation.new_clients, run)
         new = tested(newcomers, sorted(newcomers.stack.clients), settings.rounds, "new")
+        newcomers.close()
     if progress:
         progress(records)
+    engine.close()
     remarks = (engine.apart,) if engine.apart else ()
     return Outcome(records, views, new, to(state, "cpu"), dict(engine.bank.states()), remarks=remarks, usage=meter.report())

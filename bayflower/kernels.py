@@ -55,7 +55,7 @@ def _image(cols, x, channels, samples, ca, cb, ck, ROWS: tl.constexpr, COLUMNS: 
 
 
 @triton.jit
-def _pool(x, out, index, sa, su, sv, sh, sw, outer, inner, OUT_H: tl.constexpr, OUT_W: tl.constexpr, KH: tl.constexpr,
+def _pool(x, out, index, sa, su, sv, sh, sw, outer, inner, SLOPE: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr, KH: tl.constexpr,
           KW: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     """out = the largest of each window, index = which; in the order (a, u, v, p, q), u and v samples and channels or vice versa."""
     program = tl.program_id(0)
@@ -71,12 +71,13 @@ def _pool(x, out, index, sa, su, sv, sh, sw, outer, inner, OUT_H: tl.constexpr, 
         better = (value > best) | (value != value)
         best, where = tl.where(better, value, best), tl.where(better, tl.full((SIZE,), k, tl.int8), where)
     place = program.to(tl.int64) * inner * (OUT_H * OUT_W) + n
-    tl.store(out + place, best, mask=good)
+    where = tl.where(best > 0, where, where + KH * KW).to(tl.int8)  # the upper half: the slope below 0 applies
+    tl.store(out + place, tl.where(best > 0, best, best * SLOPE), mask=good)
     tl.store(index + place, where, mask=good)
 
 
 @triton.jit
-def _unpool(g, index, x, sa, su, sv, sh, sw, outer, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUT_H: tl.constexpr,
+def _unpool(g, index, x, sa, su, sv, sh, sw, outer, inner, SLOPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUT_H: tl.constexpr,
             OUT_W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     """x = g where the window's largest element was, else 0; elements in the order (a, u, v, h, w)."""
     program = tl.program_id(0)
@@ -88,7 +89,8 @@ def _unpool(g, index, x, sa, su, sv, sh, sw, outer, inner, ROWS: tl.constexpr, C
     inside = good & (p < OUT_H) & (q < OUT_W)
     chosen = tl.load(index + program.to(tl.int64) * inner * (OUT_H * OUT_W) + (v * OUT_H + p) * OUT_W + q, mask=inside, other=-1)
     value = tl.load(g + a * sa + (u * su + v * sv + p * sh + q * sw), mask=inside, other=0.0)
-    value = tl.where(chosen == (h % KH) * KW + w % KW, value, 0.0)
+    own = (h % KH) * KW + w % KW
+    value = tl.where(chosen == own, value, tl.where(chosen == own + KH * KW, value * SLOPE, 0.0))
     tl.store(x + program.to(tl.int64) * inner * (ROWS * COLUMNS) + n, value, mask=good)
 
 
@@ -126,19 +128,19 @@ def image(cols: Tensor, shape: tuple[int, ...], size: tuple[int, int], stride: i
     return x.transpose(1, 2)
 
 
-def pool(x: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return (the largest of each window, which of the window it was), in the memory order of x."""
+def pool(x: Tensor, size: tuple[int, int], slope: float) -> tuple[Tensor, Tensor]:
+    """Return (the largest of each window, times `slope` below 0; which of the window it was), in the memory order of x."""
     swap = by_channel(x)
     view = x.transpose(1, 2) if swap else x
     out = x.new_empty(*view.shape[:3], x.shape[3] // size[0], x.shape[4] // size[1])
     index = torch.empty_like(out, dtype=torch.int8)
     clients, outer, inner, high, wide = out.shape
     grid = (clients * outer, triton.cdiv(inner * high * wide, BLOCK))
-    _pool[grid](view, out, index, *view.stride(), outer, inner, OUT_H=high, OUT_W=wide, KH=size[0], KW=size[1], SIZE=BLOCK)
+    _pool[grid](view, out, index, *view.stride(), outer, inner, SLOPE=slope, OUT_H=high, OUT_W=wide, KH=size[0], KW=size[1], SIZE=BLOCK)
     return (out.transpose(1, 2), index.transpose(1, 2)) if swap else (out, index)
 
 
-def unpool(g: Tensor, index: Tensor, shape: tuple[int, ...], size: tuple[int, int]) -> Tensor:
+def unpool(g: Tensor, index: Tensor, shape: tuple[int, ...], size: tuple[int, int], slope: float) -> Tensor:
     """Return the stack of images of `shape` with g where the largest elements were, in the memory order of `index`."""
     swap = by_channel(index)
     where, g = (index.transpose(1, 2), g.transpose(1, 2)) if swap else (index, g)
@@ -146,7 +148,7 @@ def unpool(g: Tensor, index: Tensor, shape: tuple[int, ...], size: tuple[int, in
     clients, outer, inner, high, wide = where.shape
     x = g.new_empty(clients, outer, inner, *shape[3:])
     grid = (clients * outer, triton.cdiv(inner * shape[3] * shape[4], BLOCK))
-    _unpool[grid](g, where, x, *g.stride(), outer, inner, ROWS=shape[3], COLUMNS=shape[4], OUT_H=high, OUT_W=wide,
+    _unpool[grid](g, where, x, *g.stride(), outer, inner, SLOPE=slope, ROWS=shape[3], COLUMNS=shape[4], OUT_H=high, OUT_W=wide,
                   KH=size[0], KW=size[1], SIZE=BLOCK)  # fmt: skip
     return x.transpose(1, 2) if swap else x
 
@@ -191,4 +193,30 @@ def nll_slope(logits: Tensor, y: Tensor, g: Tensor) -> Tensor:
     logits, y, g = logits.contiguous(), y.contiguous(), g.contiguous()
     out = torch.empty_like(logits)
     _nll_slope[(y.numel(),)](logits, y, g, out, logits.shape[-1], WIDTH=triton.next_power_of_2(logits.shape[-1]), num_warps=1)
+    return out
+
+
+@triton.jit
+def _mean_nll(logits, y, mask, out, samples, classes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """out[a] = Σ_n mask[a, n]·(log Σ exp(logits[a, n]) − logits[a, n, y[a, n]]) / max(Σ_n mask[a, n], 1)."""
+    a = tl.program_id(0).to(tl.int64)
+    n, c = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    good = n < samples
+    table = tl.load(logits + (a * samples + n[:, None]) * classes + c[None, :], mask=good[:, None] & (c[None, :] < classes), other=-1e30)
+    top = tl.max(table, 1)
+    own = tl.load(logits + (a * samples + n) * classes + tl.load(y + a * samples + n, mask=good, other=0), mask=good, other=0.0)
+    weight = tl.load(mask + a * samples + n, mask=good, other=0.0)
+    each = tl.log(tl.sum(tl.exp(table - top[:, None]), 1)) + top - own
+    total = tl.sum(tl.where(weight > 0, each * weight, 0.0), 0)
+    tl.store(out + a, total / tl.maximum(tl.sum(weight, 0), 1.0))
+
+
+def mean_nll(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of −log softmax(logits)_y where the mask is 1, for logits (…, B, C), y and mask (…, B)."""
+    rows, width = triton.next_power_of_2(logits.shape[-2]), triton.next_power_of_2(logits.shape[-1])
+    if rows * width > 2**14:  # too much for one program
+        return (nll(logits, y) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    logits, y, mask = logits.contiguous(), y.contiguous(), mask.contiguous()
+    out = logits.new_empty(logits.shape[:-2])
+    _mean_nll[(max(out.numel(), 1),)](logits, y, mask, out, *logits.shape[-2:], ROWS=rows, WIDTH=width)
     return out

@@ -55,6 +55,33 @@ class Slope(Function):
         return slopes(*(front(tensor, dim, info.batch_size) for tensor, dim in zip((logits, y, g), dims, strict=True))), 0
 
 
+class MeanNegativeLogProbability(Function):
+    """The mean of −log softmax(logits)_y over the samples that count: logits (B, C), y (B,), mask (B,) → ()."""
+
+    @staticmethod
+    def forward(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return means(logits, y, mask)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        logits, y, mask = ctx.saved_tensors
+        weight = mask * (g / mask.sum().clamp(min=1))
+        return Slope.apply(logits, y, weight), None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, int]:
+        return means(*(front(tensor, dim, info.batch_size) for tensor, dim in zip((logits, y, mask), dims, strict=True))), 0
+
+
+def mean_nll(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of −log p(y) over the samples that count; 0 if there is none."""
+    return MeanNegativeLogProbability.apply(logits, y, mask)  # type: ignore[no-any-return]
+
+
 def nll(logits: Tensor, y: Tensor) -> Tensor:
     """Return −log p(y) of each sample, (B,)."""
     return NegativeLogProbability.apply(logits, y)  # type: ignore[no-any-return]
@@ -77,3 +104,12 @@ def slopes(logits: Tensor, y: Tensor, g: Tensor) -> Tensor:
         return kernels.nll_slope(logits, y, g)
     hot = torch.zeros_like(logits).scatter(-1, y[..., None], 1.0)
     return g[..., None] * (torch.softmax(logits, -1) - hot)
+
+
+def means(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of −log p(y) where the mask is 1, for logits (…, B, C), y and mask (…, B)."""
+    if has_kernels(logits):
+        from . import kernels
+
+        return kernels.mean_nll(logits, y, mask)
+    return (values(logits, y) * mask).sum(-1) / mask.sum(-1).clamp(min=1)

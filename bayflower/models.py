@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .batched import for_stacks
-from .losses import nll
+from .losses import mean_nll, nll
 from .masked import MASKABLE, mask_norms, real_samples
-from .types import Anatomy, ConfigError, Tensors
+from .stackable import for_stacks
+from .types import Anatomy, ConfigError, Tensors, masked_mean
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 COUPLING = (nn.modules.batchnorm._BatchNorm,)  # a sample's output depends on the other samples of its batch
@@ -96,6 +96,12 @@ class Model:
         if logits.shape[-1] == 1:
             return nn.functional.binary_cross_entropy_with_logits(logits[..., 0], y.to(logits.dtype), reduction="none")
         return nll(logits, y) if self.stacked else nn.functional.cross_entropy(logits, y, reduction="none")
+
+    def mean_nll(self, logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        """Return the mean of −log p(y|x) over the samples that the mask marks."""
+        if self.stacked and logits.shape[-1] > 1:
+            return mean_nll(logits, y, mask)
+        return masked_mean(self.nll(logits, y), mask)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return class probabilities (B, C)."""

@@ -78,13 +78,13 @@ class Optimizer:
             slopes = [slope * scale.reshape(-1, *(1,) * (slope.ndim - 1)) for slope in slopes]
         if self.weight_decay:
             slopes = list(torch._foreach_add(slopes, values, alpha=self.weight_decay))
-        state.steps.add_(1)
-        if self.name == "sgd" and not self.momentum:
+        if self.name == "sgd" and not self.momentum:  # which does not count its steps
             alike = [value.stride() == slope.stride() for value, slope in zip(values, slopes, strict=True)]  # these go in one kernel
             for kind in {True, False} & set(alike):
                 mine, yours = ([x for x, a in zip(tensors, alike, strict=True) if a == kind] for tensors in (values, slopes))
                 torch._foreach_add_(mine, yours, alpha=-self.lr)
             return
+        state.steps.add_(1)
         first, second = ([moments[name] for name in names if name in moments] for moments in (state.first, state.second))
         if self.name == "adam":
             beta1, beta2 = self.betas

@@ -7,6 +7,7 @@ compiles what must be compiled, and does the work.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -52,8 +53,10 @@ class Replay:
     def _record(self, size: int) -> bool:
         """Record a graph, which does no work yet; return False, and say why, if the work cannot be recorded."""
         graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
         try:
             with torch.cuda.graph(graph, pool=self.graphs.pool):
+                gc.disable()  # freeing what belongs to the device would spoil the recording
                 self.body(size)
         except torch.OutOfMemoryError:
             raise
@@ -62,8 +65,16 @@ class Replay:
             self.graphs.on = False
             log.warning("steps are started one by one, not replayed: they cannot be recorded (%s)", str(error).splitlines()[0])
             return False
+        finally:
+            if collecting:
+                gc.enable()
         self.recorded[size] = graph
         return True
+
+    def close(self) -> None:
+        """Give back what was recorded."""
+        self.recorded.clear()
+        self.seen.clear()
 
 
 class Fixed:

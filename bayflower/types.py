@@ -230,7 +230,7 @@ class ClientHalf(ABC):
     def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
         """Return (the objective to minimise on one batch, the buffers after the forward pass)."""
         logits, buffers = self.model.forward(params, work.buffers, batch.x, train=True, mask=batch.mask)
-        return masked_mean(self.model.nll(logits, batch.y), batch.mask), buffers
+        return self.model.mean_nll(logits, batch.y, batch.mask), buffers
 
     def gradient(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Tensors, Tensors, Tensor]:
         """Return (the gradient for the parameters that move, the buffers, the loss) of one step. Default: that of `loss`."""

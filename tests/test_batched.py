@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from bayflower.batched import StackedConv2d, StackedMaxPool2d, for_stacks
-from bayflower.losses import nll
+from bayflower.losses import mean_nll, nll
 from bayflower.models import cnn
 from bayflower.optim import Optimizer
-from bayflower.types import OptState
+from bayflower.stackable import StackedConv2d, StackedMaxPool2d, for_stacks
+from bayflower.types import OptState, masked_mean
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
 
@@ -109,6 +109,24 @@ def test_the_loss_of_stacks_is_torchs(classes, device):
     for make in (lambda loss: loss, grad, lambda loss: grad(bent(loss)), lambda loss: grad(bent(loss), argnums=2)):
         assert torch.allclose(vmap(make(mine))(logits, y, weight), vmap(make(torchs))(logits, y, weight), rtol=1e-9, atol=1e-10)
         assert torch.allclose(make(mine)(logits[0], y[0], weight[0]), make(torchs)(logits[0], y[0], weight[0]), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_mean_loss_of_stacks_leaves_padding_out(device):
+    draw = torch.Generator().manual_seed(4)
+    logits, y = (
+        torch.randn(5, 9, 7, generator=draw, dtype=torch.float64).to(device) * 9,
+        torch.randint(0, 7, (5, 9), generator=draw).to(device),
+    )
+    mask = (torch.rand(5, 9, generator=draw) < 0.6).double().to(device)
+    mask[3] = 0
+
+    def torchs(x, y, m):
+        return masked_mean(nn.functional.cross_entropy(x, y, reduction="none"), m)
+
+    for make in (lambda loss: loss, grad, lambda loss: grad(lambda x, y, m: (grad(loss)(x, y, m) ** 2).sum())):
+        assert torch.allclose(vmap(make(mean_nll))(logits, y, mask), vmap(make(torchs))(logits, y, mask), rtol=1e-9, atol=1e-12)
+        assert torch.allclose(make(mean_nll)(logits[0], y[0], mask[0]), make(torchs)(logits[0], y[0], mask[0]), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("settings", [

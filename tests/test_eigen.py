@@ -55,9 +55,9 @@ def test_the_largest_eigenvalue(device):
 def test_eigenvectors(size, dtype, device):
     batch = decaying(6, size, 3.0, device).to(dtype)
     values, vectors = eigh(batch)
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-11
-    assert torch.allclose((vectors * values[:, None]) @ vectors.mT, batch, atol=tolerance)
-    assert bool((values.diff(dim=1) >= 0).all())
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-11
+    assert float(((vectors * values[:, None]) @ vectors.mT - batch).abs().max()) < tolerance
+    assert float(values.diff(dim=1).clamp(max=0).abs().max() if size > 1 else 0) < tolerance
 
 
 def test_roots_and_factors_have_the_same_sum():

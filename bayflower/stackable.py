@@ -1,0 +1,91 @@
+"""Modules whose layers have a form made for stacks of networks (`batched.py`): the same names, the same numbers up to rounding."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from .batched import Conv, Pool, Size, padded
+
+
+class StackedConv2d(nn.Conv2d):
+    """torch's convolution, as a product of matrices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, rows = self.weight, padded(self.weight[0].numel())
+        bias = self.bias if self.bias is not None else weight.new_zeros(weight.shape[0])
+        filler = weight.new_zeros(weight.shape[0], rows - weight[0].numel() - 1)
+        weights = torch.cat([weight.flatten(1), bias[:, None], filler], 1)
+        return Conv.apply(x, weights, tuple(self.kernel_size), self.stride[0], int(self.padding[0]))[0]  # type: ignore[no-any-return]
+
+
+class StackedMaxPool2d(nn.MaxPool2d):
+    """torch's pooling with windows side by side, and the activation before it: `slope` times what is below 0 (1: none)."""
+
+    slope = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Pool.apply(x, pair(self.kernel_size), self.slope)[0]  # type: ignore[no-any-return]
+
+
+def pair(size: int | tuple[int, ...]) -> Size:
+    """Return a size in both directions."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def for_stacks(module: nn.Module) -> nn.Module:
+    """Return a copy of the module with the layers replaced that have a faster form for stacks of networks.
+
+    An increasing activation and the maximum of a window may change places, exactly; then there is a quarter of it left to do, and
+    ReLU and LeakyReLU become part of the pooling.
+    """
+    module = copy.deepcopy(module)
+    for part in module.modules():
+        if type(part) is nn.Conv2d and plain_conv(part):
+            part.__class__ = StackedConv2d
+        elif type(part) is nn.MaxPool2d and plain_pool(part):
+            part.__class__ = StackedMaxPool2d
+    for part in module.modules():
+        if isinstance(part, nn.Sequential):
+            change_places(part)
+    return module
+
+
+def change_places(layers: nn.Sequential) -> None:
+    """Put each activation that comes before a pooling after it, or into it."""
+    names, known = list(layers._modules), list(layers.children())
+    for i in range(len(known) - 1):
+        activation, pooling = known[i], known[i + 1]
+        slope = slope_below(activation)
+        if type(pooling) is StackedMaxPool2d and slope is not None and pooling.slope == 1.0:
+            pooling.slope = slope
+            layers._modules[names[i]] = known[i] = nn.Identity()
+        elif increasing(activation) and type(pooling) in (nn.MaxPool2d, StackedMaxPool2d):
+            layers._modules[names[i]], layers._modules[names[i + 1]] = pooling, activation
+            known[i], known[i + 1] = pooling, activation
+
+
+def slope_below(layer: nn.Module) -> float | None:
+    """Return what a piecewise linear activation multiplies negative numbers with; None for another layer."""
+    if type(layer) is nn.ReLU:
+        return 0.0
+    return layer.negative_slope if type(layer) is nn.LeakyReLU and layer.negative_slope > 0 else None
+
+
+def plain_conv(layer: nn.Conv2d) -> bool:
+    """Return whether the convolution is of the kind `Conv` does."""
+    even = layer.stride[0] == layer.stride[1] and not isinstance(layer.padding, str) and layer.padding[0] == layer.padding[1]
+    return even and layer.groups == 1 and tuple(layer.dilation) == (1, 1) and layer.padding_mode == "zeros"
+
+
+def plain_pool(layer: nn.MaxPool2d) -> bool:
+    """Return whether the pooling has windows side by side."""
+    same = pair(layer.stride) == pair(layer.kernel_size) and pair(layer.padding) == (0, 0) and pair(layer.dilation) == (1, 1)
+    return same and not layer.ceil_mode and not layer.return_indices
+
+
+def increasing(layer: nn.Module) -> bool:
+    """Return whether the activation never falls and has no parameters: the largest stays the largest."""
+    return isinstance(layer, (nn.ReLU, nn.Tanh, nn.Sigmoid)) or (isinstance(layer, nn.LeakyReLU) and layer.negative_slope > 0)
