@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import ConfigError
 from .cases import Options
 from .report import Report, environment, table
+from .stages import profile, steps
 from .suites import cpu, cross_device, methods, scaling, with_ratios
 
 __all__ = ["SUITES", "Options", "environment", "run", "table", "with_ratios"]
@@ -23,6 +24,8 @@ SUITES: dict[str, tuple[Suite, str]] = {
     "scaling": (scaling, "rounds a second and memory over the number of clients, with and without chunks"),
     "cross-device": (cross_device, "many clients, a hundredth of them a round, states on disk"),
     "cpu": (cpu, "the same small work on a CPU: loop, fused, Flower's Ray simulation"),
+    "profile": (profile, "where the time of a round goes"),
+    "steps": (steps, "time of one training step over the number of clients in it"),
 }
 
 

@@ -1,0 +1,312 @@
+"""The suites that look into a round of the fused engine: where its time goes, and what one training step costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.func import vmap
+
+from .. import sampling
+from ..data import batches
+from ..engines import Prepared
+from ..fused import SMALL_MODEL, Fused, Totals
+from ..meter import Mark, Meter
+from ..replay import Replay
+from ..stacks import Course, segments
+from ..tree import stack, to
+from ..types import Batch, ClientHalf
+from .cases import WARM_UP, Options, Say, described, free, loaded, why
+
+COUNTS = (50, 40, 30, 20, 10, 5, 2, 1)
+PASSES = 5  # of which the median is taken
+KERNELS = 12  # that are listed by name
+HOW = (
+    "stages: clocks around the parts of the engine's own round, on a GPU the device's (a stage includes the time the device waits in it); "
+    "gathering, forward and backward, optimiser: all steps of a round timed as they are, without the update, and without the gradient, and "
+    "the differences taken, so that a small negative number is noise"
+)
+
+
+class Clock:
+    """Laps of a round, by name; on a GPU read from the device when all is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.meter = Meter(device)
+        self.last: Mark | None = None
+        self.laps: list[tuple[str, Mark, Mark]] = []
+
+    def lap(self, name: str) -> None:
+        """What was done since the last lap was `name`."""
+        now = self.meter.mark()
+        if self.last is not None:
+            self.laps.append((name, self.last, now))
+        self.last = now
+
+    def milliseconds(self) -> dict[str, float]:
+        """Return the sum of the laps by name."""
+        found: dict[str, float] = {}
+        for name, begin, end in self.laps:
+            found[name] = found.get(name, 0.0) + 1000 * self.meter.between(begin, end)
+        return found
+
+
+class Rounds:
+    """The fused engine, round by round, with clocks between its parts."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.run, _, self.federation, self.halves = prepared
+        settings = self.run.settings
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
+        self.device, self.server = settings.torch_device(), self.halves.server
+        self.engine = Fused(self.halves, self.federation.clients, self.run)
+        self.everyone = tuple(sorted(self.engine.stack.clients))
+        self.state = to(self.server.init(*self.halves.initial, self.everyone), self.device)
+        self.clock: Clock | None = None
+        self.done = 0
+        for place, name, before, after in (
+            (self.engine.bank, "take", "other", "states"), (self.engine, "_phases", "begin", "training"),
+            (self.engine.bank, "put", "messages", "states"),
+        ):  # fmt: skip
+            setattr(place, name, self._watched(getattr(place, name), before, after))
+
+    def _watched(self, fn: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.lap(before)
+            found = fn(*args)
+            self.lap(after)
+            return found
+
+        return call
+
+    def lap(self, name: str) -> None:
+        """Tell the clock, if there is one."""
+        if self.clock is not None:
+            self.clock.lap(name)
+
+    def chosen(self, round: int) -> list[int]:
+        """Return the clients of a round."""
+        settings = self.run.settings
+        return sampling.choose(self.everyone, settings.fraction_train, seed=settings.seed, round=round)
+
+    def sent(self, chunk: list[int]) -> Any:
+        """Return what clients are sent."""
+        if not self.server.per_client:
+            return self.server.broadcast(self.state, chunk[0])
+        return stack([self.server.broadcast(self.state, client) for client in chunk])
+
+    def next(self) -> None:
+        """Do a round as `run_fused` does, and draw the batches of the one after it."""
+        self.done += 1
+        totals = Totals(self.halves, fast=not self.engine.apart)
+        for chunk in self.engine.chunks(self.chosen(self.done), self.sent):
+            updates, _ = self.engine.train(chunk, self.sent(chunk), self.done)
+            self.lap("states")
+            totals.add(self.state, chunk, updates)
+            self.lap("aggregation")
+        self.state = self.server.finalise(self.state, totals.value(self.device))
+        self.lap("aggregation")
+        self.engine.prefetch(self.chosen(self.done + 1), self.done + 1)
+        self.lap("drawing")
+
+    def test(self) -> None:
+        """Test every client, adapted as the method says."""
+        for chunk in self.engine.chunks(self.everyone, self.sent):
+            self.engine.test(chunk, self.sent(chunk), self.done, "finetune")
+
+    def courses(self) -> list[Course]:
+        """Return the stretches of training of a round."""
+        return [course for key, course in self.engine.courses.items() if key[0] == "train"]
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+STAGES = {
+    "states": "take and keep clients' states", "begin": "begin: what a client starts from", "gather": "data: gather the batches of steps",
+    "gradient": "forward and backward", "optimiser": "optimiser: update, loss, finished clients", "rest": "training: set-up of its steps",
+    "messages": "messages: survey and finish", "aggregation": "aggregation", "drawing": "data: draw the next round's batches, not hidden",
+    "other": "other",
+}  # fmt: skip
+
+
+def profile(options: Options, say: Say) -> Iterator[dict[str, Any]]:
+    """Yield a row a stage of a round; evaluation, and a sum of kernels on a GPU, come last."""
+    for case, row, rounds in engines(options, say):
+        if rounds is None:
+            yield row
+            continue
+        try:
+            rows = list(stages(rounds, options.rounds or 5, row, say, case))
+        except Exception as error:  # one case that cannot run must not end the others
+            rows = [row | {"failed": why(error)}]
+        yield from rows
+
+
+def stages(rounds: Rounds, count: int, row: dict[str, Any], say: Say, case: str) -> Iterator[dict[str, Any]]:
+    """Yield the stages of steady rounds."""
+    rounds.wait()
+    rounds.clock = Clock(rounds.device)
+    rounds.clock.lap("start")
+    for _ in range(count):
+        rounds.next()
+    rounds.wait()
+    found = {name: total / count for name, total in rounds.clock.milliseconds().items()}
+    rounds.clock = None
+    whole = sum(found.values())
+    say(f"{case}: {whole:.2f} ms a round")
+    how = HOW
+    training = found.pop("training", 0.0)
+    try:
+        data, gradient, full = (sum(part) for part in zip(*(split(course, rounds) for course in rounds.courses()), strict=True))
+        found |= {"gather": data, "gradient": gradient - data, "optimiser": full - gradient, "rest": training - full}
+    except Exception as error:  # the coarse picture is worth having without the fine one
+        found["gradient"] = training
+        how = f"training is shown as one stage (forward and backward): it could not be split ({why(error)})"
+    base = row | {"failed": None, "num_rounds": count, "how": how}
+    for stage, title in STAGES.items():
+        if stage in found:
+            yield base | {"stage": title, "ms": found[stage], "percent": 100 * found[stage] / whole}
+    yield base | {"stage": "a round", "ms": whole, "percent": 100.0}
+    hidden = wall(lambda: draw_anew(rounds))
+    yield base | {"stage": "of the host, while the device works: draw batches" if rounds.device.type == "cuda" else "of it: draw batches",
+                  "ms": hidden, "percent": None}  # fmt: skip
+    rounds.test()
+    rounds.test()
+    rounds.wait()
+    yield base | {"stage": "evaluation of all clients, not in a round", "ms": wall(rounds.test, rounds.wait), "percent": None}
+    if rounds.device.type == "cuda":
+        try:
+            yield base | kernels(rounds, whole)
+        except Exception as error:  # a machine without the profiler's library
+            yield base | {"case": f"{case}, kernels", "failed": why(error)}
+
+
+def split(course: Course, rounds: Rounds) -> tuple[float, float, float]:
+    """Return milliseconds of all steps of a phase: only gathering data, with the gradient, and as they are."""
+    if type(course.half).step is not ClientHalf.step:
+        raise NotImplementedError("the method has a step of its own")
+    assert course.plan is not None
+    pieces = segments((course.plan[1][:, :, 0, 0] >= 0).sum(0), course.sizes)
+
+    def gathered(size: int) -> tuple[Any, ...]:
+        places, masks = (tensor.index_select(0, course.at)[0, :size] for tensor in (course.places, course.masks))
+        data = course.stack.train
+        groups = tuple(Batch(data.x[places[:, g]], data.y[places[:, g]], masks[:, g]) for g in range(course.phase.batches))
+        noise = {name: batches.normal(keys[:size], course.at[0], course.shapes[name]).to(course.stack.dtype)
+                 for name, keys in course.keys.items()}  # fmt: skip
+        return groups, noise
+
+    def data(size: int) -> None:
+        gathered(size)
+        course.at += 1
+
+    def gradient(size: int) -> None:
+        assert course.work is not None
+        vmap(lambda w, b, n: course.half.gradient(course.phase, w, b, n))(course.work.part(size), *gathered(size))
+        course.at += 1
+
+    def passed(replay: Replay) -> float:
+        def once() -> None:
+            course.at.zero_()
+            for size, count in pieces:
+                replay(size, count)
+
+        for _ in range(2):  # the first compiles, the second records
+            once()
+        rounds.wait()
+        return statistics.median(wall(once, rounds.wait) for _ in range(PASSES))
+
+    graphs = rounds.engine.graphs
+    return passed(Replay(data, graphs)), passed(Replay(gradient, graphs)), passed(course.replay)
+
+
+def draw_anew(rounds: Rounds) -> None:
+    """Draw the batches of a round that were not drawn yet."""
+    for course in rounds.courses():
+        course.plan = None
+    rounds.engine.prefetch(rounds.chosen(rounds.done + 1), rounds.done + 1)
+
+
+def kernels(rounds: Rounds, whole: float) -> dict[str, Any]:
+    """Return the time the device computed in one round, and the kernels that took longest, as torch.profiler saw them."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+        rounds.next()
+        rounds.wait()
+    spent = sorted(((event.key, event.self_device_time_total / 1000, event.count) for event in seen.key_averages()), key=lambda e: -e[1])
+    busy = sum(taken for _, taken, _ in spent)
+    top = [{"kernel": name[:120], "ms": round(taken, 4), "calls": calls} for name, taken, calls in spent[:KERNELS]]
+    return {"stage": "the device computing (torch.profiler, all kernels)", "ms": busy, "percent": 100 * busy / whole, "kernels": top}
+
+
+def steps(options: Options, say: Say) -> Iterator[dict[str, Any]]:
+    """Yield a row a number of clients: the time of one recorded training step of all of them."""
+    for case, row, rounds in engines(options, say):
+        if rounds is None:
+            yield row
+            continue
+        for course in rounds.courses():
+            for clients in options.clients or COUNTS:
+                if clients > len(course.losses):
+                    continue
+                try:
+                    taken = step_ms(course, clients, rounds)
+                    yield row | {"failed": None, "phase": course.phase.name, "clients": clients, "ms": taken,
+                                 "us_per_client": 1000 * taken / clients}  # fmt: skip
+                    say(f"{case}: {taken:.3f} ms a step of {clients}")
+                except Exception as error:  # one case that cannot run must not end the others
+                    yield row | {"case": f"{case}, {clients} clients", "failed": why(error)}
+
+
+def step_ms(course: Course, clients: int, rounds: Rounds) -> float:
+    """Return the milliseconds of a step with the first `clients`, the largest."""
+    times = min(course.steps, 20)
+
+    def once() -> None:
+        course.at.zero_()
+        course.replay(clients, times)
+
+    once()
+    once()
+    rounds.wait()
+    return statistics.median(wall(once, rounds.wait) for _ in range(PASSES)) / times
+
+
+def engines(options: Options, say: Say) -> Iterator[tuple[str, dict[str, Any], Rounds | None]]:
+    """Yield (case, what a row begins with, the engine after its warm-up); the engine is None and the row has the reason if it failed."""
+    for workload in options.chosen_workloads():
+        for method in options.methods or ("fedper",):
+            case = f"{method} on {workload}"
+            row: dict[str, Any] = {"case": case, "workload": workload, "method": method}
+            try:
+                prepared = loaded(method, options.values(workload, 1000, stacking="yes", tf32=options.tf32))
+                say(f"{case}: {WARM_UP} rounds to warm up")
+                if not options.gpu and prepared.halves.model.num_parameters < SMALL_MODEL:
+                    torch.set_num_threads(1)  # as the engine does with small networks
+                rounds = Rounds(prepared)
+                for _ in range(WARM_UP):
+                    rounds.next()
+                rounds.wait()
+                if rounds.engine.apart:
+                    raise NotImplementedError(rounds.engine.apart)
+            except Exception as error:  # one case that cannot run must not end the others
+                yield case, row | {"failed": why(error)}, None
+                continue
+            yield case, row | {"data": described(prepared.federation), "precision": "tf32" if options.tf32 else "float32"}, rounds
+            del rounds
+            free()
+
+
+def wall(fn: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> float:
+    """Return the milliseconds of a call, its work on the device included."""
+    begun = time.perf_counter()
+    fn()
+    wait()
+    return 1000 * (time.perf_counter() - begun)
