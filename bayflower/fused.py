@@ -121,8 +121,8 @@ class Fused:
 
     def close(self) -> None:
         """Give back the device's memory."""
-        for part in (*self.courses.values(), *self.sweeps.values()):
-            part.replay.close()
+        for replay in (*(course.replay for course in self.courses.values()), *(sweep.replay for sweep in self.sweeps.values())):
+            replay.close()
         self.courses.clear()
         self.sweeps.clear()
 

@@ -77,8 +77,8 @@ def _pool(x, out, index, sa, su, sv, sh, sw, outer, inner, SLOPE: tl.constexpr, 
 
 
 @triton.jit
-def _unpool(g, index, x, sa, su, sv, sh, sw, outer, inner, SLOPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUT_H: tl.constexpr,
-            OUT_W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+def _unpool(g, index, x, sa, su, sv, sh, sw, outer, inner, SLOPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+            OUT_H: tl.constexpr, OUT_W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     """x = g where the window's largest element was, else 0; elements in the order (a, u, v, h, w)."""
     program = tl.program_id(0)
     a, u = (program // outer).to(tl.int64), program % outer
