@@ -50,7 +50,7 @@ def worst_difference(a: Any, b: Any) -> float:
     assert left.keys() == right.keys()
     worst = 0.0
     for name in left:
-        x, y = left[name].double(), right[name].double()
+        x, y = left[name].cpu().double(), right[name].cpu().double()
         assert x.shape == y.shape, name
         worst = max(worst, float((x - y).norm() / y.norm().clamp(min=1e-12)))
     return worst
