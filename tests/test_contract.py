@@ -12,6 +12,7 @@ from conftest import NEEDED, assert_same_bits, small_prepared, worst_difference
 from torch.func import vmap
 
 from bayflower import solo
+from bayflower.data import batches
 from bayflower.engines import execute
 from bayflower.exact import Scaled, Total
 from bayflower.methods import METHODS, ROWS
@@ -72,6 +73,11 @@ class Bench:
             work, _ = solo.run_phases(self.client, self.client.begin(state, broadcast, data), data, "train", **keys)
             more = map_tree(grow, data)
             return solo.detach(self.client.finish(state, solo.surveyed(self.client, work, more), more)[1])
+
+    def noise(self, stage: str, size: int):
+        """The noise of the first step, as engines draw it."""
+        shapes = self.client.noise(stage, size)
+        return batches.noise(shapes, seed=0, client=0, round=1, stage=stage, step=0, dtype=next(iter(self.params.values())).dtype)
 
     def finalised(self, clients):
         total = Total()
@@ -176,11 +182,11 @@ def test_padding_contributes_nothing(bench):
     state, broadcast = bench.client.init(bench.params, bench.buffers), bench.server.broadcast(bench.state, client)
     work = solo.fresh_optimizer(phase, bench.client.begin(state, broadcast, data))
     small = Batch(*(tensor[:5] for tensor in data))
-    noise = {}
+    noise = bench.noise(phase.name, phase.batch_size)
     garbage = Batch(*(torch.cat([a, b * 7]) for a, b in zip(small, Batch(*(tensor[5:8] for tensor in data)), strict=True)))
     garbage = garbage._replace(mask=torch.cat([torch.ones(5), torch.zeros(3)]), y=torch.cat([small.y, torch.zeros(3, dtype=torch.int64)]))
-    want, want_info = bench.client.step(phase, work, (small,), noise)
-    got, got_info = bench.client.step(phase, work, (garbage,), noise)
+    want, want_info = bench.client.step(phase, work, (small,) * phase.batches, noise)
+    got, got_info = bench.client.step(phase, work, (garbage,) * phase.batches, noise)
     assert worst_difference(got.params, want.params) < 1e-6
     assert float(got_info["loss"]) == pytest.approx(float(want_info["loss"]), rel=1e-5)
 
@@ -195,16 +201,17 @@ def test_all_functions_stack_over_clients(bench):
     broadcast = bench.server.broadcast(bench.state, clients[0])
 
     half = bench.client
+    drawn, seen = bench.noise(phase.name, size), bench.noise("predict", size)
 
     def whole(lift, state, data):
         work = lift(lambda s, d: solo.fresh_optimizer(phase, half.begin(s, broadcast, d)))(state, data)
-        work, info = lift(lambda w, d: half.step(phase, w, (d,), {}))(work, data)
+        work, info = lift(lambda w, d: half.step(phase, w, (d,) * phase.batches, drawn))(work, data)
         if half.surveys:
             work = lift(lambda w, d: w._replace(survey=half.survey(w, d)))(work, data)
         if half.surveys:
             work = lift(lambda w, d: w._replace(survey=half.survey(w, d)))(work, data)
         state, update = lift(half.finish)(state, work, data)
-        probs = {view: lift(lambda s, d, view=view: half.predict(view, s, broadcast, d.x, {}))(state, data) for view in half.views()}
+        probs = {view: lift(lambda s, d, view=view: half.predict(view, s, broadcast, d.x, seen))(state, data) for view in half.views()}
         return state, update, info, probs
 
     together = whole(vmap, stack([states[client] for client in clients]), stack([cut[client] for client in clients]))
@@ -254,7 +261,7 @@ def test_a_new_client_gets_a_model(bench):
     fresh = half.init(bench.params, bench.buffers)
     broadcast = bench.server.broadcast(bench.finalised(bench.clients[:-1]), 99)
     state = solo.adapt(half, fresh, broadcast, data.train, "new", seed=0, client=99, round=1)
-    probs = half.predict("personal", state, broadcast, data.test.x, {})
+    probs = half.predict("personal", state, broadcast, data.test.x, bench.noise("predict", len(data.test.y)))
     torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)))
 
 

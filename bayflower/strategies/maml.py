@@ -1,0 +1,33 @@
+"""MAML, server half (Finn, Abbeel and Levine 2017, ICML; federated as in Fallah et al. 2020): the average; the method is in the client.
+
+    paper      here                  shape
+    theta      state.params          by name: an initialisation from which one step makes a good personal model
+    alpha      config.inner_lr       ()
+
+Departs: the server is Reptile's (rate, momentum, weights by sample count); the paper has one learner and no clients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import reptile
+from .reptile import check_meta
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the user sets for MAML; `lr` is the rate of the outer step."""
+
+    inner_lr: float = 0.02  # rate of the inner step, and of the adaptation before a test
+    inner_steps: int = 1  # inner steps on the support set
+    server_lr: float = 1.0  # step of the global model towards the clients' average; 1 = all the way
+    server_momentum: float = 0.0  # share of its last step that the global model takes again
+    adapt_steps: int = 1  # steps on the client's training data before a test; 0 = test the global model
+
+    def __post_init__(self) -> None:
+        check_meta(self)
+
+
+class Server(reptile.Server):
+    """Moves the global model towards the clients' average."""

@@ -1,0 +1,112 @@
+"""MAML: the meta-gradient of [eq. 2] through [eq. 1] against finite differences and plain double backward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import small_prepared
+from metaplain import SETTINGS, assert_rounds_agree, slopes
+from torch import nn
+
+from bayflower.clients.maml import Client
+from bayflower.config import Training
+from bayflower.meta import Way, hessian_free, second_order
+from bayflower.models import Model
+from bayflower.strategies.maml import Config
+from bayflower.types import Batch, Work
+
+
+def tiny() -> tuple[Model, dict, tuple[Batch, Batch]]:
+    """A smooth network of 29 parameters in float64, and two batches of unequal size."""
+    model = Model(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), 3, "tiny")
+    params, _ = model.initial(1, torch.float64)
+    draw = torch.Generator().manual_seed(0)
+    groups = tuple(Batch(torch.randn(n, 3, dtype=torch.float64, generator=draw), torch.randint(0, 3, (n,), generator=draw),
+                         torch.ones(n, dtype=torch.float64)) for n in (5, 7))  # fmt: skip
+    return model, params, groups
+
+
+def meta_loss(model, params, groups, rate: float, steps: int) -> float:
+    """The definition of F, by plain autograd."""
+    for _ in range(steps):
+        params = {name: value.detach().requires_grad_() for name, value in params.items()}
+        value = nn.functional.cross_entropy(model.forward(params, {}, groups[0].x, True)[0], groups[0].y)
+        params = {name: params[name] - rate * slope for name, slope in slopes(value, params, False).items()}
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(model.forward(params, {}, groups[1].x, True)[0], groups[1].y))
+
+
+def numeric(model, params, groups, rate: float, steps: int, step: float = 1e-5) -> dict:
+    """Central differences of F, entry by entry."""
+    found = {name: torch.zeros_like(value) for name, value in params.items()}
+    for name, value in params.items():
+        for place in range(value.numel()):
+            ends = []
+            for sign in (1, -1):
+                moved = value.detach().clone()
+                moved.view(-1)[place] += sign * step
+                ends.append(meta_loss(model, {**params, name: moved}, groups, rate, steps))
+            found[name].view(-1)[place] = (ends[0] - ends[1]) / (2 * step)
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_meta_gradient_against_finite_differences(steps):
+    """[eq. 2] at a rate so large that the second derivatives matter."""
+    model, params, groups = tiny()
+    rate = 0.8
+    half = Client(Config(inner_lr=rate, inner_steps=steps), Training(), model)
+    phase = half.phases("train")[0]
+    grads, _, value = half.gradient(phase, Work(params, {}, None), groups, {})
+    assert float(value) == pytest.approx(meta_loss(model, params, groups, rate, steps), rel=1e-12)
+    want = numeric(model, params, groups, rate, steps)
+    first, _, _ = half.gradient(phase._replace(batches=1), Work(params, {}, None), (groups[1],), {})
+    for name, slope in want.items():
+        torch.testing.assert_close(grads[name], slope, rtol=1e-6, atol=1e-9)
+    assert max(float((first[name] - want[name]).abs().max()) for name in want) > 1e-2
+
+
+def test_parameters_that_are_not_inner_have_their_mixed_derivatives():
+    """A scale of the support's loss that the inner step does not move, but whose gradient passes through it."""
+    x = torch.tensor([1.0, -2.0], dtype=torch.float64)
+
+    def loss(params, buffers, group):
+        power = (params["theta"] - x).square().sum() * params["scale"].exp()
+        return (power if group == 0 else (params["theta"] * x).sum().square()), buffers
+
+    params = {"theta": torch.tensor([0.3, 0.4], dtype=torch.float64), "scale": torch.tensor(0.2, dtype=torch.float64)}
+    way = Way(("theta",), 0.1)
+
+    def whole(scale: float) -> float:
+        theta = params["theta"] - 0.1 * 2 * (params["theta"] - x) * math.exp(scale)
+        return float((theta * x).sum().square())
+
+    for grads, _, _ in (second_order(loss, params, {}, way), hessian_free(loss, params, {}, way, 1e-4)):
+        assert float(grads["scale"]) == pytest.approx((whole(0.2 + 1e-6) - whole(0.2 - 1e-6)) / 2e-6, rel=1e-6)
+
+
+def test_two_rounds_equal_plain_torch():
+    """[eq. 1] and [eq. 2] with double backward, clients of unequal size, a server rate and momentum."""
+
+    def step(loss, params, groups):
+        (x, y), (x_query, y_query) = groups
+        slope = slopes(loss(params, x, y), params, True)
+        fast = {name: value - 0.3 * slope[name] for name, value in params.items()}
+        return slopes(loss(fast, x_query, y_query), params, False)
+
+    assert_rounds_agree(small_prepared("maml", inner_lr=0.3, adapt_steps=1, **SETTINGS), step)
+
+
+def test_buffers_of_both_passes_are_kept():
+    """BatchNorm counts the support's pass and the query's."""
+    prepared = small_prepared("maml", model="mlp-bn")
+    _, client, _, (params, buffers) = prepared.halves
+    draw = torch.Generator().manual_seed(0)
+    shape = prepared.federation.clients[0].x_train.shape[1:]
+    groups = tuple(Batch(torch.randn(6, *shape, generator=draw), torch.arange(6), torch.ones(6)) for _ in range(2))
+    _, after, _ = client.gradient(client.phases("train")[0], Work(params, buffers, None), groups, {})
+    counters = [value for name, value in after.items() if name.endswith("num_batches_tracked")]
+    assert counters
+    assert all(int(value) == 2 for value in counters)
