@@ -39,6 +39,7 @@ Clients = Annotated[int | None, typer.Option(help="number of clients that train"
 Rounds = Annotated[int | None, typer.Option(help="rounds of training")]
 Seed = Annotated[int | None, typer.Option(help="decides partition, initialisation, batches and sampling")]
 Engine = Annotated[str, typer.Option(help="fused (all clients together), loop (one by one), ray (simulation) or deployment (processes)")]
+MaxFused = Annotated[int | None, typer.Option(min=0, help="fused: most clients trained together; 0 = as many as fit into memory")]
 Port = Annotated[int, typer.Option(help="ray and deployment: port of the SuperLink on loopback; 0 = any free one")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any other setting; see `bayflower settings METHOD`")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs instead of a table")]
@@ -75,6 +76,7 @@ def run(
     clients: Clients = None,
     rounds: Rounds = None,
     seed: Seed = None,
+    max_fused: MaxFused = None,
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="folder for result.json [runs/METHOD-DATASET-SEED]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the folder, with the same settings")] = False,
@@ -91,7 +93,7 @@ def run(
     from .engines import prepare, run_to_result, run_under_flower
 
     quiet_logs(verbose)
-    given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed)
+    given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed, max_fused=max_fused)
     chosen = parse(method, given)
     folder = out or Path("runs") / f"{method}-{Path(chosen.data.dataset).stem}-{chosen.settings.seed}"
     check_folder(folder)
@@ -124,6 +126,7 @@ def compare(
     clients: Clients = None,
     rounds: Rounds = None,
     seed: Seed = None,
+    max_fused: MaxFused = None,
     sets: Sets = None,
     out: Annotated[Path, typer.Option(help="folder; each method gets one below it")] = Path("runs/compare"),
     port: Port = 0,
@@ -143,7 +146,7 @@ def compare(
     from .engines import prepare, run_to_result, run_under_flower
 
     quiet_logs(verbose)
-    given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed)
+    given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed, max_fused=max_fused)
     known = {method: {field.name for kind in groups(method).values() for field in dataclasses.fields(kind)} for method in methods}
     for key in given:
         if not any(key in names for names in known.values()):

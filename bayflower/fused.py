@@ -44,7 +44,7 @@ TEST_PIECE = 256  # test samples of a client in one pass
 class Fused:
     """All clients of one kind (training, or new), and what is kept for them between rounds."""
 
-    def __init__(self, halves: Halves, clients: Sequence[ClientData], run: Run, bank: Bank | None = None) -> None:
+    def __init__(self, halves: Halves, clients: Sequence[ClientData], run: Run, bank: Bank | None = None, apart: str | None = None) -> None:
         settings = run.settings
         self.device, self.dtype, self.seed = settings.torch_device(), settings.torch_dtype(), settings.seed
         self.stack = Stack(clients, self.device, self.dtype)
@@ -55,7 +55,7 @@ class Fused:
         self.bank = bank or DeviceBank(fresh, self.stack.clients, self.device)
         self.graphs = Graphs(self.device, settings.cuda_graphs)
         self.most, self.fits = settings.max_fused, 0  # most clients at a time (0 = no limit); this many are known to fit
-        self.apart = DROPOUT if halves.model.stochastic else halves.model.unstackable
+        self.apart = apart or (DROPOUT if halves.model.stochastic else halves.model.unstackable)  # why clients are not stacked
         self.undecided = not self.apart and self.device.type == "cpu" and settings.stacking == "auto"
         if settings.stacking == "no":
             self.apart = self.apart or "clients were trained one by one because stacking=no"
@@ -86,7 +86,8 @@ class Fused:
             except (RuntimeError, NotImplementedError) as error:
                 if self.courses:  # it has worked before: this is no layer that cannot be stacked
                     log.debug("the stack failed", exc_info=True)
-                self.apart = f"clients were trained one by one because the network cannot be stacked ({str(error).splitlines()[0]})"
+                reason = str(error).splitlines()[0].split(". ")[0][:200]
+                self.apart = f"clients were trained one by one because the network cannot be stacked ({reason})"
                 log.warning(self.apart)
         if self.apart:
             states, updates, losses = self._one_by_one(chosen, self.bank.take(chosen), broadcast, round)
@@ -132,6 +133,8 @@ class Fused:
         states = self.bank.take(chosen)
         if self.half.phases(purpose):
             states = self._adapted(chosen, states, broadcast, purpose, round)
+        if self.apart:
+            return self._test_one_by_one(chosen, states, broadcast, round)
         noise = self._predict_noise(chosen, round)
         shared = broadcast if self.per_client else map_tree(lambda leaf: leaf.expand(len(chosen), *leaf.shape), broadcast)
         rows, counts = self.stack.index(chosen), self.stack.test_sizes[[self.stack.row[client] for client in chosen]]
@@ -143,6 +146,17 @@ class Fused:
                 self.sweeps[key] = Sweep(self._tally(view), self.stack.test, longest, len(chosen), piece, self.graphs, adopt=False)
             found = to(self.sweeps[key].run(rows, counts, states, shared, noise).total, "cpu")
             result[view] = {client: map_tree(lambda leaf, place=place: leaf[place].clone(), found) for place, client in enumerate(chosen)}
+        return result
+
+    def _test_one_by_one(self, chosen: list[int], states: Any, broadcast: Any, round: int) -> dict[str, dict[int, metrics.Tally]]:
+        result: dict[str, dict[int, metrics.Tally]] = {view: {} for view in self.plain.views()}
+        for place, client in enumerate(chosen):
+            own = take(broadcast, place) if self.per_client else broadcast
+            with solo.one_thread():
+                found = solo.test(self.plain, take(states, place), own, self.stack.alone(client, test=True), seed=self.seed, client=client,
+                                  round=round)  # fmt: skip
+            for view, tally in found.items():
+                result[view][client] = tally
         return result
 
     def _tally(self, view: str) -> Any:
@@ -336,7 +350,7 @@ def run_fused(
     records[-1].update(curve_point(views))
     new: Views = {}
     if federation.new_clients:
-        newcomers = Fused(halves, federation.new_clients, run)
+        newcomers = Fused(halves, federation.new_clients, run, apart=engine.apart)
         new = tested(newcomers, sorted(newcomers.stack.clients), settings.rounds, "new")
         newcomers.close()
     if progress:

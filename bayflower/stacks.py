@@ -87,11 +87,11 @@ class Stack:
             self._whole = key, part.rows(places.expand(len(chosen), -1), places < part.size[:, None])
         return self._whole[1]
 
-    def alone(self, client: int) -> Batch:
-        """Return the training samples of one client."""
-        row = self.row[client]
-        start, size = int(self.sizes[:row].sum()), int(self.sizes[row])
-        x, y = self.train.x[start : start + size], self.train.y[start : start + size]
+    def alone(self, client: int, test: bool = False) -> Batch:
+        """Return the training samples of one client, or its test samples."""
+        row, data, sizes = self.row[client], self.test if test else self.train, self.test_sizes if test else self.sizes
+        start, size = int(sizes[:row].sum()), int(sizes[row])
+        x, y = data.x[start : start + size], data.y[start : start + size]
         return Batch(x, y, torch.ones(size, dtype=self.dtype, device=self.device))
 
 

@@ -1,0 +1,219 @@
+"""The fused engine's parts: who trains when, padding, states on disk, and the ways out where stacking does not work or does not pay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits, small_prepared, worst_difference
+from torch import nn
+
+from bayflower import bank, choice, models, stacks
+from bayflower.bank import DiskBank
+from bayflower.checkpoint import read, to_resume
+from bayflower.engines import execute
+from bayflower.fused import Fused, run_fused
+from bayflower.halves import Halves
+from bayflower.loop import run_loop
+from bayflower.masked import mask_norms, real_samples
+from bayflower.methods import get
+from bayflower.replay import Fixed
+from bayflower.tree import flatten, map_tree
+
+SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "dtype": "float64"}
+
+
+def on(model: models.Model, method: str = "fedmap", **settings):
+    """Return (run, federation, halves) of a small run with another model."""
+    prepared = small_prepared(method, **settings)
+    row, run = get(method), prepared.run
+    halves = Halves(row.server(run.options, model.anatomy), row.client(run.options, run.training, model), model,
+                    model.initial(0, run.settings.torch_dtype()))  # fmt: skip
+    return run, prepared.federation, halves
+
+
+def test_segments_are_the_clients_still_training_at_each_step():
+    lengths = np.array([9, 7, 7, 4, 1])
+    for allowed in ([1, 2, 3, 4, 5], [2, 5], [5]):
+        steps = [size for size, times in stacks.segments(lengths, allowed) for _ in range(times)]
+        assert len(steps) == 9
+        for step, size in enumerate(steps):
+            assert size == min(s for s in allowed if s >= (lengths > step).sum())
+    assert stacks.segments(np.array([]), [1]) == []
+
+
+def test_pieces_cover_every_sample():
+    sizes = np.array([0, 25, 7, 10, 3])
+    for piece in (4, 10, 30):
+        for number, count in enumerate(stacks.active(sizes, piece)):
+            assert all(size <= number * piece for size in sizes[count:])
+        assert len(stacks.active(sizes, piece)) * piece >= 25
+    assert stacks.active(np.array([0, 0]), 4) == [1]
+
+
+def test_recorded_sizes_are_few_and_reach_all():
+    assert stacks.allowed_sizes(20) == list(range(1, 21))
+    many = stacks.allowed_sizes(5000)
+    assert len(many) <= stacks.MOST_SIZES
+    assert many[0] == 1
+    assert many[-1] == 5000
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_clients_that_have_finished_do_not_move_when_sizes_are_rounded_up(monkeypatch, optimizer):
+    """With more clients than recordings a step takes finished clients along: neither parameters nor moments may move."""
+    settings = {"dataset": "synthetic", "num_clients": 5, "new_clients": 0, "keep": 1.0, "batch_size": 128, "dtype": "float64"}
+    exact = execute(small_prepared("fedmap", "fused", **settings, optimizer=optimizer))
+    monkeypatch.setattr(stacks, "MOST_SIZES", 2)
+    rounded = execute(small_prepared("fedmap", "fused", **settings, optimizer=optimizer))
+    assert worst_difference(rounded.server_state, exact.server_state) < 1e-12
+    assert worst_difference(rounded.client_states, exact.client_states) < 1e-12
+
+
+def test_batchnorm_leaves_padding_out():
+    norm = nn.BatchNorm2d(3).double()
+    masked, x = mask_norms(nn.BatchNorm2d(3).double()), torch.randn(6, 3, 4, 4, dtype=torch.float64)
+    want = norm(x[:4])
+    with real_samples(torch.tensor([1.0, 1, 1, 1, 0, 0])):
+        got = masked(torch.cat([x[:4], torch.full((2, 3, 4, 4), 1e6, dtype=torch.float64)]))
+    torch.testing.assert_close(got[:4], want)
+    torch.testing.assert_close(masked.running_var, norm.running_var)
+    torch.testing.assert_close(masked.running_mean, norm.running_mean)
+    assert masked.num_batches_tracked == norm.num_batches_tracked == 1
+
+
+def test_repeated_tensors_are_kept_once_and_spread_when_they_change():
+    fixed = Fixed({"shared": torch.ones(1, 2).expand(3, 2), "own": torch.arange(3.0)})
+    assert fixed.tree["shared"].stride(0) == 0
+    fixed.load({"shared": torch.full((1, 2), 5.0).expand(3, 2), "own": torch.zeros(3)})
+    assert fixed.tree["shared"].tolist() == [[5.0, 5.0]] * 3
+    with pytest.raises(ValueError, match="no longer is"):
+        fixed.load({"shared": torch.rand(3, 2), "own": torch.zeros(3)})
+    assert fixed.unlike({"shared": torch.rand(3, 2), "own": fixed.tree["own"]})
+    fixed.spread()
+    assert fixed.tree["shared"].stride(0) == 2
+
+
+# -- states on disk ----------------------------------------------------------------------------------------------------
+def test_states_on_disk_give_the_bits_of_states_in_memory(tmp_path):
+    settings = {"rounds": 5, "fraction_train": 0.4, "checkpoint_every": 2, **SGD}
+    memory = execute(small_prepared("fedper", "fused", **settings))
+    disk = execute(small_prepared("fedper", "fused", **settings, client_states="disk"), out=tmp_path)
+    assert_same_bits(disk.server_state, memory.server_state)
+    for view, tallies in memory.views.items():
+        for client, tally in tallies.items():
+            assert_same_bits(disk.views[view][client], tally)
+    assert disk.client_states == {}
+    assert read(tmp_path).clients == {}
+
+
+def test_a_run_with_states_on_disk_goes_on_from_its_checkpoint(tmp_path):
+    """Files of rounds after the checkpoint are there, as after a crash: they must not be used."""
+    settings = {"rounds": 7, "fraction_train": 0.4, "checkpoint_every": 3, "client_states": "disk", **SGD}
+    whole = execute(small_prepared("fedper", "fused", **settings), out=tmp_path / "whole")
+    prepared = small_prepared("fedper", "fused", **settings)
+
+    class StopError(Exception):
+        pass
+
+    def stop(records):
+        if len(records) == 5:
+            raise StopError
+
+    with pytest.raises(StopError):
+        execute(prepared, stop, tmp_path / "cut")
+    assert read(tmp_path / "cut").round == 3
+    assert max(bank.number(path) for path in (tmp_path / "cut" / "states").iterdir()) > 3
+    again = execute(prepared, None, tmp_path / "cut", to_resume(tmp_path / "cut", prepared.run))
+    assert_same_bits(again.server_state, whole.server_state)
+
+
+def test_old_files_of_states_are_removed_and_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(bank, "MOST_FILES", 4)
+    fresh = small_prepared("fedper").halves.client.init({"head.weight": torch.zeros(2, 3)}, {})
+    disk = DiskBank(tmp_path, fresh, torch.device("cpu"), None)
+    rng, want = np.random.default_rng(0), {}
+    for round in range(1, 30):
+        chosen = sorted(rng.choice(12, 3, replace=False).tolist())
+        states = map_tree(lambda leaf, round=round: torch.full((3, *leaf.shape), float(round)), fresh)
+        disk.put(chosen, states, round)
+        want.update(dict.fromkeys(chosen, float(round)))
+        disk.tidy()
+        assert len(list(tmp_path.iterdir())) <= 6
+    for store in (disk, DiskBank(tmp_path, fresh, torch.device("cpu"), 30)):
+        for client in range(12):
+            assert float(flatten(store.take([client]))["params/head.weight"].mean()) == want.get(client, 0.0)
+
+
+# -- ways out ------------------------------------------------------------------------------------------------------------
+class Peeks(nn.Module):
+    """A layer that looks at values, which vmap does not allow."""
+
+    def forward(self, x):
+        return x * (2.0 if x.abs().max().item() > 1e9 else 1.0)
+
+
+def test_a_layer_that_cannot_be_stacked_is_trained_one_by_one_and_named(caplog):
+    model = models.Model(lambda: nn.Sequential(nn.Flatten(), Peeks(), nn.Linear(64, 10)), 10, "peeks")
+    run, federation, halves = on(model)
+    fused = run_fused(run, federation, halves)
+    assert "cannot be stacked" in fused.remarks[0]
+    assert "cannot be stacked" in caplog.text
+    loop = run_loop(run, federation, halves)
+    assert_same_bits(fused.server_state, loop.server_state)
+    for view, tallies in loop.new_clients.items():
+        assert_same_bits(fused.new_clients[view], tallies)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """Somebody's own BatchNorm, whose formula we do not know."""
+
+
+def test_a_norm_of_somebodys_own_is_not_padded():
+    model = models.Model(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), OwnNorm(8), nn.Linear(8, 10)), 10, "own")
+    assert "OwnNorm" in model.unstackable
+    run, federation, halves = on(model)
+    assert "cannot leave padding out" in run_fused(run, federation, halves).remarks[0]
+
+
+@pytest.mark.parametrize(("faster", "remark"), [("stack", None), ("single", "times faster than stacked")])
+def test_on_a_cpu_the_faster_way_is_taken_and_kept(monkeypatch, tmp_path, faster, remark):
+    """The clock is ours; what it decides is written to the checkpoint."""
+    real = choice.seconds
+
+    def seconds(fn, times=3):
+        fn()  # the measured steps really run
+        stacked = "stack" if "step" in fn.__qualname__ and "single" not in fn.__qualname__ else "single"
+        return 1e-6 if stacked == faster else 1.0
+
+    monkeypatch.setattr(choice, "seconds", seconds)
+    prepared = small_prepared("fedmap", "fused", stacking="auto", checkpoint_every=1)
+    outcome = execute(prepared, out=tmp_path)
+    assert (outcome.remarks[0] if outcome.remarks else None) is None if remark is None else remark in outcome.remarks[0]
+    assert read(tmp_path).config["stacking"] == ("yes" if faster == "stack" else "no")
+    assert real(lambda: None) < 1
+
+
+def test_one_by_one_has_the_bits_of_the_loop():
+    prepared = small_prepared("pfedvmp", "fused", stacking="no")
+    loop = run_loop(prepared.run, prepared.federation, prepared.halves)
+    assert_same_bits(execute(prepared).server_state, loop.server_state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_clients_that_do_not_fit_are_trained_in_chunks(monkeypatch):
+    prepared = small_prepared("fedmap", "fused", device="cuda")
+    free = torch.cuda.mem_get_info()
+    monkeypatch.setattr(choice, "SURE", 0.0)
+    engine = Fused(prepared.halves, prepared.federation.clients, prepared.run)
+    server = prepared.halves.server
+    state = map_tree(torch.Tensor.cuda, server.init(*prepared.halves.initial, (0, 1, 2, 3, 4)))
+
+    def sent(chunk):
+        return server.broadcast(state, chunk[0])
+
+    each = choice.memory_of_one(engine, 0, sent)
+    assert 0 < each < free[0] / 100
+    monkeypatch.setattr(choice, "SHARE", 2.5 * each / free[0])
+    assert all(len(chunk) <= 3 for chunk in engine.chunks([0, 1, 2, 3, 4], sent))
