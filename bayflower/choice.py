@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,20 +26,31 @@ COPIES = 12  # of a network's parameters that a client surely needs less than: p
 
 
 def clients_that_fit(engine: Fused, ordered: Sequence[int], sent: Callable[[list[int]], Any]) -> int:
-    """Return how many of the clients a GPU can hold at once, from the memory one step of one client and of two takes; 0 = all."""
-    free, _ = torch.cuda.mem_get_info(engine.device)
-    free += torch.cuda.memory_reserved(engine.device) - torch.cuda.memory_allocated(engine.device)
+    """Return how many of the clients fit into memory at once; 0 = all.
+
+    On a GPU from the memory one step of one client and of two takes, on a CPU from the size of the network and the data.
+    """
+    gpu = engine.device.type == "cuda"
+    free = free_memory(engine.device)
     largest = max(int(engine.stack.sizes.max()), 1)
     sample = engine.stack.train.x[0].numel() * engine.stack.train.x.element_size()
     batch = max((phase.batch_size * phase.batches for phase in engine.half.phases("train")), default=1)
     least = engine.half.model.num_parameters * engine.stack.train.x.element_size() * COPIES + sample * (largest + 64 * batch)
     if least * len(ordered) < SURE * free:
         return 0
-    each = memory_of_one(engine, ordered[0], sent) + sample * largest * 2
+    each = memory_of_one(engine, ordered[0], sent) + sample * largest * 2 if gpu else least
     fits = max(1, int(SHARE * free / each))
     if fits < len(ordered):
         log.info("%d clients at a time: one takes about %.0f MB of %.0f MB that are free", fits, each / 1e6, free / 1e6)
     return 0 if fits >= len(ordered) else fits
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that can be had on the device."""
+    if device.type != "cuda":
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if "SC_AVPHYS_PAGES" in os.sysconf_names else 4e9
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def memory_of_one(engine: Fused, client: int, sent: Callable[[list[int]], Any]) -> float:

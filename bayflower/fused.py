@@ -65,7 +65,7 @@ class Fused:
     def chunks(self, chosen: Sequence[int], sent: Callable[[list[int]], Any]) -> list[list[int]]:
         """Return `chosen` in pieces that fit into memory, largest clients first so that equals train together."""
         ordered = self.stack.order(chosen)
-        if self.device.type == "cuda" and not self.most and not self.apart and len(ordered) > self.fits:
+        if not self.most and not self.apart and len(ordered) > self.fits:
             self.most = choice.clients_that_fit(self, ordered, sent)
             self.fits = len(ordered)
         most = self.most or len(ordered)
@@ -194,7 +194,8 @@ class Fused:
         counts = self.stack.sizes[[self.stack.row[client] for client in chosen]]
         if key not in self.sweeps:
             longest = int(self.stack.sizes.max())
-            self.sweeps[key] = Sweep(self.half.survey, self.stack.train, longest, len(chosen), self.half.surveys, self.graphs, adopt=True)
+            adopt = bool(self.half.phases("train"))  # then the work stays where the course keeps it
+            self.sweeps[key] = Sweep(self.half.survey, self.stack.train, longest, len(chosen), self.half.surveys, self.graphs, adopt)
         found = self.sweeps[key].run(self.stack.index(chosen), counts, work)
         return Survey(found.total, map_tree(lambda leaf: leaf[:, : counts.max()], found.each))
 

@@ -194,6 +194,18 @@ def test_on_a_cpu_the_faster_way_is_taken_and_kept(monkeypatch, tmp_path, faster
     assert real(lambda: None) < 1
 
 
+def test_a_cpu_takes_no_more_clients_than_fit_into_its_memory(monkeypatch):
+    prepared = small_prepared("fedmap", "fused", **SGD)
+    whole = execute(prepared)
+    engine = Fused(prepared.halves, prepared.federation.clients, prepared.run)
+    assert [len(chunk) for chunk in engine.chunks([0, 1, 2, 3, 4], lambda chunk: None)] == [5]
+    need = prepared.halves.model.num_parameters * 8 * choice.COPIES
+    monkeypatch.setattr(choice, "free_memory", lambda device: 5.0 * need / choice.SHARE)
+    engine = Fused(prepared.halves, prepared.federation.clients, prepared.run)
+    assert max(len(chunk) for chunk in engine.chunks([0, 1, 2, 3, 4], lambda chunk: None)) < 5
+    assert worst_difference(execute(prepared).server_state, whole.server_state) < 1e-10
+
+
 def test_one_by_one_has_the_bits_of_the_loop():
     prepared = small_prepared("pfedvmp", "fused", stacking="no")
     loop = run_loop(prepared.run, prepared.federation, prepared.halves)
