@@ -86,6 +86,18 @@ class Model:
             raise ConfigError(f"model {self.name or 'given'} never calls its head {self.head!r}, so it has no features; name another layer")
         return logits, seen[-1], buffers
 
+    def forward_through(
+        self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, layer: str, change: Callable[[Tensor, Tensor], Tensor],
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensors]:  # fmt: skip
+        """Return what `forward` does, with the output of `layer` replaced by change(its input, its output)."""
+        module = (self._train if train else self._eval).get_submodule(layer)
+        handle = module.register_forward_hook(lambda _, args, out: change(args[0], out))
+        try:
+            return self.forward(params, buffers, x, train, mask)
+        finally:
+            handle.remove()
+
     @property
     def structure(self) -> nn.Module:
         """Return the module in evaluation mode; the numbers in it mean nothing."""
@@ -204,6 +216,17 @@ def cnn(shape: tuple[int, ...], num_classes: int, features: int = 512) -> nn.Mod
     return BaseHead(base, nn.Linear(features, num_classes))
 
 
+def cnn3(shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return MetaVD's CNN: three padded 3×3 convolutions of 64 maps, each pooled, hidden layers of 256 and 128, a linear head."""
+    layers: list[nn.Module] = []
+    for channels in (shape[0], 64, 64):
+        layers += [nn.Conv2d(channels, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers.append(nn.Flatten())
+    for before, after in ((64 * (shape[1] // 8) * (shape[2] // 8), 256), (256, 128)):
+        layers += [nn.Linear(before, after), nn.LeakyReLU(0.1)]
+    return BaseHead(nn.Sequential(*layers), nn.Linear(128, num_classes))
+
+
 def lenet(shape: tuple[int, ...], num_classes: int, maps: tuple[int, int] = (6, 16), widths: tuple[int, int] = (120, 84)) -> nn.Module:
     """Return LeNet-5 with ReLU and max-pooling: two 5×5 convolutions (the first padded by 2), two hidden layers, a linear head."""
     channels, height, width = shape
@@ -261,6 +284,7 @@ MODELS: dict[str, str] = {
     "mlp": "perceptron with two hidden layers (FedMAP: 32 and 16 for two classes; 64 and 32 otherwise)",
     "mlp-bn": "the same with BatchNorm after each hidden layer",
     "cnn": "two 5×5 convolutions and a 512-feature layer (pFedVMP, Table 4); images of at least 16×16",
+    "cnn3": "three 3×3 convolutions of 64 maps, 256 and 128 hidden units (MetaVD); images of at least 16×16",
     "lenet5": "LeNet-5: convolutions of 6 and 16 maps, 120 and 84 hidden units (FedBPS: MNIST); images of at least 16×16",
     "lenet-wide": "the same with 64 and 64 maps, 384 and 192 hidden units (FedBPS: CIFAR-10); images of at least 16×16",
     **{f"resnet{depth}": f"CIFAR ResNet of {depth} layers with BatchNorm (FedBPS); images of at least 16×16" for depth in (20, 32, 44, 56)},
@@ -269,6 +293,7 @@ NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp": mlp,
     "mlp-bn": partial(mlp, norm=True),
     "cnn": cnn,
+    "cnn3": cnn3,
     "lenet5": lenet,
     "lenet-wide": partial(lenet, maps=(64, 64), widths=(384, 192)),
     **{f"resnet{depth}": partial(resnet, depth=depth) for depth in (20, 32, 44, 56)},

@@ -1,0 +1,85 @@
+"""What a server believes of each client's dropout: log alpha from a hypernetwork, one for all, or one a client.
+
+    posterior    psi              embeddings
+    hyper        hypernetwork     client → its embedding (MetaVD)
+    global       {}               "all" → log alpha of every client (VD)
+    own          {}               client → its log alpha (EnsembleVD)
+
+Clients say by how much their log alpha moved, and the belief follows. Everything is keyed by the client's number, never by its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import dropout, hypernet
+from .tree import Tensors
+
+ALL = "all"
+
+
+class Belief(NamedTuple):
+    """The hypernetwork, what is kept for each client, both momenta, and in how many rounds each client took part."""
+
+    psi: Tensors
+    psi_velocity: Tensors
+    embeddings: Tensors
+    embedding_velocity: Tensors
+    seen: Tensors
+
+
+def begin(config: Any, seed: str, weight: Tensor, clients: tuple[int, ...]) -> Belief:
+    """Return the belief before the first round; it follows from the seed, an embedding also from its client's number."""
+    start, psi = torch.full_like(weight, config.log_alpha_start).reshape(-1), {}
+    embeddings = {str(client): start for client in clients}
+    if config.posterior == "hyper":
+        size = 1 + len(clients) // 4
+        psi = hypernet.initial(seed, size, config.hyper_width, weight.numel(), config.log_alpha_start, weight.dtype)
+        embeddings = {str(client): hypernet.embedding(seed, client, size, weight.dtype) for client in clients}
+    elif config.posterior == "global":
+        embeddings = {ALL: start}
+    return Belief(psi, {}, embeddings, {}, {str(client): torch.zeros((), dtype=torch.int64) for client in clients})
+
+
+def log_alpha(config: Any, belief: Belief, client: int, size: int) -> Tensor:
+    """Return log alpha of a client (K,); of one that never trained, that of the mean of the trained, or nearly no dropout."""
+    known = belief.embeddings
+    if config.posterior == "global":
+        own = known[ALL]
+    elif str(client) in known:
+        own = known[str(client)]
+    elif config.ood == "deterministic":
+        return next(iter(known.values())).new_full((size,), -dropout.LIMIT)
+    else:
+        names = sorted(known, key=int)
+        trained = [name for name in names if int(belief.seen[name]) > 0] or names
+        own = torch.stack([known[name] for name in trained]).mean(0)
+    return dropout.limited(hypernet.output(belief.psi, own) if belief.psi else own)
+
+
+def followed(config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: Mapping[int, Tensor]) -> Belief:
+    """Return the belief after clients moved their log alpha by `steps` (K,); `shares` are their g^m. The rate is the server's."""
+    clients = sorted(steps)
+    names = [str(client) for client in clients]
+    moved = torch.stack([steps[client].double() for client in clients])
+    share = torch.stack([shares[client].double() for client in clients])
+    seen = {**belief.seen, **{name: belief.seen[name] + 1 for name in names if name in belief.seen}}
+    if config.posterior == "hyper":
+        own = {name: belief.embeddings[name] for name in names}
+        to_psi, to_own = hypernet.ascent(belief.psi, torch.stack(list(own.values())), moved, share)
+        common: dict[str, float] = {"rate": config.server_lr, "decay": config.hyper_decay, "clip": config.hyper_clip}
+        psi, psi_velocity = hypernet.stepped(belief.psi, to_psi, belief.psi_velocity, momentum=config.hyper_momentum, **common)
+        own, velocity = hypernet.stepped(own, dict(zip(names, to_own.unbind(), strict=True)), belief.embedding_velocity,
+                                         momentum=config.embedding_momentum, **common)  # fmt: skip
+        return Belief(psi, psi_velocity, {**belief.embeddings, **own}, {**belief.embedding_velocity, **velocity}, seen)
+    if config.posterior == "global":
+        names, moved = [ALL], (share[:, None] * moved).sum(0, keepdim=True)
+    after = {
+        name: dropout.limited(belief.embeddings[name].double() + config.server_lr * step).to(belief.embeddings[name].dtype)
+        for name, step in zip(names, moved, strict=True)
+    }
+    return belief._replace(embeddings={**belief.embeddings, **after}, seen=seen)
