@@ -65,6 +65,7 @@ ROWS = (
            "FedAvg with a server rate, and a step of adaptation before each test"),
     Method("maml", "maml", "MAML", "Finn et al. 2017, ICML", "an initialisation from which one step adapts; second-order meta-gradients"),
     Method("perfedavg", "perfedavg", "PerFedAvg", "Fallah et al. 2020, NeurIPS", "MAML without second derivatives (HF-MAML)"),
+    Method("snip", "snip", "SNIP", "Lee et al. 2019, ICLR", "one layer pruned once by connection sensitivity, on any of MetaVD's bases"),
     Method("fedbn", "fedbn", "FedBN", "Li et al. 2021, ICLR", "FedAvg with private normalisation layers"),
     Method("fedper", "fedper", "FedPer", "Arivazhagan et al. 2019, arXiv 1912.00818", "shared base, private head, trained jointly"),
     Method("fedrep", "fedrep", "FedRep", "Collins et al. 2021, ICML", "shared base, private head, trained in turn"),

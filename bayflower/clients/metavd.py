@@ -30,17 +30,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import dropout, meta
-from ..models import Model
+from .. import dropout
+from ..addon import LOCAL, TWO, AddOn
 from ..protocol import Shapes, shapes
 from ..strategies.metavd import MASK, STEP, Broadcast, Update
 from ..tree import map_tree, unflatten
 from ..types import Batch, Phase, Purpose, Tensors, Work
-from . import maml, reptile
 from .fedavg import State, count
-
-TWO = ("maml", "perfedavg")  # bases whose step takes two batches
-LOCAL = "local"
 
 
 class Memo(NamedTuple):
@@ -51,27 +47,10 @@ class Memo(NamedTuple):
     mask: Tensors
 
 
-class Client(maml.Client):
+class Client(AddOn):
     """Trains weights and their dropout from what the server sent."""
 
     update_type: ClassVar[type] = Update
-
-    def __init__(self, config: Any, training: Any, model: Model) -> None:
-        super().__init__(config, training, model)
-        self.weight = dropout.find_layer(model.anatomy, model.shapes, model.shapes, config.dropout_layer)
-        self.layer = self.weight.removesuffix(".weight")
-
-    def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return local training as the base does it; a few steps on theta before a test, unless the base is fedavg."""
-        if purpose == "train":
-            return (self.training.phase(LOCAL)._replace(batches=2 if self.config.base in TWO else 1),)
-        if self.config.base == "fedavg" or not self.config.adapt_steps:
-            return ()
-        return (self.adaptation()._replace(trainable=self.model.anatomy.trainable),)
-
-    def adaptation(self) -> Phase:
-        """Return the steps before a test."""
-        return super().adaptation() if self.config.base in TWO else reptile.Client.adaptation(self)
 
     def views(self) -> dict[str, str]:
         """Return the personal model and the global one; the personal one also averaged over weight samples, where asked for."""
@@ -125,12 +104,6 @@ class Client(maml.Client):
     def inner(self, work: Work) -> tuple[str, ...]:
         """Return theta: the inner step leaves alpha as it is."""
         return tuple(name for name in work.params if name != STEP)
-
-    def meta_gradient(self, loss: meta.Loss, work: Work, way: meta.Way) -> tuple[Tensors, Tensors, Tensor]:
-        """Return (∇F, the buffers, F), exactly (maml) or by differences (perfedavg)."""
-        if self.config.base == "perfedavg":
-            return meta.hessian_free(loss, work.params, work.buffers, way, self.config.hf_delta)
-        return super().meta_gradient(loss, work, way)
 
     def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
         """Return (n, theta, Delta); Delta leads to a log alpha within its limits, and is 0 where a weight was dropped."""
