@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
 @pytest.fixture(scope="session")
 def golden() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "golden.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def loggers():
+    """The command line quietens the loggers of its process; in a test that must not last."""
+    levels = {name: logging.getLogger(name).level for name in ("bayflower", "flwr")}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def small(method: str, **changes: Any) -> Run:
