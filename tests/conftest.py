@@ -54,13 +54,14 @@ def assert_same_bits(a: Any, b: Any) -> None:
         assert torch.equal(left[name], right[name]), name
 
 
-def worst_difference(a: Any, b: Any) -> float:
-    """Return the largest over tensors of ‖a − b‖ / ‖b‖."""
+def worst_difference(a: Any, b: Any, zero: float = 0.0) -> float:
+    """Return the largest over tensors of ‖a − b‖ / ‖b‖, of those with a norm of at least `zero`."""
     left, right = flatten(a), flatten(b)
     assert left.keys() == right.keys()
     worst = 0.0
     for name in left:
         x, y = left[name].cpu().double(), right[name].cpu().double()
         assert x.shape == y.shape, name
-        worst = max(worst, float((x - y).norm() / y.norm().clamp(min=1e-12)))
+        if not (float(x.norm()) < zero and float(y.norm()) < zero):
+            worst = max(worst, float((x - y).norm() / y.norm().clamp(min=1e-12)))
     return worst

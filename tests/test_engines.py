@@ -43,9 +43,10 @@ def outcomes(method: str, **settings):
 
 
 def compare(loop, fused, tolerance: float) -> None:
-    assert worst_difference(fused.server_state, loop.server_state) < tolerance
+    zero = tolerance / 10  # the control variate of a bias before BatchNorm is zero but for rounding, which has no relative error
+    assert worst_difference(fused.server_state, loop.server_state, zero) < tolerance
     for client, state in loop.client_states.items():
-        assert worst_difference(fused.client_states[client], state) < tolerance, client
+        assert worst_difference(fused.client_states[client], state, zero) < tolerance, client
     for one, two in zip(loop.rounds, fused.rounds, strict=True):
         assert one["train_loss"] == pytest.approx(two["train_loss"], rel=max(tolerance, 1e-6))
         assert {k: one[k] for k in ("round", "bytes_up", "bytes_down", "num_clients")} == {

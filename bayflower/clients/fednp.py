@@ -1,0 +1,140 @@
+"""FedNP, client half (FedNP: Federated Neural Propagation, AAAI 2023): the latent's Gaussian regularises the classifier.
+
+    paper               here                 shape
+    z_{m,-k}, z_{s,-k}  memo.mean, memo.var  (D,): the cavity, what all others say about z
+    f_k                 f                    (D,): the f-layer's mean over a batch; at the end over all local data
+    z_m, z_s            tilted               (D,): moments of cavity × σ(f z)
+    mu_theta, s_theta   npn.forward          (P,): Gaussian over the classifier's weights
+    lambda_k, eta_k     state.factor         (D,) float64: own factor
+    lambda              config.np_weight     ()
+    rho                 config.damping       ()
+
+    (cavity) = (Lambda − lambda_k, H − eta_k)                                           [eq. 8]
+    loss = J + lambda (KL_theta + KL_z)                                                 [eq. 18]
+    (lambda_k, eta_k) ← (1 − rho) old + rho (tilted / cavity)                           [eq. 10]
+
+J is the mean cross-entropy. KL_theta pulls the classifier's weights and the NPN's Gaussian towards each other; KL_z acts through f alone
+and keeps the tilt small. After the local epochs f is computed once more, in evaluation mode, over the whole local training set.
+
+Departs:
+  E-N1  to E-N4: the moments are those of `tilted.py`, corrected; the default is exact to rounding. f is clipped so that f² z_{s,-k} ≤ 25.
+  E-N5  the factor is computed without cancellation and lies in 0 ≤ lambda_k ≤ f²/4; one that is not finite leaves the old one as it is.
+  E-N9  nothing divides by f.
+  E-N13 KL_theta is a sum over the weights, with `epsilon` = 0.1 (the paper gives none). The f-layer is trained.
+  E-N14 the NPN's sigmoid has a floor in its variance; accepted. E-N15 concerns the paper's tables.
+  Weights of the NPN have variances of their own, and it is averaged with the model (the authors' is private and without them).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import npn
+from ..gaussian import Diagonal, damp, quotient
+from ..models import Model
+from ..strategies.fednp import EXTRA, Broadcast, Update, classifier
+from ..tilted import Tilted, bounded, make_slopes, tilt
+from ..tree import choose, map_tree
+from ..types import Batch, ClientHalf, Phase, Survey, Tensors, Work
+from .fedavg import count
+
+
+class State(NamedTuple):
+    """What stays on the client: its factor of p(z), how often it has sent a change of it, and in which epoch."""
+
+    factor: Diagonal
+    turns: Tensor  # int64
+    epoch: Tensor  # int64
+
+
+class Memo(NamedTuple):
+    """The round's constants: the cavity, and the own factor that is not in it."""
+
+    cavity: Diagonal
+    own: Diagonal
+    turns: Tensor
+    epoch: Tensor
+
+
+class Client(ClientHalf):
+    """Trains the global model under what the others say about z; sends the change of what it says itself."""
+
+    state_type = State
+    update_type: ClassVar[type] = Update
+    private = ()  # the factor stays here, but the changes that travel add up to it
+    surveys = 1024
+
+    def __init__(self, config: Any, training: Any, model: Model) -> None:
+        super().__init__(config, training, model)
+        self.slopes = make_slopes(config.moments, config.nodes)
+
+    def views(self) -> dict[str, str]:
+        """Return the global model, twice."""
+        return {"personal": "the global model (the method has no personal one)", "global": "the global model of the last round"}
+
+    def init(self, params: Tensors, buffers: Tensors) -> State:
+        """Return a client without a factor."""
+        some = next(iter(params.values()))
+        zero = torch.zeros(self.config.latent, dtype=torch.float64, device=some.device)
+        number = torch.zeros((), dtype=torch.int64, device=some.device)
+        return State(Diagonal(zero, zero.clone()), number, number.clone())
+
+    def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
+        """Return the work that starts at the global model, with the cavity [eq. 8]; a factor of an older epoch is dropped."""
+        same = state.epoch == broadcast.epoch
+        own = choose(same, state.factor, map_tree(torch.zeros_like, state.factor))
+        turns = torch.where(same, state.turns, torch.zeros_like(state.turns))
+        cavity = quotient(broadcast.total, own)
+        cavity = cavity._replace(precision=cavity.precision.clamp(min=1))  # the prior's: no factor has a negative precision
+        return Work({**broadcast.params, **broadcast.extra}, broadcast.buffers, Memo(cavity, own, turns, broadcast.epoch))
+
+    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+        """Return J + lambda (KL_theta + KL_z) on one batch [eq. 18]."""
+        logits, features, buffers = self.model.forward_features(self.network(params), work.buffers, batch.x, train=True, mask=batch.mask)
+        nll = self.model.mean_nll(logits, batch.y, batch.mask)
+        f = self.summed_f(params, features, batch.mask) / batch.mask.sum().clamp(min=1)
+        z = self.tilted(f, work.memo.cavity)
+        layers = {name.removeprefix(EXTRA + "npn."): value for name, value in params.items() if name.startswith(EXTRA + "npn.")}
+        target = params[classifier(params, self.model.head_names)].reshape(-1)
+        kl = npn.kl_theta(npn.forward(layers, npn.Gauss(z.mean, z.variance)), target, self.config.epsilon) + npn.kl_z(z.mean, z.variance)
+        return nll + self.config.np_weight * kl, buffers
+
+    def network(self, params: Tensors) -> Tensors:
+        """Return the parameters of the user's network."""
+        return {name: value for name, value in params.items() if not name.startswith(EXTRA)}
+
+    def summed_f(self, params: Tensors, features: Tensor, mask: Tensor) -> Tensor:
+        """Return the f-layer's output summed over the samples that the mask marks, (D,)."""
+        out = features.flatten(1) @ params[EXTRA + "f.weight"] + params[EXTRA + "f.bias"]
+        return (out * mask[:, None]).sum(0)
+
+    def tilted(self, f: Tensor, cavity: Diagonal) -> Tilted:
+        """Return cavity × σ(f z), in the dtype of f; `site=scalar` takes the mean over f first (E-N10)."""
+        mean, var = (value.to(f.dtype) for value in (cavity.shift / cavity.precision, 1 / cavity.precision))
+        if self.config.site == "scalar":
+            f = f.mean().expand(f.shape)
+        return tilt(mean, var, bounded(f, var), self.slopes)
+
+    def survey(self, work: Work, batch: Batch) -> Survey:
+        """Return what `batch` adds to f over all local data, in evaluation mode."""
+        _, features, _ = self.model.forward_features(self.network(work.params), work.buffers, batch.x, train=False)
+        return Survey({"f": self.summed_f(work.params, features, batch.mask)}, {})
+
+    def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
+        """Return the new factor, damped [eq. 10], and (theta_k, n_k, its change)."""
+        number, memo = count(data), work.memo
+        site = self.tilted(work.survey.total["f"].double() / number, memo.cavity).site
+        new = damp(memo.own, site, self.config.damping)
+        good = new.precision.isfinite() & new.shift.isfinite()
+        change = Diagonal(*(torch.where(good, a - b, torch.zeros_like(a)) for a, b in zip(new, memo.own, strict=True)))
+        after = Diagonal(*(a + b for a, b in zip(memo.own, change, strict=True)))  # as the server's ledger does it, to the bit
+        extra = {name: value for name, value in work.params.items() if name.startswith(EXTRA)}
+        sent = Update(number, self.network(work.params), work.buffers, extra, change, memo.turns)
+        return State(after, memo.turns + 1, memo.epoch), sent
+
+    def predict(self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
+        """Return class probabilities of the global model."""
+        return self.model.probabilities(self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0])
