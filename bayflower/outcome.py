@@ -73,6 +73,8 @@ def result(run: Run, engine: str, federation: Federation, halves: Halves, outcom
         final["after"] = final["personal"]
     new = outcome.new_clients.get("personal")
     final["new_clients"] = block(new, views["personal"], unseen) if new else None  # type: ignore[assignment]
+    if new and "personal" in final:
+        final["new_clients"]["gap"] = final["new_clients"]["accuracy"] - final["personal"]["accuracy"]
     settings = run.settings
     device = settings.torch_device()
     return {

@@ -10,15 +10,15 @@
 
     theta_agg = Σ g^m theta^m / v^m  /  Σ g^m / v^m,   v^m = alpha^m (theta^m)² + floor   (the layer; elsewhere Σ g^m theta^m)   [eq. 5]
     theta ← theta + eta (theta_agg − theta)
-    psi ← psi + eta Σ g^m (∂h/∂psi)ᵀ Delta^m,   e^m ← e^m + eta (∂h/∂e^m)ᵀ Delta^m                                         [eq. 6]
+    psi ← psi + eta Σ g^m (∂h/∂psi)ᵀ Delta^m,   e^m ← e^m + eta (∂h/∂e^m)ᵀ Delta^m                                      (Algorithm 1)
 
 `posterior=hyper` is MetaVD; `global` is the paper's VD, `own` its EnsembleVD (beliefs.py). `base` is what the add-on rides on.
 
 Departs:
   E-V1  no further 1/M in [eq. 5]: the weights already sum to 1.
-  E-V2  g^m over the clients of the round; no 1/M in [eq. 6] either.
+  E-V2  g^m over the clients of the round; no 1/M in the step of psi either.
   E-V3  the paper's update of e^m does not type; the chain rule gives (∂h/∂e)ᵀ Delta.
-  E-V5  everything is in log alpha, within ±8.5; a client sends its change. [eq. 6] ignores the limits: an output could never return.
+  E-V5  everything is in log alpha, within ±8.5; a client sends its change. Steps of psi ignore the limits, or outputs stay beyond.
   E-V8  `variance_floor` in v^m: a weight of 0 would have infinite precision. `weighting=alpha` weighs by g/alpha alone.
   E-V10 with `drop_above` weights of a larger dropout rate neither travel, in either direction, nor count, from round `drop_after` on.
   E-V11 a client that never trained has alpha from the mean of the trained embeddings, or nearly none (`ood=deterministic`).
@@ -56,7 +56,7 @@ class Config:
     base: Base = "reptile"  # what MetaVD is added to; fedavg does not adapt before a test
     posterior: Posterior = "hyper"  # hyper: alpha from a hypernetwork; global: one for all (VD); own: one a client (EnsembleVD)
     dropout_layer: str = ""  # name of the linear layer with dropout; empty = the last one before the head
-    kl_weight: float = 10.0  # weight of the mean KL over the layer's weights
+    kl_weight: float = 1.0  # weight of the mean KL over the layer's weights; much above 1 alpha can grow until little is left of the layer
     ramp_rounds: int = 20  # rounds in which the weight of the KL rises from 0
     log_alpha_start: float = -3.0  # log alpha before the first round, about
     alpha_rate: float = 1.0  # rate of log alpha on the client, as a multiple of lr
@@ -234,7 +234,7 @@ class Server(reptile.Server):
         return {key: mean if key == name else rest[key] for key in state.params}
 
     def finalise(self, state: Any, total: Sum) -> Any:
-        """Return the model after [eq. 5] and the belief after [eq. 6]; no reply leaves the state as it was."""
+        """Return the model after [eq. 5] and the belief after Algorithm 1's step; no reply leaves the state as it was."""
         if "num_examples" not in total:
             return state
         numbers = {int(name.partition("/")[2]): value for name, value in total.items() if name.startswith("number/")}
