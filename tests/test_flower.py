@@ -63,7 +63,7 @@ def test_the_readmes_three_ways(tmp_path):
 def test_all_methods_give_the_bits_of_the_loop(tmp_path, engine):
     """Every method in one app run; global parameters, client states and per-client metrics against the loop engine."""
     names = sorted(METHODS)
-    fewer = {"num_clients": 1} if engine == "deployment" else {}  # there every message is a process that imports torch
+    fewer = {"num_clients": 1, "rounds": 1} if engine == "deployment" else {}  # there every message is a process that imports torch
     done = bayflower(["compare", *names], tmp_path / "out", engine, **fewer)
     assert done.returncode == 0, done.stderr
     for name in names:
