@@ -5,7 +5,8 @@
 
 Ten clients and four that never train, Dir(0.3), 10 local steps of 32 samples, SGD 0.05 clipped at 5, 100 rounds. All rows
 share these numbers. The KL weight's default, 1, was chosen by looking at such runs (10, the authors' value, drops nearly all weights
-here), so this page is no independent evidence for MetaVD. It is no reproduction of the paper's tables, whose data are CIFAR-10, CIFAR-100, FEMNIST and CelebA.
+here), so this page is no independent evidence for MetaVD. It is no reproduction of the paper's tables, whose data are CIFAR-10,
+CIFAR-100, FEMNIST and CelebA.
 """
 
 from __future__ import annotations
