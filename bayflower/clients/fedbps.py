@@ -56,7 +56,8 @@ class Client(ClientHalf):
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
         columns = 1 if config.curvature == "empirical" or model.num_classes == 2 else model.num_classes
-        self.surveys = max(1, min(training.batch_size // 2, 3 * training.batch_size // (2 * columns)))  # below twice a step's memory
+        some = min(training.batch_size // 2, 3 * training.batch_size // (2 * columns))  # below twice a step's memory
+        self.surveys = max(some, min(8, training.batch_size))  # but where a step is small, single samples would only take time
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
         """Return one stretch of local training; a new client fits its personal entries; nothing before a test."""
