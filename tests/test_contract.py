@@ -24,6 +24,7 @@ from bayflower.wire import to_arrays, to_tensors
 
 NAMES = sorted(METHODS)
 MODELS = ["mlp", "mlp-bn"]
+BEYOND = {"feddyn"}  # methods whose global model is not the clients' mean, by definition
 
 
 class Bench:
@@ -94,6 +95,8 @@ def bench(request) -> Bench:
 
 def test_one_update_is_returned(bench):
     """Finalising one update at server rate 1 gives that client's shared part, to the bit."""
+    if bench.prepared.run.method in BEYOND:
+        pytest.skip("the method's server goes beyond the mean of the updates; its test has the formula")
     client = bench.clients[0]
     after = bench.server.shared(bench.finalised([client]))
     update = bench.trained[client].update
@@ -242,7 +245,7 @@ def test_a_fast_total_is_the_exact_sum(method, model):
     for total in (bench.server.total(bench.state, tuple(bench.clients), stack(updates)), joined):
         assert worst_difference({name: total[name] for name in want}, want) < 1e-12
         finalised = (bench.server.finalise(bench.state, one) for one in (total, want))
-        assert worst_difference(*finalised) < 1e-9  # solving with matrices of condition 1e7 (pFedVMP) costs that many digits
+        assert worst_difference(*finalised, zero=1e-12) < 1e-9  # solving with matrices of condition 1e7 (pFedVMP) costs that many digits
 
 
 @pytest.mark.parametrize("model", MODELS)
