@@ -100,12 +100,7 @@ class Settings:
 
     def torch_device(self) -> torch.device:
         """Return the device clients train on."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}") from None
+        device = named_device(self.device)
         if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
             raise ConfigError(f"device {self.device!r} is not there ({torch.cuda.device_count()} CUDA devices found); use device=cpu")
         return device
@@ -113,6 +108,16 @@ class Settings:
     def torch_dtype(self) -> torch.dtype:
         """Return the dtype of parameters and data."""
         return torch.float64 if self.dtype == "float64" else torch.float32
+
+
+def named_device(name: str) -> torch.device:
+    """Return the device of that name, whether it is there or not; auto = a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
 
 
 @dataclass(frozen=True)

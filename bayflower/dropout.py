@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .bits import pack_bits, unpack_bits
 from .protocol import WireError
 from .tree import Tensors
 from .types import Anatomy, ConfigError
@@ -85,19 +86,12 @@ def find_layer(anatomy: Anatomy, params: Mapping[str, object], shapes: Mapping[s
 
 
 # -- messages without the dropped entries ----------------------------------------------------------------------------
-def pack_bits(mask: Tensor) -> Tensor:
-    """Return a bool tensor as bytes, the first entry in the highest bit; the last byte is filled with zeros."""
-    whole = functional.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)).reshape(-1, 8)
-    return (whole << torch.arange(7, -1, -1, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+def mask_of(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the bool tensor of `shape` that `pack_bits` made bytes of; raise if it cannot be one."""
     size = math.prod(shape)
     if packed.dtype != torch.uint8 or packed.shape != (-(-size // 8),):
         raise WireError(f"the mask must be {-(-size // 8)} bytes for {size} weights, got {packed.dtype} {tuple(packed.shape)}")
-    bits = packed[:, None] >> torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
-    return (bits & 1).reshape(-1)[:size].bool().reshape(shape)
+    return unpack_bits(packed, size).reshape(shape)
 
 
 def thin(flat: Tensors, mask_name: str, names: tuple[str, ...]) -> Tensors:
@@ -111,7 +105,7 @@ def fill(flat: Tensors, mask_name: str, names: tuple[str, ...], shape: tuple[int
     for name in (mask_name, *names):
         if name not in flat:
             raise WireError(f"key {name!r} is missing")
-    mask = unpack_bits(flat[mask_name], shape)
+    mask = mask_of(flat[mask_name], shape)
     whole = {**flat, mask_name: mask}
     for name in names:
         kept = int((~mask).sum())

@@ -84,13 +84,12 @@ class Fused:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, NotImplementedError) as error:
-                if self.courses:  # it has worked before: this is no layer that cannot be stacked
-                    log.debug("the stack failed", exc_info=True)
+                log.debug("the stack failed", exc_info=True)
                 reason = str(error).splitlines()[0].split(". ")[0][:200]
                 self.apart = f"clients were trained one by one because the network cannot be stacked ({reason})"
                 log.warning(self.apart)
         if self.apart:
-            states, updates, losses = self._one_by_one(chosen, self.bank.take(chosen), broadcast, round)
+            states, updates, losses = self._one_by_one(chosen, states, broadcast, round)
         self.bank.put(chosen, states, round)
         return updates, losses
 

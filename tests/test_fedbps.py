@@ -14,6 +14,7 @@ from test_strategy import Rig, rewrite, set_value
 from torch import nn
 
 from bayflower import solo, wire
+from bayflower.bits import pack_bits, unpack_bits
 from bayflower.clients.fedbps import Client
 from bayflower.config import Training
 from bayflower.data import batches
@@ -21,7 +22,7 @@ from bayflower.engines import execute
 from bayflower.exact import Total
 from bayflower.models import build
 from bayflower.protocol import WireError
-from bayflower.strategies.fedbps import Broadcast, Config, Server, State, Update, moments, pack_bits, top, unpack_bits
+from bayflower.strategies.fedbps import Broadcast, Config, Server, State, Update, moments, top
 from bayflower.tree import stack
 from bayflower.types import ConfigError
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import parse
+from ..config import named_device, parse
 from ..data import ClientData, Federation
 from ..engines import Prepared, execute, prepare
 from ..errors import ConfigError
@@ -60,12 +60,7 @@ class Options:
 
     def found_device(self) -> torch.device | None:
         """Return the device, or None if it is not there."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}") from None
+        device = named_device(self.device)
         return None if device.type == "cuda" and not torch.cuda.is_available() else device
 
     @property

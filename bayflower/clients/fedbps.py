@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..bits import unpack_bits
 from ..curvature import diagonal
 from ..models import Model
 from ..protocol import WireError
-from ..strategies.fedbps import Broadcast, Update, unpack_bits
+from ..strategies.fedbps import Broadcast, Update
 from ..types import Batch, ClientHalf, Phase, Purpose, Survey, Tensors, Work
 from .fedavg import count
 

@@ -37,6 +37,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ..bits import pack_bits
 from ..curvature import Kind
 from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
 from .fedavg import averaged, weighted
@@ -214,15 +215,3 @@ def divided(term: Tensors, median: Tensor) -> Tensors:
 def flat(tensors: Tensors) -> Tensor:
     """Return all entries as one vector, in the order of names."""
     return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
-
-
-def pack_bits(mask: Tensor) -> Tensor:
-    """Return a bool vector as bytes, the first entry in the highest bit; the last byte is filled with zeros."""
-    whole = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.numel() % 8)).reshape(-1, 8)
-    return (whole << torch.arange(7, -1, -1, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, size: int) -> Tensor:
-    """Return the first `size` bits as a bool vector."""
-    bits = packed[:, None] >> torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
-    return (bits & 1).reshape(-1)[:size].bool()
