@@ -9,7 +9,7 @@ from torch import Tensor
 from . import dropout, meta
 from .clients import maml, reptile
 from .models import Model
-from .types import Phase, Purpose, Tensors, Work
+from .types import ConfigError, Phase, Purpose, Tensors, Work
 
 Base = Literal["fedavg", "reptile", "maml", "perfedavg"]
 TWO = ("maml", "perfedavg")  # bases whose step takes two batches
@@ -23,6 +23,10 @@ class AddOn(maml.Client):
         super().__init__(config, training, model)
         self.weight = dropout.find_layer(model.anatomy, model.shapes, model.shapes, config.dropout_layer)
         self.layer = self.weight.removesuffix(".weight")
+        if other := model.tied.get(self.weight):
+            raise ConfigError(
+                f"layer {self.layer!r} shares its weight with {other!r}; name a layer with weights of its own as dropout_layer"
+            )
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
         """Return local training as the base does it; a few steps of the network before a test, unless the base is fedavg."""

@@ -158,7 +158,7 @@ def make_plan(model: Model, shape: tuple[int, ...]) -> Plan:
     layers = dict(model.structure.named_modules())
     taps = []
     for path, used in calls.items():
-        lonely = all(len(owners[id(value)]) == 1 for value in layers[path].parameters(recurse=False))
+        lonely = all(len(owners[id(value)]) == 1 and value.requires_grad for value in layers[path].parameters(recurse=False))
         if lonely and len(used) == 1 and used[0][0][0] == used[0][1][0] == 2 and fits(layers[path], used[0][0]):
             taps.append(Tap(path, used[0][1][1:]))
     covered = {join(tap.path, name) for tap in taps for name, _ in layers[tap.path].named_parameters(recurse=False)}

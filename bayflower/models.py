@@ -1,12 +1,15 @@
 """Networks as pure functions, and the networks of the papers.
 
 `Model` wraps any `torch.nn.Module` factory: parameters and buffers are passed in and returned, the module gives only the structure.
+What never changes stays in the module and never travels: frozen parameters (requires_grad=False) and buffers that are not persistent. Tied
+weights are one parameter under the first of their names.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from functools import cached_property, partial
 from typing import Any
@@ -23,30 +26,51 @@ from .types import Anatomy, ConfigError, Tensors, masked_mean
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 COUPLING = (nn.modules.batchnorm._BatchNorm,)  # a sample's output depends on the other samples of its batch
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.RReLU)
+FROZEN_SEED = 0  # frozen layers that nobody loads weights into are initialised with it, so that they are the same on every client
 
 
 class Model:
-    """A network without its numbers. `factory` builds the module; one logit means a binary task, else one logit a class."""
+    """A network without its numbers. `factory` builds the module; one logit means a binary task, else one logit a class.
 
-    def __init__(self, factory: Callable[[], nn.Module], num_classes: int, name: str = "", head: str | None = None) -> None:
+    `head` names the classifier: one layer, or several by their prefixes; without it an attribute called head, else the last Linear.
+    """
+
+    def __init__(self, factory: Callable[[], nn.Module], num_classes: int, name: str = "", head: str | Sequence[str] | None = None) -> None:
         self.factory = factory
         self.num_classes = num_classes
         self.name = name
-        with torch.random.fork_rng(devices=[]):
-            self._train, self._eval = factory().train(), factory().eval()
-        if not any(value.requires_grad for value in self._train.parameters()):
+        self._train, self._eval = self.made(FROZEN_SEED).train(), self.made(FROZEN_SEED).eval()
+        if not self.shapes:
             raise ConfigError(f"model {name or 'given'} has no trainable parameters; nothing could be learned")
         self._head = head
+        self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}  # the constants, by device and dtype
         self.stacked = False  # whether layers have the form for stacks on a GPU
+
+    def made(self, seed: int) -> nn.Module:
+        """Return a new module, initialised with `seed`."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.factory()
 
     def initial(self, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
         """Return (parameters, buffers) of the seeded initialisation in the order of names; the same on every machine of one torch build."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            module = self.factory()
-        params = {name: value.detach().to(dtype).clone() for name, value in sorted(module.named_parameters(), key=lambda item: item[0])}
-        buffers = {name: cast(value.detach(), dtype).clone() for name, value in sorted(module.named_buffers(), key=lambda item: item[0])}
-        return params, buffers
+        module = self.made(seed)
+        params = {name: value.detach().to(dtype).clone() for name, value in sorted(trainable(module).items())}
+        return params, {name: cast(value.detach(), dtype).clone() for name, value in sorted(persistent(module).items())}
+
+    @cached_property
+    def constants(self) -> Tensors:
+        """Return what never changes: frozen parameters and buffers that are not persistent, the same on every client."""
+        moving = {**trainable(self._eval), **persistent(self._eval)}
+        everything = [*self._eval.named_parameters(), *self._eval.named_buffers()]
+        return {name: value.detach() for name, value in everything if name not in moving}
+
+    def fixed(self, like: Tensor) -> Tensors:
+        """Return the constants on the device and in the dtype of `like`."""
+        key = (like.device, like.dtype)
+        if key not in self._fixed:
+            self._fixed[key] = {name: cast(value, like.dtype).to(like.device) for name, value in self.constants.items()}
+        return self._fixed[key]
 
     def forward(self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensors]:
         """Return (logits, buffers after the pass); the input buffers are left as they were.
@@ -56,6 +80,9 @@ class Model:
         module = self._train if train else self._eval
         if train and buffers:
             buffers = {name: value.clone() for name, value in buffers.items()}
+        if self.constants:
+            fixed = self.fixed(next(iter(params.values())))
+            params = {**{name: value for name, value in fixed.items() if name not in buffers}, **params}
         with real_samples(mask):
             return functional_call(module, (params, buffers), (x,)), buffers
 
@@ -70,7 +97,7 @@ class Model:
     def forward_features(
         self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """Return (logits, features, buffers after the pass); the features are what the head gets, (B, …)."""
+        """Return (logits, features, buffers after the pass); the features are what the head's first layer gets, (B, …)."""
         seen: list[Tensor] = []
 
         def look(head: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -147,24 +174,62 @@ class Model:
             if isinstance(module, NORMS):
                 for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                     names.add(f"{prefix}.{name}" if prefix else name)
-        return frozenset(names)
+        return frozenset(names & {*trainable(self._train), *persistent(self._train)})
+
+    @cached_property
+    def head_layers(self) -> tuple[str, ...]:
+        """Return the layers of the head in the network's order: what was given, else an attribute called head, else the last Linear."""
+        known = [name for name, _ in self._train.named_modules() if name]
+        if self._head is not None:
+            wanted = [self._head] if isinstance(self._head, str) else list(self._head)
+            for name in wanted:
+                if name not in known:
+                    close = difflib.get_close_matches(name, known, n=1)
+                    hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known) or 'no layers'}"
+                    raise ConfigError(f"model {self.name or 'given'} has no layer {name!r} for its head; {hint}")
+            return tuple(sorted(wanted, key=known.index))
+        if isinstance(getattr(self._train, "head", None), nn.Module):
+            return ("head",)
+        linears = [name for name, module in self._train.named_modules() if isinstance(module, nn.Linear) and name]
+        return tuple(linears[-1:])
 
     @cached_property
     def head(self) -> str:
-        """Return the name of the head: what was given, else an attribute called head, else the last Linear."""
-        if self._head is not None:
-            return self._head
-        linears = [name for name, module in self._train.named_modules() if isinstance(module, nn.Linear)]
-        return "head" if hasattr(self._train, "head") else (linears[-1] if linears else "")
+        """Return the name of the head's first layer: its input is the features."""
+        if not self.head_layers:
+            raise ConfigError(f"model {self.name or 'given'} has no head: no layer is called head or is a Linear; name one, e.g. head='fc'")
+        return self.head_layers[0]
 
     @cached_property
     def head_names(self) -> frozenset[str]:
         """Return the names of the head's parameters."""
-        prefix = self.head
-        names = frozenset(name for name, _ in self._train.named_parameters() if name == prefix or name.startswith(prefix + "."))
-        if not prefix or not names:
-            raise ConfigError(f"model {self.name or 'given'} has no head named {prefix!r}; name the layer, e.g. head='classifier'")
+        layers = (self.head, *self.head_layers[1:])
+        canonical = self._canonical
+        inside: dict[str, str] = {}
+        outside: dict[str, str] = {}
+        for name, value in self._train.named_parameters(remove_duplicate=False):
+            part = inside if any(name.startswith(layer + ".") for layer in layers) else outside
+            part.setdefault(canonical[id(value)], name)
+        if tied := sorted(set(inside) & set(outside)):
+            first = tied[0]
+            raise ConfigError(
+                f"layer {inside[first].rpartition('.')[0]!r} of the head shares {inside[first]!r} with {outside[first]!r}; "
+                "a head needs weights of its own: name another layer as head, or take a method without a head, e.g. fedmap"
+            )
+        names = frozenset(inside) & frozenset(self.shapes)
+        if not names:
+            raise ConfigError(f"the head {', '.join(layers)} has no trainable parameters; name another layer, e.g. head='classifier'")
         return names
+
+    @cached_property
+    def _canonical(self) -> dict[int, str]:
+        return {id(value): name for name, value in self._train.named_parameters()}
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """Return the parameters that several layers share, each with another of its names."""
+        everything = self._train.named_parameters(remove_duplicate=False)
+        return {self._canonical[id(value)]: name for name, value in everything if self._canonical[id(value)] != name}
 
     @cached_property
     def anatomy(self) -> Anatomy:
@@ -173,18 +238,32 @@ class Model:
             head = self.head_names
         except ConfigError:
             head = frozenset()
-        parameters = tuple(name for name, _ in self._train.named_parameters())
-        return Anatomy(parameters, tuple(name for name, _ in self._train.named_buffers()), self.norm_names, head)
+        return Anatomy(tuple(trainable(self._train)), tuple(persistent(self._train)), self.norm_names, head)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters, in the order of names."""
-        return {name: tuple(value.shape) for name, value in sorted(self._train.named_parameters(), key=lambda item: item[0])}
+        return {name: tuple(value.shape) for name, value in sorted(trainable(self._train).items())}
 
     @cached_property
     def num_parameters(self) -> int:
         """Return the number of trainable numbers."""
-        return sum(value.numel() for value in self._train.parameters())
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not frozen, tied ones once, in the module's order."""
+    return {name: value for name, value in module.named_parameters() if value.requires_grad}
+
+
+def persistent(module: nn.Module) -> Tensors:
+    """Return the buffers that belong to the module's state, in its order."""
+    left = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+    return {name: value for name, value in module.named_buffers() if name not in left}
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,7 +68,7 @@ def adapt(half: ClientHalf, state: Any, broadcast: Any, data: Batch, purpose: Pu
 def test(half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int) -> dict[str, metrics.Tally]:
     """Return the tally of every view on `data`."""
     shapes = half.noise("predict", CHUNK)
-    noise = batches.noise(shapes, seed=seed, client=client, round=round, stage="predict", step=0, dtype=data.x.dtype)
+    noise = batches.noise(shapes, seed=seed, client=client, round=round, stage="predict", step=0, dtype=data.mask.dtype)
     noise = {name: value.to(data.x.device) for name, value in noise.items()}
     result = {}
     with torch.no_grad():
@@ -96,7 +96,7 @@ def run_phases(half: ClientHalf, work: Work, data: Batch, purpose: Purpose, *, s
         plan = batches.plan(len(data.y), phase, **keys, purpose=purpose, coupled=half.model.coupled)
         for step, groups in enumerate(plan):
             chosen = tuple(pick(data, rows) for rows in groups)
-            noise = batches.noise(shapes, **keys, stage=f"{purpose}/{phase.name}", step=step, dtype=data.x.dtype, device=data.x.device)
+            noise = batches.noise(shapes, **keys, stage=f"{purpose}/{phase.name}", step=step, dtype=data.mask.dtype, device=data.x.device)
             work, info = half.step(phase, work, chosen, noise)
             count = sum(len(rows) for rows in groups)
             total += info["loss"].detach().double() * count

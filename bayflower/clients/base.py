@@ -123,7 +123,7 @@ def sent(half: ClientHalf, message: Message, head: dict[str, Any], site: Site) -
 
 def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site: Site) -> Any:
     """Return the client's state, or that of a client that never trained."""
-    device, dtype = site.data.train.x.device, site.data.train.x.dtype
+    device, dtype = site.data.train.x.device, site.data.train.mask.dtype  # x may hold whole numbers
     if before is None:
         return to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
     return to(unflatten(half.state_type, before.state), device)
