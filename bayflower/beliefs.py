@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import dropout, hypernet
-from .tree import Tensors
+from .tree import Tensors, digest
 
 ALL = "all"
 
@@ -43,6 +43,31 @@ def begin(config: Any, seed: str, weight: Tensor, clients: tuple[int, ...]) -> B
     elif config.posterior == "global":
         embeddings = {ALL: start}
     return Belief(psi, {}, embeddings, {}, {str(client): torch.zeros((), dtype=torch.int64) for client in clients})
+
+
+class Admitting:
+    """The part of a server half that takes a late client into the belief in its state."""
+
+    config: Any
+
+    def admit(self, state: Any, client: int) -> Any:
+        """Return the state with a belief about a client that comes in the middle of a run."""
+        return state._replace(belief=admitted(self.config, state.belief, client))
+
+
+def admitted(config: Any, belief: Belief, client: int) -> Belief:
+    """Return the belief with one client more: an embedding drawn as at the start, seeded by the hypernetwork as it is now; log alpha at
+    its start where there is no hypernetwork. A client that is known keeps what is believed of it, for its return."""
+    name, some = str(client), next(iter(belief.embeddings.values()))
+    if name in belief.seen:
+        return belief
+    seen = {**belief.seen, name: torch.zeros((), dtype=torch.int64)}
+    if config.posterior == "global":
+        return belief._replace(seen=seen)
+    own = torch.full_like(some, config.log_alpha_start)
+    if config.posterior == "hyper":
+        own = hypernet.embedding(digest(belief.psi), client, some.numel(), some.dtype)
+    return belief._replace(embeddings={**belief.embeddings, name: own}, seen=seen)
 
 
 def log_alpha(config: Any, belief: Belief, client: int, size: int) -> Tensor:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .config import Run
+from .limits import Limits
 from .outcome import RoundRecord
 from .store import below, load_tensors, save_tensors
 from .tree import flatten, unflatten
@@ -20,7 +22,7 @@ from .types import ConfigError, Tensors
 FORMAT = "bayflower-run-1"
 FILE = "checkpoint.safetensors"
 FREE = {"rounds", "evaluate_every", "device", "max_fused", "stacking", "cuda_graphs", "tf32", "checkpoint_every", "min_replies", "data_dir",
-        "download"}  # may differ  # fmt: skip
+        "download", *(field.name for field in fields(Limits))}  # may differ  # fmt: skip
 
 
 class Checkpoint(NamedTuple):
@@ -33,14 +35,16 @@ class Checkpoint(NamedTuple):
     clients: dict[int, Tensors]  # empty where clients keep their states themselves
     records: list[RoundRecord]
     faults: list[str]
+    roster: dict[str, Any] = {}  # who took part so far (`Roster.memory`); {} where clients never change
 
 
 def make(
-    run: Run, name: str, round: int, server: Any, clients: dict[int, Any], records: list[RoundRecord], faults: list[str]
-) -> Checkpoint:
+    run: Run, name: str, round: int, server: Any, clients: dict[int, Any], records: list[RoundRecord], faults: list[str],
+    roster: dict[str, Any] | None = None,
+) -> Checkpoint:  # fmt: skip
     """Return the checkpoint of a run after `round`."""
     states = {client: flatten(state) for client, state in clients.items()}
-    return Checkpoint(name, round, run.flat(), flatten(server), states, records, faults)
+    return Checkpoint(name, round, run.flat(), flatten(server), states, records, faults, roster or {})
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
@@ -49,7 +53,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
     for client, state in checkpoint.clients.items():
         tensors.update({f"client/{client}/{name}": tensor for name, tensor in state.items()})
     facts = {"run": checkpoint.run, "round": checkpoint.round, "config": checkpoint.config, "clients": sorted(checkpoint.clients),
-             "records": checkpoint.records, "faults": checkpoint.faults}  # fmt: skip
+             "records": checkpoint.records, "faults": checkpoint.faults, "roster": checkpoint.roster}  # fmt: skip
     save_tensors(folder / FILE, tensors, {"format": FORMAT, "facts": json.dumps(facts)})
 
 
@@ -62,7 +66,8 @@ def read(folder: Path) -> Checkpoint | None:
     facts = json.loads(head["facts"])
     clients = {int(client): below(tensors, f"client/{client}") for client in facts["clients"]}
     records = [RoundRecord(record) for record in facts["records"]]
-    return Checkpoint(facts["run"], facts["round"], facts["config"], below(tensors, "server"), clients, records, facts["faults"])
+    server, roster = below(tensors, "server"), facts.get("roster", {})
+    return Checkpoint(facts["run"], facts["round"], facts["config"], server, clients, records, facts["faults"], roster)
 
 
 def to_resume(folder: Path, run: Run) -> Checkpoint:

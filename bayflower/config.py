@@ -20,6 +20,7 @@ import torch
 
 from . import methods
 from .data import DataSettings
+from .limits import Limits
 from .models import MODELS
 from .optim import Optimizer, OptimizerName
 from .types import ConfigError, Phase
@@ -129,11 +130,12 @@ class Run:
     data: DataSettings
     training: Training
     options: Any  # the method's own Config
+    limits: Limits = dataclasses.field(default_factory=Limits)
 
     def flat(self) -> dict[str, Any]:
         """Return every setting by its name."""
         flat: dict[str, Any] = {"method": self.method}
-        for group in (self.settings, self.data, self.training, self.options):
+        for group in (self.settings, self.data, self.training, self.options, self.limits):
             flat.update({field.name: getattr(group, field.name) for field in dataclasses.fields(group)})
         return flat
 
@@ -149,7 +151,7 @@ def make_instructions(training: Training, options: Any) -> str:
 
 def groups(method: str) -> dict[str, type]:
     """Return the settings classes of a run of `method`, by the name of their field in `Run`."""
-    return {"settings": Settings, "data": DataSettings, "training": Training, "options": methods.get(method).config}
+    return {"settings": Settings, "data": DataSettings, "training": Training, "options": methods.get(method).config, "limits": Limits}
 
 
 def parse(method: str, values: Mapping[str, Any] | None = None) -> Run:

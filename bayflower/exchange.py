@@ -10,11 +10,10 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from . import wire
-from .types import Anatomy, BayflowerError
+from .facts import MAX_CLIENT, Facts, from_header, is_whole
 
 POLL_SECONDS = 0.2
 AT_ONCE = 4  # replies asked for in one request: more would be held in memory together
-REJOIN_SECONDS = 90.0  # how long a lost client is waited for before the round goes on without it
 LOST = {3, 4, 5, 8}  # Flower's codes for a message, reply, node or ClientApp process that is gone: asking again may help
 
 
@@ -24,6 +23,7 @@ class Member(NamedTuple):
     client: int
     node: int
     new: bool
+    facts: Facts
 
 
 class Request(NamedTuple):
@@ -36,21 +36,25 @@ class Request(NamedTuple):
     test: bool
 
 
-def query(grid: Grid, nodes: list[int], timeout: float, note: Callable[[str], None]) -> Iterator[tuple[int, Member, Anatomy]]:
-    """Yield who each node says it is; `note` is told of those that cannot answer."""
+def query(grid: Grid, nodes: list[int], timeout: float, refused: Callable[[int, str], None]) -> Iterator[Member]:
+    """Yield who each node says it is; `refused` is told the node and the reason where that cannot be used."""
     messages = (Message(RecordDict({wire.HEADER: wire.make_header()}), dst_node_id=node, message_type=MessageType.QUERY) for node in nodes)
-    for reply in stream(grid, messages, timeout):
-        node = reply.metadata.src_node_id
+    asked: dict[str, int] = {}
+    for reply in stream(grid, messages, timeout, asked):
+        node = asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
         if reply.has_error():
-            note(f"node {node} cannot be used: {reason(reply)}")
+            if reply.error.code not in LOST:  # a node that is gone says nothing about itself
+                refused(node, reason(reply))
             continue
         try:
-            head = wire.header(reply, ("client", "new", "anatomy"))
-            client, anatomy = int(head["client"]), wire.text_to_anatomy(head["anatomy"])
-        except (BayflowerError, ValueError, TypeError, KeyError) as error:
-            note(f"node {node} cannot be used: {' '.join(str(error).split())}")
+            head = wire.header(reply, ("client", "new"))
+            if not is_whole(head["client"], 0, MAX_CLIENT - 1):
+                raise wire.WireError(f"client must be a whole number below {MAX_CLIENT}, got {str(head['client'])[:80]!r}")
+            member = Member(head["client"], node, bool(head["new"]), from_header(head))
+        except Exception as error:  # whatever a node answers, it must not end the others' run
+            refused(node, str(error) or type(error).__name__)
             continue
-        yield client, Member(client, node, bool(head["new"])), anatomy
+        yield member
 
 
 def reason(reply: Message) -> str:

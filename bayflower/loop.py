@@ -89,8 +89,11 @@ class InProcessGrid(Grid):
 
     def ask(self, message: Message) -> Message:
         """Return the ClientApp's reply, or the error reply Flower would give."""
+        context = self.contexts.get(message.metadata.dst_node_id)
+        if context is None:
+            return Message(Error(code=5, reason="Node Unavailable"), reply_to=message)
         try:
-            return self.app(message, self.contexts[message.metadata.dst_node_id])
+            return self.app(message, context)
         except Exception as error:  # a client's failure is a reply, never the server's
             return Message(Error(code=2, reason=f"{error}".splitlines()[0]), reply_to=message)
 
@@ -135,8 +138,9 @@ def run_loop(
         if out is not None and every and (forced or round % every == 0 or round == settings.rounds):
             fresh = flatten(halves.client.init(*halves.initial))
             known = {data.client: memory.load(strategy.run, data.client) for data in federation.clients}
-            clients = {client: next((one.state for one in saved if one.round <= round), fresh) for client, saved in known.items()}
-            write(out, make(run, strategy.run, round, strategy.state, clients, strategy.records, strategy.faults))
+            last = {client: strategy.roster.state_round(client, round) for client in known}
+            clients = {client: next((one.state for one in saved if one.round <= last[client]), fresh) for client, saved in known.items()}
+            write(out, make(run, strategy.run, round, strategy.state, clients, strategy.records, strategy.faults, strategy.roster.memory()))
 
     strategy = make_strategy(run, progress, after_round=save, resume=resume)
     params, buffers = halves.initial
@@ -157,4 +161,5 @@ def make_strategy(run: Run, progress: Progress | None = None, **more: Any) -> Ba
         **more,
         **dataclasses.asdict(run.training),
         **dataclasses.asdict(run.options),
+        **dataclasses.asdict(run.limits),
     )

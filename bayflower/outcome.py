@@ -17,6 +17,7 @@ import torch
 from . import metrics
 from .config import Run
 from .data import Federation
+from .facts import Summary
 from .halves import Halves
 
 Views = dict[str, dict[int, metrics.Tally]]
@@ -58,7 +59,7 @@ def curve_point(views: Views) -> dict[str, Any]:
     return {view: {key: summary[key] for key in (*CURVE, "num_clients")} for view, summary in found.items()}
 
 
-def result(run: Run, engine: str, federation: Federation, halves: Halves, outcome: Outcome) -> dict[str, Any]:
+def result(run: Run, engine: str, federation: Federation | Summary, halves: Halves, outcome: Outcome) -> dict[str, Any]:
     """Return the content of result.json."""
     views = halves.client.views()
     trained = f"the {len(federation.clients)} training clients, each on its own test data, after round {run.settings.rounds}"

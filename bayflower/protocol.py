@@ -1,12 +1,15 @@
 """What is in a message and how many bytes it takes, without Flower: the names of records and keys, the headers, and Flower's layout.
 
 To a client ("train", "evaluate"):   broadcast   ArrayRecord   the method's Broadcast, one array a leaf
-                                     bayflower   ConfigRecord  protocol, method, run, round, seed, evaluate, purpose, instructions
+                                     bayflower   ConfigRecord  protocol, method, run, round, seed, evaluate, purpose, instructions;
+                                                               accepted, if later replies of this client were not used: the last round
+                                                               whose one was; returned, if it had left and was dropped from totals
 From a client ("train"):             update      ArrayRecord   the method's Update
                                      tally       ArrayRecord   test results by view, where a test was asked for
                                      metrics     MetricRecord  num-examples, train-loss
                                      bayflower   ConfigRecord  protocol, method, run, round, client
-From a client ("query"):             bayflower   ConfigRecord  client, new, anatomy (JSON)
+From a client ("query"):             bayflower   ConfigRecord  client, new, and its facts: anatomy, input_shape, num_classes, train_size,
+                                                               test_size, origin (texts are JSON; `facts.py`)
 
 A message's content is a tree of objects (chunks, arrays, records), each sent as a line "kind children length", a zero byte and a body.
 The sizes below are those of that tree; the envelope (ids, times) is Flower's own and not counted. A test compares them with real messages.

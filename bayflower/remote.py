@@ -19,13 +19,16 @@ from threadpoolctl import threadpool_limits
 from . import checkpoint, methods, models, outcome, solo, wire
 from .clients.base import Site
 from .config import Run, groups, parse
-from .data import DataSettings, load_client, load_federation, num_classes
-from .halves import make_halves
+from .data import DataSettings, describe, load_client, num_classes
+from .facts import listed
+from .halves import Halves, make_halves
+from .journal import Journal
 from .loop import make_strategy
 from .outcome import RoundRecord, write_json
+from .roster import Roll, Roster
 from .store import DiskStore
 from .strategies.base import BayflowerStrategy
-from .types import ConfigError
+from .types import BayflowerError, ConfigError
 
 # What a run-config has besides settings. "" everywhere means: the default.
 APP_KEYS = {
@@ -88,35 +91,54 @@ def single_threaded() -> Iterator[None]:
 
 
 def serve_method(grid: Grid, config: Mapping[str, Any], method: str, folder: Path, status: Path, roll: Any) -> Any:
-    """Run one method on the grid's nodes and write its result; return who was there, so that the next need not ask."""
+    """Run one method on the grid's nodes and write its result; return who was there, so that the next need not ask.
+
+    The server has no data: clients say what an input looks like and how many classes there are, and the network follows from the settings.
+    """
     run = run_of(config, method)
-    federation = load_federation(run.data, run.settings.seed)
-    halves = make_halves(run, federation.input_shape, federation.num_classes)
+    wait = float(config.get("wait") or 300)
+    journal = Journal("", [])
+    if roll is None:
+        roster = Roster(run.limits, journal)
+        roster.gather(grid, int(config.get("min_nodes") or run.data.total_clients), wait)
+        roll = roster.roll()
+    halves = make_halves(run, roll.common.input_shape, roll.common.num_classes)
+    same_network(halves, run, roll)
     start = None
     if str(config.get("resume")).lower() == "true" and checkpoint.read(folder) is not None:
         start = checkpoint.to_resume(folder, run)
 
     def save(strategy: BayflowerStrategy, round: int, forced: bool) -> None:
-        checkpoint.write(folder, checkpoint.make(run, strategy.run, round, strategy.state, {}, strategy.records, strategy.faults))
+        s = strategy
+        checkpoint.write(folder, checkpoint.make(run, s.run, round, s.state, {}, s.records, s.faults, s.roster.memory()))
 
     def progress(records: list[RoundRecord]) -> None:
         write_json(status, {"state": "running", "method": method, "rounds": run.settings.rounds, "records": [dict(r) for r in records[-2:]],
                             "completed": len(records)})  # fmt: skip
 
-    nodes = int(config.get("min_nodes") or run.data.total_clients)
-    strategy = make_strategy(run, progress, after_round=save, resume=start, min_available_nodes=nodes, roll=roll,
-                             wait=float(config.get("wait") or 300))  # fmt: skip
+    strategy = make_strategy(run, progress, after_round=save, resume=start, roll=roll)
+    strategy.faults.extend(journal.faults)
     params, buffers = halves.initial
     strategy.start(grid, wire.to_arrays({**params, **buffers}), num_rounds=run.settings.rounds,
                    timeout=float(config.get("timeout") or 3600))  # fmt: skip
     assert strategy.outcome is not None
     engine = os.environ.get("BAYFLOWER_ENGINE", "flower")
-    write_json(folder / "result.json", outcome.result(run, engine, federation, halves, strategy.outcome))
+    write_json(folder / "result.json", outcome.result(run, engine, strategy.roster.summary(run.data.dataset), halves, strategy.outcome))
     return strategy.roll
 
 
+def same_network(halves: Halves, run: Run, roll: Roll) -> None:
+    """Raise if the clients' network is not the one that the settings give."""
+    if halves.model.anatomy != roll.common.anatomy:
+        shape, classes = tuple(roll.common.input_shape), roll.common.num_classes
+        raise BayflowerError(
+            f"clients {listed(sorted(roll.members))} have another network than model={run.settings.model} gives for inputs of shape "
+            f"{shape} and {classes} classes; use one version of Bayflower everywhere, or start a strategy with your own initial_arrays"
+        )
+
+
 def site_of(context: Context) -> Site:
-    """Return the client this node is: its data by partition id, its states under `state-dir` of the node, or in `out`."""
+    """Return the client this node is: its data by partition id, in `data-dir` of the node if it has one, its states under `state-dir`."""
     config = context.run_config
     method = str(config.get("method") or "fedmap").split(",")[0].strip()
     run = run_of(config, method)
@@ -127,8 +149,12 @@ def site_of(context: Context) -> Site:
     device = run.settings.torch_device()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
     network = (run.settings.model, run.settings.features)
-    data, model = client_data(run.data, run.settings.seed, client, str(device), run.settings.dtype, network)
-    return Site(client, client >= run.data.num_clients, model, data, DiskStore(Path(str(root))))
+    source = run.data
+    if context.node_config.get("data-dir"):
+        source = dataclasses.replace(source, data_dir=str(context.node_config["data-dir"]))
+    data, model = client_data(source, run.settings.seed, client, str(device), run.settings.dtype, network)
+    origin = describe(source, run.settings.seed)
+    return Site(client, client >= run.data.num_clients, model, data, DiskStore(Path(str(root))), origin)
 
 
 @lru_cache(maxsize=64)

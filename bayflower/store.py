@@ -41,6 +41,9 @@ class Store(Protocol):
     def save(self, run: str, client: int, saved: Saved) -> None:
         """Keep `saved` and the newest one before it."""
 
+    def drop(self, run: str, client: int, after: int) -> None:
+        """Forget the states of rounds later than `after`: they led to replies that were never used."""
+
 
 class MemoryStore:
     """States in this process only."""
@@ -56,6 +59,10 @@ class MemoryStore:
         """Keep `saved` and the newest one before it."""
         older = [one for one in self.load(run, client) if one.round < saved.round]
         self.kept[run, client] = [saved, *older][:KEPT]
+
+    def drop(self, run: str, client: int, after: int) -> None:
+        """Forget the states of rounds later than `after`."""
+        self.kept[run, client] = [one for one in self.load(run, client) if one.round <= after]
 
 
 class DiskStore:
@@ -82,6 +89,12 @@ class DiskStore:
         newer = [path for path in files if number(path) > saved.round]
         for path in [*newer, *[path for path in files if number(path) <= saved.round][KEPT:]]:
             path.unlink(missing_ok=True)
+
+    def drop(self, run: str, client: int, after: int) -> None:
+        """Forget the states of rounds later than `after`."""
+        for path in rounds(self.folder(run, client)):
+            if number(path) > after:
+                path.unlink(missing_ok=True)
 
 
 def number(path: Path) -> int:

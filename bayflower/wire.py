@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from .protocol import (
     matching,
 )
 from .tree import flatten
-from .types import Anatomy, Tensors
+from .types import Tensors
 
 __all__ = ["BROADCAST", "HEADER", "METRICS", "NUM_EXAMPLES", "PROTOCOL", "TALLY", "TRAIN_LOSS", "UPDATE", "WireError", "matching"]
 
@@ -90,17 +89,6 @@ def arrays_to_tallies(flat: Mapping[str, Tensor]) -> dict[str, Tally]:
             raise WireError(f"the test result {view!r} contradicts itself: counts are negative or do not add up")
         result[view] = tally
     return result
-
-
-def anatomy_to_text(anatomy: Anatomy) -> str:
-    """Return the anatomy as JSON."""
-    return json.dumps({name: sorted(value) if isinstance(value, frozenset) else value for name, value in anatomy._asdict().items()})
-
-
-def text_to_anatomy(text: str) -> Anatomy:
-    """Return the anatomy a client reported."""
-    raw = json.loads(text)
-    return Anatomy(tuple(raw["trainable"]), tuple(raw["buffers"]), frozenset(raw["norm_names"]), frozenset(raw["head_names"]))
 
 
 def copy_content(content: RecordDict) -> RecordDict:

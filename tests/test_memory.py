@@ -11,6 +11,7 @@ MEMORY = """
 import resource, sys, torch, gc
 from flwr.app import Message, RecordDict, MetricRecord
 from bayflower import wire
+from bayflower.facts import Facts, to_header
 from bayflower.loop import InProcessGrid, contexts
 from bayflower.strategies import FedAvg
 from bayflower.strategies.fedavg import Update
@@ -19,12 +20,13 @@ from bayflower.types import Anatomy, BayflowerError
 torch.set_num_threads(1)
 REPLIES, SIZE = int(sys.argv[1]), 600_000
 layers = {f"layer{i}": torch.randn(SIZE // 6) for i in range(6)}
-anatomy = wire.anatomy_to_text(Anatomy(tuple(layers), (), frozenset(), frozenset()))
+anatomy = Anatomy(tuple(layers), (), frozenset(), frozenset())
 
 def app(message, context):
     client = context.node_config["partition-id"]
     if message.metadata.message_type == "query":
-        return Message(RecordDict({wire.HEADER: wire.make_header(client=client, new=False, anatomy=anatomy)}), reply_to=message)
+        facts = to_header(Facts(anatomy, (1,), 2, 1 + client, 1, {}))
+        return Message(RecordDict({wire.HEADER: wire.make_header(client=client, new=False, **facts)}), reply_to=message)
     if message.metadata.message_type == "evaluate":
         raise RuntimeError("nothing to test")
     told = wire.header(message, ("method", "run", "round"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 
 from .. import methods, solo, wire
 from ..config import Training, convert_fields
+from ..facts import Facts, to_header
 from ..models import Model
 from ..protocol import reply_header, reply_numbers
 from ..store import Saved, Store
@@ -30,6 +31,7 @@ class Site(NamedTuple):
     model: Model
     data: solo.Samples
     store: Store
+    origin: Mapping[str, Any] = {}  # "dataset", "note", "partition": how the data came about, for the result file; {} says nothing
 
 
 def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
@@ -39,7 +41,7 @@ def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
     @app.query()
     def query(message: Message, context: Context) -> Message:
         site = site_of(context)
-        head = wire.make_header(client=site.client, new=site.new, anatomy=wire.anatomy_to_text(site.model.anatomy))
+        head = wire.make_header(client=site.client, new=site.new, **to_header(facts_of(site)))
         return Message(RecordDict({wire.HEADER: head}), reply_to=message)
 
     @app.train()
@@ -51,6 +53,12 @@ def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
         return answer(message, site_of(context), test_reply)
 
     return app
+
+
+def facts_of(site: Site) -> Facts:
+    """Return what a server learns of a site before the first round."""
+    train, test = site.data
+    return Facts(site.model.anatomy, tuple(train.x.shape[1:]), site.model.num_classes, len(train.y), len(test.y), dict(site.origin))
 
 
 def answer(message: Message, site: Site, work: Callable[[Message, dict[str, Any], Site], RecordDict]) -> Message:
@@ -77,8 +85,7 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
     for saved in known:
         if saved.round == round and saved.cause == cause:
             return records(saved)
-    before = next((saved for saved in known if saved.round < round), None)
-    state = state_of(half, before, head, site)
+    state = state_of(half, start_of_round(known, head, site), head, site)
     keys = {"seed": int(head["seed"]), "client": site.client}
     tally: Tensors = {}
     if head["evaluate"]:
@@ -95,8 +102,7 @@ def test_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict
     half = make_half(head, site.model)
     broadcast = sent(half, message, head, site)
     known = site.store.load(head["run"], site.client)
-    before = next((saved for saved in known if saved.round <= int(head["round"])), None)
-    state = state_of(half, before, head, site)
+    state = state_of(half, last_state(known, head, int(head["round"])), head, site)
     views = tested(half, state, broadcast, site, head["purpose"], seed=int(head["seed"]), client=site.client, round=int(head["round"]))
     return RecordDict({wire.TALLY: wire.tallies_to_arrays(views), wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: len(site.data.test.y)})})
 
@@ -121,12 +127,26 @@ def sent(half: ClientHalf, message: Message, head: dict[str, Any], site: Site) -
     return to(half.unpack(kind, wire.arrays(message, wire.BROADCAST)), site.data.train.x.device)
 
 
+def start_of_round(known: list[Saved], head: dict[str, Any], site: Site) -> Saved | None:
+    """Return the client as it begins a round; states whose replies were not used are forgotten."""
+    if "accepted" in head:
+        site.store.drop(head["run"], site.client, int(head["accepted"]))
+    return last_state(known, head, int(head["round"]) - 1)
+
+
+def last_state(known: list[Saved], head: dict[str, Any], round: int) -> Saved | None:
+    """Return the client after its last round up to `round` that the server knows of: a reply that was not used never happened."""
+    last = min(round, int(head.get("accepted", round)))
+    return next((saved for saved in known if saved.round <= last), None)
+
+
 def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site: Site) -> Any:
     """Return the client's state, or that of a client that never trained."""
     device, dtype = site.data.train.x.device, site.data.train.mask.dtype  # x may hold whole numbers
     if before is None:
         return to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
-    return to(unflatten(half.state_type, before.state), device)
+    state: Any = to(unflatten(half.state_type, before.state), device)
+    return half.rejoined(state) if head.get("returned") else state
 
 
 def flat_tallies(views: dict[str, Any]) -> Tensors:

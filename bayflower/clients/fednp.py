@@ -82,6 +82,10 @@ class Client(ClientHalf):
         number = torch.zeros((), dtype=torch.int64, device=some.device)
         return State(Diagonal(zero, zero.clone()), number, number.clone())
 
+    def rejoined(self, state: State) -> State:
+        """Return a client without a factor: the server has taken it out of the total."""
+        return State(map_tree(torch.zeros_like, state.factor), torch.zeros_like(state.turns), state.epoch)
+
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that starts at the global model, with the cavity [eq. 8]; a factor of an older epoch is dropped."""
         same = state.epoch == broadcast.epoch

@@ -142,7 +142,8 @@ class Job:
         self.cause, self.round = digest(broadcast), int(self.head["round"])
         known = site.store.load(self.head["run"], site.client)
         self.repeated = next((one for one in known if (one.round, one.cause) == (self.round, self.cause)), None)
-        self.state = base.state_of(self.half, next((one for one in known if one.round < self.round), None), self.head, site)
+        before = base.start_of_round(known, self.head, site) if self.repeated is None else base.last_state(known, self.head, self.round - 1)
+        self.state = base.state_of(self.half, before, self.head, site)
         self.tally: Tensors = {}
         keys: dict[str, Any] = {"seed": int(self.head["seed"]), "client": site.client}
         if self.head["evaluate"] and self.repeated is None:

@@ -1,7 +1,7 @@
 """Data sets, partitions into clients, and the batches and noise of every step. Pure numpy and torch; nothing here imports flwr."""
 
 from .batches import largest_batch, noise, num_steps, plan, rng
-from .federation import ClientData, Federation, load_client, load_federation, num_classes, standardise
+from .federation import ClientData, Federation, describe, load_client, load_federation, num_classes, standardise
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
 from .sources import Source, load_source, read_npz
 
@@ -14,6 +14,7 @@ __all__ = [
     "DataSettings",
     "Federation",
     "Source",
+    "describe",
     "largest_batch",
     "load_client",
     "load_federation",

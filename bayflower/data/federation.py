@@ -57,25 +57,29 @@ def num_classes(settings: DataSettings, seed: int) -> int:
     return 2 if source is None else source.num_classes
 
 
+def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
+    """Return the data set's name, what a table must say beside it, and how the clients came about, in JSON's types; no client's sizes."""
+    layout = _layout(settings, seed)
+    source = layout.source
+    name, note = ("synthetic", "") if source is None else (source.name, source.note)
+    return {"dataset": name, "note": note, "partition": layout.description}
+
+
 @lru_cache(maxsize=2)
 def load_federation(settings: DataSettings, seed: int) -> Federation:
     """Return every client's data. Cached: do not change the arrays."""
     layout = _layout(settings, seed)
     everyone = tuple(_client(layout, settings, seed, client) for client in range(settings.total_clients))
-    description = {
-        **layout.description,
-        "train_sizes": [len(data.y_train) for data in everyone],
-        "test_sizes": [len(data.y_test) for data in everyone],
-    }
-    source = layout.source
+    sizes = {"train_sizes": [len(data.y_train) for data in everyone], "test_sizes": [len(data.y_test) for data in everyone]}
+    source, about = layout.source, describe(settings, seed)
     return Federation(
         clients=everyone[: settings.num_clients],
         new_clients=everyone[settings.num_clients :],
         num_classes=synthetic.NUM_CLASSES if source is None else source.num_classes,
         input_shape=everyone[0].x_train.shape[1:],
-        dataset="synthetic" if source is None else source.name,
-        partition=description,
-        note="" if source is None else source.note,
+        dataset=about["dataset"],
+        partition={**about["partition"], **sizes},
+        note=about["note"],
     )
 
 

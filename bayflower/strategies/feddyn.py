@@ -11,8 +11,9 @@
 
 Defaults of the paper: alpha in {0.1, 0.01, 0.001}.
 
-Departs: buffers (running statistics) take the plain mean: corrected, a variance could become negative. m is the number of clients known
-when the run begins. Clients count alike, as in the paper.
+Departs: buffers (running statistics) take the plain mean: corrected, a variance could become negative. m is the number of clients
+that ever trained: one that comes later enters without a drift, one that leaves counts on like one that is not drawn. Clients count alike,
+as in the paper.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ class Server(fedavg.Server):
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
         """Return the initial model; h = 0."""
         return State(params, buffers, {n: torch.zeros_like(v) for n, v in params.items()}, torch.tensor(max(len(clients), 1)))
+
+    def admit(self, state: Any, client: int) -> Any:
+        """Return the state with one client more, which has not drifted yet: h is a mean over m + 1."""
+        more = state.num_clients + 1
+        drift = {name: (value.double() * state.num_clients / more).to(value.dtype) for name, value in state.drift.items()}
+        return state._replace(drift=drift, num_clients=more)
 
     def broadcast(self, state: Any, client: int) -> fedavg.State:
         """Return the model; h stays on the server."""

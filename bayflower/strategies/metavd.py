@@ -126,7 +126,7 @@ class Update(NamedTuple):
     mask: Tensors
 
 
-class Server(reptile.Server):
+class Server(beliefs.Admitting, reptile.Server):
     """Keeps the hypernetwork; sends each client its dropout; averages the layer by precision."""
 
     state_type: ClassVar[type] = State

@@ -13,7 +13,7 @@
 Defaults of the paper: server rate 1, no setting of its own.
 
 Departs: x is the mean weighted by sample count, as in FedAvg and the other baselines; c counts clients alike, as in the paper. N is the
-number of clients known when the run begins.
+number of clients that ever trained: one that comes later enters with c_i = 0, one that leaves counts on like one that is not drawn.
 """
 
 from __future__ import annotations
@@ -72,6 +72,12 @@ class Server(fedavg.Server):
         """Return the initial model; c = 0."""
         control = {name: torch.zeros_like(value) for name, value in params.items()}
         return State(params, buffers, control, torch.tensor(max(len(clients), 1)))
+
+    def admit(self, state: Any, client: int) -> Any:
+        """Return the state with one client more, whose control variate is 0: c is the mean over N + 1."""
+        more = state.num_clients + 1
+        control = {name: (value.double() * state.num_clients / more).to(value.dtype) for name, value in state.control.items()}
+        return state._replace(control=control, num_clients=more)
 
     def broadcast(self, state: Any, client: int) -> Any:
         """Return the model and c."""
