@@ -176,14 +176,6 @@ class ServerHalf(ABC):
         """Return why a well-formed update must not be used, or None. Shapes, dtypes and NaN are checked before."""
         return None
 
-    def admit(self, state: Any, client: int) -> Any:
-        """Return the state with a client that begins to train in the middle of a run; called once for each such client."""
-        return state
-
-    def forget(self, state: Any, client: int) -> Any:
-        """Return the state without what a client that has left contributes to totals; what only itself would miss is kept."""
-        return state
-
     @abstractmethod
     def shared(self, state: Any) -> Tensors:
         """Return the global parameters and buffers in `state` by name (the shared part, for methods that share a part)."""
@@ -266,10 +258,6 @@ class ClientHalf(ABC):
     @abstractmethod
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return (the client's next state, the update)."""
-
-    def rejoined(self, state: Any) -> Any:
-        """Return the state of a client that the server had dropped from its totals (`ServerHalf.forget`) and that is back."""
-        return state
 
     # -- what travels ----------------------------------------------------------------------------------------------
     def pack(self, update: Any) -> Tensors:

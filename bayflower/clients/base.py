@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from .. import methods, solo, wire
+from .. import attendance, methods, solo, wire
 from ..config import Training, convert_fields
 from ..facts import Facts, to_header
 from ..models import Model
@@ -146,7 +146,7 @@ def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site:
     if before is None:
         return to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
     state: Any = to(unflatten(half.state_type, before.state), device)
-    return half.rejoined(state) if head.get("returned") else state
+    return attendance.rejoined(half, state) if head.get("returned") else state
 
 
 def flat_tallies(views: dict[str, Any]) -> Tensors:

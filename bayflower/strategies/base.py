@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from .. import methods, metrics, replies, sampling, wire
+from .. import attendance, methods, metrics, replies, sampling, wire
 from ..checkpoint import Checkpoint, server_state
 from ..config import Training, convert_fields, make_instructions
 from ..exact import Total
@@ -183,10 +183,10 @@ class BayflowerStrategy(Strategy):
     def _apply(self, change: Change) -> None:
         """Let the method know who came and who went."""
         for client in change.joined:
-            self.state = self._half().admit(self.state, client)
+            self.state = attendance.admit(self._half(), self.state, client)
         for client in change.left:
             if client in self.roster.admitted:
-                self.state = self._half().forget(self.state, client)
+                self.state = attendance.forget(self._half(), self.state, client)
 
     def _aggregate(self, server_round: int, incoming: Iterable[Message]) -> MetricRecord | None:
         """Add what can be used of the replies and take the step; return the round's numbers, None if there was no reply."""
