@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .replay import leaves
 from .store import load_tensors, save_tensors
-from .tree import flatten, map_tree, stack, take, to, unflatten
+from .tree import flatten, map_tree, stack, take, to, unflatten, upload
 
 FORMAT = "bayflower-states-1"
 MOST_FILES = 256
@@ -47,9 +47,13 @@ class DeviceBank:
         self.row = {client: row for row, client in enumerate(clients)}
         self.device = device
         self.tree = map_tree(lambda leaf: leaf.to(device).expand(len(clients), *leaf.shape).clone(), fresh)
+        self._last: tuple[tuple[int, ...], Tensor] | None = None
 
     def _index(self, chosen: Sequence[int]) -> Tensor:
-        return torch.tensor([self.row[client] for client in chosen], device=self.device)
+        key = tuple(chosen)
+        if self._last is None or self._last[0] != key:
+            self._last = key, upload([self.row[client] for client in chosen], self.device)
+        return self._last[1]
 
     def load(self, known: Mapping[int, Any]) -> None:
         """Take over states from a checkpoint."""

@@ -12,16 +12,20 @@ together, and decomposes each such batch at once: there is a loop over a few siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .batched import front
 from .eigen import eigh, pseudo_inverse
+from .replay import Streams
 
+T = TypeVar("T")
 MIDDLE = 128  # samples of a class up to which a GPU finds eigenvectors fast
 SMALLEST = 4  # groups of up to this many samples go together; then twice as many, and so on
 PIECE = {"cpu": 2**18, "cuda": 2**27}  # numbers that are gathered at a time: a CPU's cache, a GPU's memory
@@ -63,6 +67,11 @@ def members(y: Tensor, mask: Tensor, num_classes: int) -> Tensor:
     return ((y[:, None] == torch.arange(num_classes, device=y.device)) & (mask != 0)[:, None]).double()
 
 
+def class_labels(y: Tensor, mask: Tensor, num_classes: int, min_count: int = 1) -> Tensor:
+    """Return y where a sample's class has factors, else `num_classes`: for padding and for classes of fewer than `min_count` samples."""
+    return _Labels.apply(y, mask, num_classes, min_count)  # type: ignore[no-any-return]
+
+
 class _Factors(Function):
     """`class_factors` on any number of leading axes; vmap adds one."""
 
@@ -76,11 +85,25 @@ class _Factors(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, tuple[int, int, int]]:
-        stacks = [
-            x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
-            for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
-        ]
+        stacks = [front(x, dim, info.batch_size) for x, dim in zip(inputs[:3], in_dims[:3], strict=True)]
         return _Factors.apply(*stacks, *inputs[3:]), (0, 0, 0)
+
+
+class _Labels(Function):
+    """`class_labels` on any number of leading axes; vmap adds one."""
+
+    @staticmethod
+    def forward(y: Tensor, mask: Tensor, num_classes: int, min_count: int) -> Tensor:
+        return remembered("labels", (y, mask), (num_classes, min_count), lambda: make_labels(y, mask, num_classes, min_count))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Tensor, int]:
+        y, mask = (front(x, dim, info.batch_size) for x, dim in zip(inputs[:2], in_dims[:2], strict=True))
+        return _Labels.apply(y, mask, *inputs[2:]), 0
 
 
 def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float, min_count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +113,9 @@ def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: f
     many = z.is_cuda and y.numel() > y.shape[-1]
     basis, weight = rows.new_zeros(len(rows) + 1, dim), rows.new_zeros(len(rows) + 1)  # the last row is where nothing belongs
     counted = torch.zeros(len(rows) + 1, dtype=torch.bool, device=z.device)
-    for index, real, gram in plan(y, mask, num_classes, dim, min_count):
+
+    def put(piece: Piece) -> None:
+        index, real, gram = piece
         parts = centre(rows[index.clamp(max=len(rows) - 1)], real)
         if many and gram and index.shape[1] > MIDDLE:
             vectors, precision, rank = roots(*parts, cut, torch.finfo(z.dtype).tiny)
@@ -103,26 +128,46 @@ def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: f
         basis[place] = vectors[:, :width].to(z.dtype)
         weight[place] = precision[:, :width].to(z.dtype)
         counted[place] = used[:, :width]
+
+    with Streams(z.device) as streams:  # each piece is a long chain of small kernels: side by side they fill the device
+        for piece in plan(y, mask, num_classes, dim, min_count):
+            large = many and piece[0].shape[1] > MIDDLE
+            with streams.next() if large else nullcontext():
+                put(piece)
     weight, counted = weight[:-1], counted[:-1]
     return basis[:-1].reshape(z.shape), weight.reshape(y.shape), counted.reshape(y.shape)
 
 
 Piece = tuple[Tensor, Tensor, bool]  # places of samples (G, S), one beyond the last where there is none; which are real; the route
-_known: list[tuple[Any, list[Piece], Any]] = []  # the last plans, with the tensors they were made from
+_known: list[tuple[Any, Any, Any]] = []  # what follows from labels, with the tensors it was made from
+KNOWN = 8
+
+
+def remembered(kind: str, tensors: tuple[Tensor, ...], facts: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """Return what `make` makes of tensors that stay from round to round. On a GPU it is kept: to look at it would be to wait."""
+    if not tensors[0].is_cuda:
+        return make()
+    key = (kind, facts, *((x.data_ptr(), x.shape, x.stride(), x._version, x.dtype, x.device) for x in tensors))
+    for known, value, _ in _known:
+        if known == key:
+            return value  # type: ignore[no-any-return]
+    value = make()
+    _known.insert(0, (key, value, tensors))  # the tensors are kept too, so that their addresses cannot come to mean something else
+    del _known[KNOWN:]
+    return value
+
+
+def make_labels(y: Tensor, mask: Tensor, num_classes: int, min_count: int) -> Tensor:
+    """Return y where a sample's class has factors, else `num_classes`."""
+    real = (mask != 0) & (y >= 0) & (y < num_classes)
+    label = torch.where(real, y, num_classes)
+    sizes = torch.zeros(*y.shape[:-1], num_classes + 1, dtype=torch.int64, device=y.device).scatter_add_(-1, label, torch.ones_like(label))
+    return torch.where(sizes.gather(-1, label) >= min_count, label, num_classes)
 
 
 def plan(y: Tensor, mask: Tensor, num_classes: int, dim: int, min_count: int) -> list[Piece]:
-    """Return which samples form the groups (client, class) of similar size. Labels stay from round to round, so plans are remembered."""
-    key = tuple((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version) for tensor in (y, mask))
-    facts = (key, y.device, mask.dtype, num_classes, dim, min_count)
-    for known, pieces, _ in _known:
-        if known == facts:
-            return pieces
-    pieces = make_plan(y, mask, num_classes, dim, min_count)
-    if y.is_cuda:  # only there it pays; the tensors are kept too, so that their addresses cannot come to mean something else
-        _known.insert(0, (facts, pieces, (y, mask)))
-        del _known[2:]
-    return pieces
+    """Return which samples form the groups (client, class) of similar size."""
+    return remembered("plan", (y, mask), (num_classes, dim, min_count), lambda: make_plan(y, mask, num_classes, dim, min_count))
 
 
 def make_plan(y: Tensor, mask: Tensor, num_classes: int, dim: int, min_count: int) -> list[Piece]:
@@ -195,25 +240,39 @@ def roots(centred: Tensor, count: Tensor, noise: Tensor, cut: float, tiny: float
 
 # -- sums over clients -------------------------------------------------------------------------------------------------
 def class_sums(
-    *, basis: Tensor, weight: Tensor, label: Tensor, counted: Tensor, means: Tensor, sent: Tensor, alpha: float, present: list[int]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (Σ_n Λ_n as a packed triangle, Σ_n Λ_n μ_n) of each class in `present`, over stacked clients, in float64.
+    *, basis: Tensor, weight: Tensor, label: Tensor, counted: Tensor, means: Tensor, sent: Tensor, alpha: float
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (k, Σ_n Λ_n as a packed triangle, Σ_n Λ_n μ_n) of each class k that was sent, over stacked clients, in float64.
 
     basis (C, N, D), weight and label (C, N), means (C, K, D), sent (C, K); Λ_n = V diag(weight) Vᵀ + alpha·I where the class was sent.
     """
-    samples, num_classes = label.shape[1], sent.shape[1]
-    rows, scale = basis.reshape(-1, basis.shape[2]), weight.reshape(-1)
-    group = torch.where(scale != 0, label.reshape(-1), num_classes)
-    order = group.argsort(stable=True)
-    ends = torch.bincount(group, minlength=num_classes + 1).cumsum(0).tolist()
-    for k in present:
-        index = order[ends[k - 1] if k else 0 : ends[k]]
-        vectors, own = rows[index].double(), scale[index].double()
-        precision = (vectors * own[:, None]).mT @ vectors
-        precision.diagonal().add_(alpha * sent[:, k].sum(dtype=torch.float64))
-        along = own * (vectors * means[index // samples, k].double()).sum(1)
-        shift = alpha * (means[:, k] * sent[:, k, None]).sum(0, dtype=torch.float64) + along @ vectors
-        yield to_triangle(precision), shift
+    samples, num_classes, dim = label.shape[1], sent.shape[1], basis.shape[2]
+    rows, scale = basis.reshape(-1, dim), weight.reshape(-1)
+    number, mass = sent.sum(0, dtype=torch.float64), (means * sent[..., None]).sum(0, dtype=torch.float64)
+    for classes, chosen, index, real in remembered("rows", (label,), (num_classes, dim), lambda: rows_of(label, num_classes, dim)):
+        vectors, own = rows[index].double(), scale[index].double() * real  # (G, R, D), (G, R)
+        precision = (vectors * own[..., None]).mT @ vectors
+        precision.diagonal(dim1=1, dim2=2).add_(alpha * number[chosen, None])
+        along = own * (vectors * means[index // samples, chosen[:, None]].double()).sum(2)
+        shift = alpha * mass[chosen] + (along[:, None] @ vectors)[:, 0]
+        yield from zip(classes, to_triangle(precision), shift, strict=True)
+
+
+def rows_of(label: Tensor, num_classes: int, dim: int) -> list[tuple[list[int], Tensor, Tensor, Tensor]]:
+    """Return (classes, the same on the device (G,), their rows (G, R), which are real) of all classes with rows, some at a time."""
+    flat = label.reshape(-1)
+    parts = flat.argsort(stable=True).split(torch.bincount(flat, minlength=num_classes + 1).tolist())
+    present = [k for k in range(num_classes) if len(parts[k])]
+    most = max((len(parts[k]) for k in present), default=1)
+    some = max(1, PIECE.get(label.device.type, 2**18) // (most * dim))
+    found = []
+    for start in range(0, len(present), some):
+        classes = present[start : start + some]
+        index, real = (torch.zeros(len(classes), most, dtype=kind, device=label.device) for kind in (torch.int64, torch.bool))
+        for place, k in enumerate(classes):
+            index[place, : len(parts[k])], real[place, : len(parts[k])] = parts[k], True
+        found.append((classes, torch.tensor(classes, device=label.device), index, real))
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -224,8 +283,9 @@ def corners(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def to_triangle(matrix: Tensor) -> Tensor:
-    """Return the upper triangle of a matrix (D, D) as a vector of D(D+1)/2."""
-    return matrix[corners(matrix.shape[-1], matrix.device)]
+    """Return the upper triangles of matrices (…, D, D) as vectors of D(D+1)/2."""
+    row, column = corners(matrix.shape[-1], matrix.device)
+    return matrix[..., row, column]
 
 
 def from_triangle(packed: Tensor, dim: int) -> Tensor:

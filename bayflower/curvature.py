@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from .models import Model
+from .stackable import StackedConv2d
 from .types import Batch, Tensors
 
 Kind = Literal["fisher", "empirical"]
@@ -132,7 +133,7 @@ def named(own: Tensors, weight: Tensor, bias: Tensor) -> Tensors:
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-RULES: dict[type, Rule] = {nn.Linear: linear, nn.Conv2d: convolution, **dict.fromkeys(NORMS, normalisation)}
+RULES: dict[type, Rule] = {nn.Linear: linear, nn.Conv2d: convolution, StackedConv2d: convolution, **dict.fromkeys(NORMS, normalisation)}
 
 
 # -- which layers have a formula -------------------------------------------------------------------------------------------------

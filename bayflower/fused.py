@@ -32,7 +32,7 @@ from .meter import Meter
 from .outcome import Outcome, Progress, RoundRecord, Views, curve_point
 from .replay import Graphs
 from .stacks import Course, Stack, Sweep
-from .tree import map_tree, stack, take, to, unflatten
+from .tree import map_tree, stack, take, to, unflatten, upload
 from .types import Batch, Purpose, Sum, Survey, Work
 
 log = logging.getLogger("bayflower")
@@ -185,7 +185,7 @@ class Fused:
             work, losses, count = self.course(phase, purpose, len(chosen)).run(work, chosen, round)
             total += losses
             seen += count
-        return work, total / torch.as_tensor(np.maximum(seen, 1), device=self.device)
+        return work, total / upload(np.maximum(seen, 1), self.device)
 
     def _survey(self, work: Work, chosen: list[int]) -> Survey:
         """Return the pass over all training data, its rows cut to the longest client."""
@@ -329,19 +329,21 @@ def run_fused(
         totals = Totals(halves, fast=not engine.apart)  # one by one, the bits are those of the loop engine
         losses: dict[int, Tensor] = {}
         count = sizes.Count(run, name, round, before)
-        for chunk in engine.chunks(chosen, sent):
+        chunks = engine.chunks(chosen, sent)
+        for chunk in chunks:
             with meter.time("training"):
                 message = sent(chunk)
                 updates, chunk_losses = engine.train(chunk, message, round)
+            last = chunk is chunks[-1]
+            if last and round < settings.rounds:
+                engine.prefetch(chosen_for(round + 1), round + 1)  # while the device trains
             with meter.time("aggregation"):
                 totals.add(state, chunk, updates)
+                if last:
+                    state = server.finalise(state, totals.value(device))
             losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
-            count.add(chunk, server, message, halves.client.packed(updates), {client: engine.stack.size(client) for client in chunk})
-        with meter.time("aggregation"):
-            state = server.finalise(state, totals.value(device))
+            count.add(chunk, halves, message, updates, {client: engine.stack.size(client) for client in chunk})
         ledger.add(round, losses, count, partial(server.report, state), begin)
-        if round < settings.rounds:
-            engine.prefetch(chosen_for(round + 1), round + 1)
         if due(round):
             ledger.flush()
             save(round)

@@ -220,3 +220,41 @@ def mean_nll(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     out = logits.new_empty(logits.shape[:-2])
     _mean_nll[(max(out.numel(), 1),)](logits, y, mask, out, *logits.shape[-2:], ROWS=rows, WIDTH=width)
     return out
+
+
+@triton.jit
+def _pull(z, centres, known, y, mask, out, slope, per_centres, per_known, samples, dim, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """out[a] = Σ_n w_n·Σ_j (z_nj − centre_yj)²/dim, slope = 2·w_n·(z_nj − centre_yj)/dim, w_n = mask_n·known_y/max(Σ mask, 1)."""
+    a = tl.program_id(0).to(tl.int64)
+    lanes, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    number = tl.sum(tl.zeros([ROWS], mask.dtype.element_ty), 0)
+    for start in range(0, samples, ROWS):
+        n = start + lanes
+        number += tl.sum(tl.load(mask + a * samples + n, mask=n < samples, other=0.0), 0)
+    total = tl.sum(tl.zeros([ROWS], z.dtype.element_ty), 0)
+    for start in range(0, samples, ROWS):
+        n = start + lanes
+        good = n < samples
+        label = tl.load(y + a * samples + n, mask=good, other=0)
+        sure = tl.load(known + a * per_known + label, mask=good, other=0).to(z.dtype.element_ty)
+        weight = tl.load(mask + a * samples + n, mask=good, other=0.0) * sure / (tl.maximum(number, 1.0) * dim)
+        inside = good[:, None] & (d[None, :] < dim)
+        place = (a * samples + n[:, None]) * dim + d[None, :]
+        centre = tl.load(centres + a * per_centres + label[:, None] * dim + d[None, :], mask=inside, other=0.0)
+        distance = tl.where(weight[:, None] > 0, tl.load(z + place, mask=inside, other=0.0) - centre, 0.0)
+        total += tl.sum(tl.sum(distance * distance, 1) * weight, 0)
+        tl.store(slope + place, 2 * weight[:, None] * distance, mask=inside)
+    tl.store(out + a, total)
+
+
+def pull(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the mean of known_y · mean_j (z_j − centre_yj)² (A,), its gradient (A, B, D)); centres and known may be repeated over A."""
+    z, y, mask = z.contiguous(), y.contiguous(), mask.contiguous()
+    centres, known = (x if x.stride(0) == 0 and x[0].is_contiguous() else x.contiguous() for x in (centres, known))
+    clients, samples, dim = z.shape
+    out, slope = z.new_empty(clients), torch.empty_like(z)
+    width = triton.next_power_of_2(dim)
+    rows = max(1, min(triton.next_power_of_2(samples), 2**13 // width))
+    _pull[(max(clients, 1),)](z, centres, known, y, mask, out, slope, centres.stride(0), known.stride(0), samples, dim, ROWS=rows,
+                              WIDTH=width, num_warps=8)  # fmt: skip
+    return out, slope

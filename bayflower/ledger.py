@@ -51,10 +51,13 @@ class Ledger:
 
     def _write(self, done: Open) -> None:
         means: dict[int, Any] = {}
-        if done.losses:
-            means = dict(zip(done.losses, torch.stack(list(done.losses.values())).tolist(), strict=True))
+        with self.meter.beside(done.end):  # not behind the round that runs now
+            if done.losses:
+                means = dict(zip(done.losses, torch.stack(list(done.losses.values())).tolist(), strict=True))
+            report = done.report()
+            done.sizes.settle()
         weighted = {client: (done.sizes.examples[client], means[client]) for client in means}
         seconds = self.meter.between(done.begin, done.end)
-        self.records.append(RoundRecord.make(done.round, seconds, done.sizes.up, done.sizes.down, weighted, done.report()))
+        self.records.append(RoundRecord.make(done.round, seconds, done.sizes.up, done.sizes.down, weighted, report))
         if self.progress:
             self.progress(self.records)

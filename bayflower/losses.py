@@ -77,6 +77,39 @@ class MeanNegativeLogProbability(Function):
         return means(*(front(tensor, dim, info.batch_size) for tensor, dim in zip((logits, y, mask), dims, strict=True))), 0
 
 
+class Pull(Function):
+    """The mean, over the samples that count, of known_y · mean_j (z_j − centre_yj)², and its gradient with respect to z.
+
+    z (B, D), centres (K, D), known (K,), y and mask (B,) → (), (B, D). Constant in all but z; the gradient is not to be differentiated.
+    """
+
+    @staticmethod
+    def forward(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        loss, slope = pulls(z[None], centres[None], known[None], y[None], mask[None])
+        return loss[0], slope[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, _: Any) -> tuple[Any, ...]:
+        return (None if g is None else g * ctx.saved_tensors[0], None, None, None, None)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        stacks = (front(tensor, dim, info.batch_size) for tensor, dim in zip(inputs, dims, strict=True))
+        return pulls(*stacks), (0, 0)
+
+
+def pull(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean, over the samples that count, of known_y · mean_j (z_j − centre_yj)²; 0 if there is none."""
+    loss, _ = Pull.apply(z, centres, known, y, mask)
+    return loss  # type: ignore[no-any-return]
+
+
 def mean_nll(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of −log p(y) over the samples that count; 0 if there is none."""
     return MeanNegativeLogProbability.apply(logits, y, mask)  # type: ignore[no-any-return]
@@ -113,3 +146,16 @@ def means(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 
         return kernels.mean_nll(logits, y, mask)
     return (values(logits, y) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def pulls(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the mean of known_y · mean_j (z_j − centre_yj)² (A,), its gradient (A, B, D)), with A in front of every tensor."""
+    if has_kernels(z):
+        from . import kernels
+
+        return kernels.pull(z, centres, known, y, mask)
+    client = torch.arange(len(z), device=z.device)[:, None]
+    weight = known[client, y] * mask / mask.sum(-1, keepdim=True).clamp(min=1)
+    distance = z - centres[client, y]
+    loss = (weight * distance.square().mean(-1)).sum(-1)
+    return loss, distance * (weight * (2 / z.shape[-1]))[..., None]

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from .replay import side_stream
+
 SAMPLE_SECONDS = 1.0  # between two looks at the device's utilisation
+BESIDE = 100  # number of the side stream in which results are fetched
 
 
 Mark = float | torch.cuda.Event
@@ -50,6 +53,17 @@ class Meter:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    @contextmanager
+    def beside(self, mark: Mark) -> Iterator[None]:
+        """Let what is done inside wait for the mark alone, not for what a GPU was given since."""
+        if not self.gpu:
+            yield
+            return
+        stream = side_stream(self.device, BESIDE)
+        stream.wait_event(mark)
+        with torch.cuda.stream(stream):
+            yield
 
     def between(self, begin: Mark, end: Mark) -> float:
         """Return the seconds between two marks, waiting for the second if need be."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from .tree import flatten, map_tree
 from .types import Survey, Work
 
 log = logging.getLogger("bayflower")
+SIDE = 3  # side streams
 
 
 class Graphs:
@@ -75,6 +78,40 @@ class Replay:
         """Give back what was recorded."""
         self.recorded.clear()
         self.seen.clear()
+
+
+class Streams:
+    """Side streams of a GPU: what is done in each runs beside the rest, and all are joined at the end. Elsewhere nothing happens."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.number = device, 0
+        self.used: list[Any] = []
+
+    def __enter__(self) -> Streams:
+        if self.device.type == "cuda":
+            self.main = torch.cuda.current_stream(self.device)
+            self.begun = self.main.record_event()
+        return self
+
+    def next(self) -> AbstractContextManager[Any]:
+        """Return the next side stream, to work in; it begins with what was there when the streams were entered."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        stream = side_stream(self.device, self.number % SIDE)
+        self.number += 1
+        stream.wait_event(self.begun)
+        self.used.append(stream)
+        return torch.cuda.stream(stream)
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self.used:
+            self.main.wait_stream(stream)
+
+
+@lru_cache(maxsize=64)
+def side_stream(device: torch.device, number: int) -> Any:
+    """Return a stream that is made once: memory that was used in it is used again in it."""
+    return torch.cuda.Stream(device)
 
 
 class Fixed:

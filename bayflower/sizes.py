@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from .config import Run
+from .halves import Halves
 from .outcome import Views
 from .protocol import (
     BROADCAST,
@@ -22,8 +25,8 @@ from .protocol import (
     shapes,
     varint_bytes,
 )
-from .tree import map_tree
-from .types import ServerHalf
+from .tree import flatten, map_tree, unflatten
+from .types import ClientHalf
 
 
 class Count:
@@ -37,21 +40,42 @@ class Count:
             self.tests = shapes({view: dict(zip(tally._fields, tally, strict=True)) for view, tally in first.items()})
         self.up = self.down = 0
         self.examples: dict[int, int] = {}
+        self.open: list[tuple[Sequence[int], ClientHalf, Any]] = []
 
-    def add(self, clients: Sequence[int], server: ServerHalf, message: Any, packed: Sequence[Shapes], examples: Mapping[int, int]) -> None:
-        """Count the messages to and from some clients; `message` is stacked if it differs from client to client."""
+    def add(self, clients: Sequence[int], halves: Halves, message: Any, updates: Any, examples: Mapping[int, int]) -> None:
+        """Count the messages to some clients; those from them, whose sizes may depend on values, in `settle`.
+
+        `message` is stacked if it differs from client to client, `updates` always.
+        """
+        server = halves.server
         instructions = self.run.instructions()
         head = request_header(method=self.run.method, run=self.name, round=self.round, seed=self.run.settings.seed,
                               evaluate=bool(self.tests), purpose="finetune", instructions=instructions)  # fmt: skip
         self.examples.update(examples)
         shared: int | None = None
-        for place, client in enumerate(clients):
+        self.open.append((clients, halves.client, outline(updates, halves.client.measured)))
+        for place in range(len(clients)):
             if shared is None or server.per_client:
                 own = map_tree(lambda leaf, place=place: leaf[place], message) if server.per_client else message
                 shared = content_bytes({BROADCAST: shapes(server.pack(own))}, {HEADER: head}, {})
             self.down += shared
-            self.up += reply_bytes(self.run.method, self.name, varint_bytes(2 * self.round), varint_bytes(2 * client), packed[place],
-                                   self.tests, varint_bytes(2 * examples[client]))  # fmt: skip
+
+    def settle(self) -> None:
+        """Count the messages from the clients; a GPU is waited for."""
+        for clients, half, updates in self.open:
+            for client, packed in zip(clients, half.packed(updates), strict=True):
+                self.up += reply_bytes(self.run.method, self.name, varint_bytes(2 * self.round), varint_bytes(2 * client), packed,
+                                       self.tests, varint_bytes(2 * self.examples[client]))  # fmt: skip
+        self.open.clear()
+
+
+def outline(updates: Any, measured: tuple[str, ...]) -> Any:
+    """Return stacked updates of which only the `measured` leaves have values, copied: the engine goes on with its own."""
+    flat = {
+        name: leaf.clone() if name.startswith(measured) else torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
+        for name, leaf in flatten(updates).items()
+    }
+    return unflatten(type(updates), flat)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from torch.func import vmap
 
 from .data import ClientData, batches
 from .replay import Fixed, Graphs, Replay, copy, leaves
-from .tree import map_tree
+from .tree import map_tree, upload
 from .types import Batch, ClientHalf, Phase, Survey, Work
 
 MOST_SIZES = 128  # numbers of active clients that get a recording of their own; with more clients, numbers are rounded up
@@ -64,6 +64,7 @@ class Stack:
         self.train = ragged([(data.x_train, data.y_train) for data in ordered], device, dtype)
         self.test = ragged([(data.x_test, data.y_test) for data in ordered], device, dtype)
         self._whole: tuple[tuple[int, ...], Batch] | None = None
+        self._index: tuple[tuple[int, ...], Tensor] | None = None
 
     def order(self, chosen: Sequence[int]) -> list[int]:
         """Return the clients in the stack's order."""
@@ -75,7 +76,10 @@ class Stack:
 
     def index(self, chosen: Sequence[int]) -> Tensor:
         """Return the rows of some clients."""
-        return torch.tensor([self.row[client] for client in chosen], device=self.device)
+        key = tuple(chosen)
+        if self._index is None or self._index[0] != key:
+            self._index = key, upload([self.row[client] for client in chosen], self.device)
+        return self._index[1]
 
     def whole(self, chosen: Sequence[int]) -> Batch:
         """Return all training samples of some clients, padded to the longest: x (C, N, …), y and mask (C, N)."""
@@ -129,14 +133,14 @@ class Course:
         """Return (the stacked work after the phase, which stays the course's own; each client's summed loss; the samples each has seen)."""
         plan = self.draw(chosen, round)
         lengths = (plan[:, :, 0, 0] >= 0).sum(0)
-        rows = torch.from_numpy(plan).to(self.stack.device)
+        rows = upload(plan, self.stack.device)
         start = self.stack.train.start[self.stack.index(chosen)]
         self.places.copy_(rows.clamp(min=0) + start[:, None, None])
         self.masks.copy_(rows >= 0)
         self.counts.copy_((rows >= 0).sum((2, 3)))
         for name, keys in self.keys.items():
             drawn = [batches.noise_key(self.seed, f"{self.purpose}/{self.phase.name}", name, client, round) for client in chosen]
-            keys.copy_(torch.tensor(drawn))
+            keys.copy_(upload(drawn, keys.device))
         self.at.zero_()
         self.losses.zero_()
         if self.work is None:

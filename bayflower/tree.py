@@ -39,6 +39,12 @@ def stack(trees: Sequence[T]) -> T:
     return map_tree(lambda *leaves: torch.stack(leaves), first, *others)
 
 
+def upload(values: Any, device: torch.device) -> Tensor:
+    """Return numbers (a list, an array) as a tensor on the device; a GPU takes them when it gets there, and nobody waits."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def take(tree: T, index: Tensor | int) -> T:
     """Return the tree of leaf[index] along the leading axis."""
     return map_tree(lambda leaf: leaf[index], tree)

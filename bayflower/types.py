@@ -191,6 +191,7 @@ class ClientHalf(ABC):
     state_type: ClassVar[type]
     update_type: ClassVar[type]
     private: ClassVar[tuple[str, ...]] = ()  # fields of the state that never travel
+    measured: ClassVar[tuple[str, ...]] = ()  # leaves of an update whose values `packed` looks at, by the beginning of their names
     surveys: int = 0  # samples of one `survey`; 0 = the half needs no pass over the data after training
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:

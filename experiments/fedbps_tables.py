@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> None:
     path, began = Path(args.out), time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     done = [one["cell"] for one in load(path)]
-    todo = [cell for cell in cells(args) if cell not in done]
+    place, processes = (int(number) for number in args.part.split("/"))
+    todo = [cell for cell in cells(args) if cell not in done][place - 1 :: processes]
     print(f"{len(todo)} runs to do", flush=True)
     for number, cell in enumerate(todo, 1):
         if args.minutes and time.monotonic() - began > 60 * args.minutes:
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         kept = {
             "cell": cell, "seconds": time.perf_counter() - started, "engine": args.engine, "device": result["device"],
             "versions": result["versions"], "note": result["note"], "partition": result["partition"]["kind"],
-            "parameters": result["model"]["parameters"], "changed": args.set or [],
+            "parameters": result["model"]["parameters"], "changed": args.set or [], "processes": processes, "commit": args.commit,
             "final": {view: {key: block[key] for key in ("accuracy_mean", "accuracy", "nll", "ece")}
                       for view, block in result["final"].items() if block},
             "rounds": [{key: value for key, value in record.items() if key != "num_clients"} for record in result["rounds"]],
@@ -194,6 +195,8 @@ def main() -> None:
     parser.add_argument("--networks", default=",".join(RESNETS), help="of Table 3")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=0, help="begin no run after this time; 0 = no limit")
+    parser.add_argument("--part", default="1/1", help="the K-th of N parts of the runs, as K/N, for N processes that share a device")
+    parser.add_argument("--commit", default="", help="noted with each run, for machines without git")
     parser.add_argument("--engine", default="fused")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="change a setting of every run, e.g. rounds=2")

@@ -96,7 +96,9 @@ def origin(found: Runs) -> str:
     said = {key: ", ".join(sorted({str(one[key] or "not noted") for one in some})) for key in ("rounds", "device", "commit")}
     torch = ", ".join(sorted({one["versions"]["torch"] for one in some}))
     text = f"{len(some)} runs; rounds: {said['rounds']}; device: {said['device']}; commit: {said['commit']}; torch {torch}; "
-    text += f"{sum(one['seconds']['wall'] for one in some):.0f} s in all."
+    text += f"{sum(one['seconds']['wall'] for one in some):.0f} s in all"
+    shared = max(one.get("processes", 1) for one in some)
+    text += f", of up to {shared} processes that shared the device." if shared > 1 else "."
     notes = sorted({one["note"] for one in some if one["note"]})
     if any(one["dataset"] == "cifar10" and one["note"] for one in some):
         notes.append("the file is a uniform half of CIFAR-10, its training batches 1 and 2 and the test batch")

@@ -49,13 +49,16 @@ PLACES = {"Fashion-MNIST, Dir(0.3)": FMNIST, "CIFAR-10, Dir(0.3)": CIFAR_03, "CI
 BLOCKS = ("num_examples", "accuracy", "accuracy_mean", "nll", "ece", "fairness_cv", "fairness_std")
 
 
-def cells(group: str, rounds: int, seeds: int = 3) -> Iterator[dict[str, Any]]:
+def cells(
+    group: str, rounds: int, seeds: int = 3, places: tuple[str, ...] = (), variants: tuple[str, ...] = ()
+) -> Iterator[dict[str, Any]]:
     """Yield what distinguishes each run of a group; settings at their defaults are left out."""
     if group == "fmnist":
         yield from ({"method": method, **FMNIST, "seed": 0, "rounds": rounds} for method in TITLES)
     elif group == "centroids":
         for seed in range(seeds):
-            yield from ({**variant, **place, "seed": seed, "rounds": rounds} for place in PLACES.values() for variant in VARIANTS.values())
+            for place in places or PLACES:
+                yield from ({**VARIANTS[variant], **PLACES[place], "seed": seed, "rounds": rounds} for variant in variants or VARIANTS)
     elif group == "xi":
         yield from (with_option("xi", xi, 50, rounds) for xi in XI)
     elif group == "features":
@@ -140,10 +143,12 @@ def run(args: argparse.Namespace) -> int:
         if group == "emnist" and not (Path(args.data_dir) / "emnist47.npz").exists():
             print(f"emnist: no emnist47.npz in {args.data_dir}, left out", flush=True)
             continue
-        for cell in cells(group, args.rounds or GROUPS[group], args.seeds):
+        for cell in cells(group, args.rounds or GROUPS[group], args.seeds, tuple(args.places), tuple(args.variants)):
             cell = {**cell, "changed": changed} if changed else cell
             if cell not in [one["cell"] for one in runs] and cell not in [other for _, other in todo]:
                 todo.append((group, cell))
+    place, processes = (int(number) for number in args.part.split("/"))
+    todo = todo[place - 1 :: processes]
     print(f"{len(todo)} runs to do, {len(runs)} in {path}", flush=True)
     failed = 0
     for number, (group, cell) in enumerate(todo, 1):
@@ -153,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{words}: not begun, it would take about {seconds:.0f} s", flush=True)
             continue
         try:
-            record = {"group": group, "cell": cell, **measured(cell, args, words, end), "commit": args.commit}
+            record = {"group": group, "cell": cell, **measured(cell, args, words, end), "commit": args.commit, "processes": processes}
         except OutOfTimeError:
             print(f"{words}: given up, {args.minutes:g} minutes are over", flush=True)
             return failed
@@ -224,9 +229,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), metavar="GROUP", help=f"of {', '.join(GROUPS)}; default: all")
     parser.add_argument("--rounds", type=int, default=0, help="rounds; default: 500 for fmnist, 300 for the others")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the group centroids")
+    parser.add_argument("--places", nargs="+", choices=list(PLACES), default=[], help="of the group centroids; default: all")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="of the group centroids; default: all")
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--minutes", type=float, default=0, help="time for this call; 0 = no limit")
+    parser.add_argument("--part", default="1/1", help="the K-th of N parts of the runs, as K/N, for N processes that share a device")
     parser.add_argument("--commit", default="", help="noted with each run, for machines without git")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of every run; it is noted")
     parser.add_argument("--page", default=str(HERE / "pfedvmp_tables.md"))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from bayflower.losses import mean_nll, nll
+from bayflower.losses import mean_nll, nll, pull
 from bayflower.models import cnn
 from bayflower.optim import Optimizer
 from bayflower.stackable import StackedConv2d, StackedMaxPool2d, for_stacks
@@ -127,6 +127,34 @@ def test_the_mean_loss_of_stacks_leaves_padding_out(device):
     for make in (lambda loss: loss, grad, lambda loss: grad(lambda x, y, m: (grad(loss)(x, y, m) ** 2).sum())):
         assert torch.allclose(vmap(make(mean_nll))(logits, y, mask), vmap(make(torchs))(logits, y, mask), rtol=1e-9, atol=1e-12)
         assert torch.allclose(make(mean_nll)(logits[0], y[0], mask[0]), make(torchs)(logits[0], y[0], mask[0]), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("samples", "dim", "dtype"), [(9, 21, torch.float64), (40, 512, torch.float32), (1, 700, torch.float32)])
+def test_the_pull_to_centres_and_its_gradient(samples, dim, dtype, device):
+    draw = torch.Generator().manual_seed(6)
+    z = torch.randn(5, samples, dim, generator=draw, dtype=dtype).to(device)
+    centres = torch.randn(4, dim, generator=draw, dtype=dtype).to(device)
+    known = torch.tensor([True, False, True, True], device=device)
+    y = torch.randint(0, 4, (5, samples), generator=draw).to(device)
+    mask = (torch.rand(5, samples, generator=draw) < 0.7).to(dtype).to(device)
+    mask[3] = 0
+
+    def plain(z, centres, known, y, m):
+        return masked_mean((z - centres[y]).square().mean(-1) * known[y], m)
+
+    def doubled(loss):
+        return lambda *args: 2 * loss(*args)
+
+    close = {"rtol": 1e-9 if dtype == torch.float64 else 2e-5, "atol": 1e-12 if dtype == torch.float64 else 1e-7}
+    for make in (lambda loss: loss, grad, lambda loss: grad(doubled(loss))):
+        shared = (0, None, None, 0, 0)
+        assert torch.allclose(
+            vmap(make(pull), shared)(z, centres, known, y, mask), vmap(make(plain), shared)(z, centres, known, y, mask), **close
+        )
+        own = (z, centres.expand(5, -1, -1) + z[:, :1, :1], known.expand(5, -1), y, mask)
+        assert torch.allclose(vmap(make(pull))(*own), vmap(make(plain))(*own), **close)
+        assert torch.allclose(make(pull)(z[0], centres, known, y[0], mask[0]), make(plain)(z[0], centres, known, y[0], mask[0]), **close)
 
 
 @pytest.mark.parametrize("settings", [

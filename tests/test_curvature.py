@@ -163,6 +163,18 @@ def test_chunks_add_up_and_certain_predictions_have_no_curvature():
     assert all(bool((value == 0).all()) for value in diagonal(model, params, buffers, batch).values())
 
 
+def test_networks_changed_for_stacks_have_the_same_formulas():
+    plain = build("cnn", (1, 20, 20), 3, 8)
+    changed = plain.for_stacks(gpu=True)
+    assert make_plan(changed, (1, 20, 20)) == make_plan(plain, (1, 20, 20))
+    assert not make_plan(changed, (1, 20, 20)).others
+    params, buffers = plain.initial(0, torch.float64)
+    batch = Batch(torch.randn(4, 1, 20, 20, dtype=torch.float64), torch.tensor([0, 2, 1, 1]), torch.ones(4, dtype=torch.float64))
+    want = diagonal(plain, params, buffers, batch)
+    for name, found in diagonal(changed, params, buffers, batch).items():
+        assert torch.allclose(found, want[name], rtol=1e-9, atol=1e-12), name
+
+
 def test_which_layers_have_a_formula():
     """The rest is computed sample by sample: grouped convolutions, other norms, layers used twice, tied weights, positions."""
     model, shape = CASES["odd"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.func import grad, vmap
 
-from bayflower.gaussian import Diagonal, LowRank, damp, is_proper, kl, product, quotient, solve_precision
+from bayflower.gaussian import Diagonal, LowRank, damp, is_proper, kl, product, quotient, solve_precision, solve_without_waiting
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -174,3 +174,14 @@ def test_solve_precision() -> None:
     precision[1] -= 100 * torch.eye(5, dtype=torch.float64)
     with pytest.raises(ValueError, match="matrix 1 of 3"):
         solve_precision(precision, shift)
+
+
+def test_means_without_waiting_are_those_of_cholesky() -> None:
+    draw = torch.Generator().manual_seed(3)
+    root = torch.randn(3, 8, 8, generator=draw, dtype=torch.float64)
+    precision, shift = root @ root.mT + torch.eye(8, dtype=torch.float64), torch.randn(3, 8, generator=draw, dtype=torch.float64)
+    assert torch.allclose(solve_without_waiting(precision, shift), solve_precision(precision, shift), rtol=1e-12)
+    flat = torch.zeros(8, 8, dtype=torch.float64)
+    flat[0, 0], flat[1, 1] = 1.0, -1e-16  # indefinite by rounding alone
+    assert bool(solve_without_waiting(flat[None], shift[:1]).isfinite().all())
+    assert bool(solve_without_waiting(-flat[None], shift[:1]).isnan().all())

@@ -102,15 +102,17 @@ class Rounds:
         """Do a round as `run_fused` does, and draw the batches of the one after it."""
         self.done += 1
         totals = Totals(self.halves, fast=not self.engine.apart)
-        for chunk in self.engine.chunks(self.chosen(self.done), self.sent):
+        chunks = self.engine.chunks(self.chosen(self.done), self.sent)
+        for chunk in chunks:
             updates, _ = self.engine.train(chunk, self.sent(chunk), self.done)
             self.lap("states")
+            if chunk is chunks[-1]:
+                self.engine.prefetch(self.chosen(self.done + 1), self.done + 1)
+                self.lap("drawing")
             totals.add(self.state, chunk, updates)
             self.lap("aggregation")
         self.state = self.server.finalise(self.state, totals.value(self.device))
         self.lap("aggregation")
-        self.engine.prefetch(self.chosen(self.done + 1), self.done + 1)
-        self.lap("drawing")
 
     def test(self) -> None:
         """Test every client, adapted as the method says."""

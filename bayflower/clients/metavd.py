@@ -51,6 +51,7 @@ class Client(AddOn):
     """Trains weights and their dropout from what the server sent."""
 
     update_type: ClassVar[type] = Update
+    measured = ("mask",)
 
     def views(self) -> dict[str, str]:
         """Return the personal model and the global one; the personal one also averaged over weight samples, where asked for."""

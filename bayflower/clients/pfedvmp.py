@@ -27,7 +27,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..classwise import class_factors, class_means, class_variances
+from ..classwise import class_factors, class_labels, class_means, class_variances
+from ..losses import pull
 from ..messages import Message, blank, dense_ranks, pack_factors, ranks
 from ..protocol import Shapes, shapes
 from ..strategies.pfedvmp import Update
@@ -41,14 +42,22 @@ class Client(fedper.Client):
     """Owns its head; trains with features pulled to their centroids, and sends what it saw of each class."""
 
     update_type = Update
+    measured = ("counts", "spread/counted", "spread/label")
     surveys = 64
 
     def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
         """Return the mean NLL and the pull to the centroids on one batch [eq. 9]."""
         logits, features, buffers = self.model.forward_features(params, work.buffers, batch.x, train=True, mask=batch.mask)
-        nll = masked_mean(self.model.nll(logits, batch.y), batch.mask)
-        distance = (self.features(features, work) - work.memo.centroids[batch.y]).square().mean(-1)
-        return nll + self.config.xi * masked_mean(distance * work.memo.known[batch.y], batch.mask), buffers
+        nll = self.model.mean_nll(logits, batch.y, batch.mask)
+        return nll + self.config.xi * self.pull(self.features(features, work), work, batch), buffers
+
+    def pull(self, features: Tensor, work: Work, batch: Batch) -> Tensor:
+        """Return the mean squared distance to the centroids, of samples whose class has one."""
+        centroids, known = work.memo.centroids, work.memo.known
+        if self.model.stacked:
+            return pull(features, centroids, known, batch.y, batch.mask)
+        distance = (features - centroids[batch.y]).square().mean(-1)
+        return masked_mean(distance * known[batch.y], batch.mask)
 
     def features(self, features: Tensor, work: Work) -> Tensor:
         """Return the features as (B, D), which must fit the centroids."""
@@ -71,7 +80,8 @@ class Client(fedper.Client):
         spread: Tensors = {}
         if self.config.centroid == "precision":
             basis, weight, counted = class_factors(z, data.y, data.mask, classes, self.config.cut, self.config.min_count)
-            spread = {"basis": basis, "weight": weight, "label": data.y, "counted": counted}
+            label = class_labels(data.y, data.mask, classes, self.config.min_count)
+            spread = {"basis": basis, "weight": weight, "label": label, "counted": counted}
         elif self.config.centroid == "diag":
             variance = class_variances(z, data.y, data.mask, means)
             spread = {"precision": (counts[:, None] / (variance + self.config.diag_floor)).to(z.dtype) * sent[:, None]}

@@ -40,6 +40,7 @@ class Client(AddOn):
     """Trains what is left of the network; says what its loss depends on."""
 
     update_type: ClassVar[type] = Update
+    measured = ("mask", "pruned")
     surveys = 64
 
     def views(self) -> dict[str, str]:
@@ -84,8 +85,10 @@ class Client(AddOn):
 
     def packed(self, updates: Update) -> list[Shapes]:
         """Return the shapes of the messages of stacked updates: all have the same mask."""
-        alike = shapes(self.pack(map_tree(lambda leaf: leaf[0], updates)))
-        return [alike] * len(updates.num_examples)
+        first = map_tree(lambda leaf: leaf[0], updates)
+        values = first._replace(params={name: torch.zeros_like(first.mask, dtype=leaf.dtype) if name == self.weight else leaf
+                                        for name, leaf in first.params.items()})  # fmt: skip
+        return [shapes(self.pack(values))] * len(updates.num_examples)
 
     def adapted(self, state: State, work: Work, data: Batch, purpose: Any) -> State:
         """Return the adapted model, its pruned weights 0."""

@@ -39,13 +39,15 @@ import torch
 from torch import Tensor
 
 from ..classwise import class_sums, from_triangle, to_triangle
-from ..gaussian import solve_precision
+from ..gaussian import solve_precision, solve_without_waiting
 from ..messages import Message, blank, received, roots
-from ..types import Anatomy, ConfigError, ServerHalf, Statistic, Sum, Tensors
+from ..tree import upload
+from ..types import Anatomy, BayflowerError, ConfigError, ServerHalf, Statistic, Sum, Tensors
 from . import fedper
 
 Centroid = Literal["precision", "diag", "count_mean", "mean"]
-AT_ONCE = 8  # matrices that are solved together
+DIVERGED = "the clients' features or the precisions of their classes are not finite: training has diverged; lower lr or xi"
+AT_ONCE = 16  # matrices that are solved together
 
 
 @dataclass(frozen=True)
@@ -172,15 +174,15 @@ class Server(ServerHalf):
         """Return the sum of the statistics of stacked updates; for matrices one product a class over the rows of all clients."""
         counts, means = updates.counts, updates.means.double()
         number = counts.sum(0)
-        present = number.nonzero()[:, 0].tolist()
         if self.config.centroid == "precision":
-            sums = class_sums(**updates.spread, means=means, sent=counts > 0, alpha=self.config.alpha, present=present)
+            sums = class_sums(**updates.spread, means=means, sent=counts > 0, alpha=self.config.alpha)
         else:
+            present = number.nonzero()[:, 0].tolist()
             weight = self._simple(counts[..., None], updates.spread.get("precision", means)) * (counts > 0)[..., None]
             pooled = weight.sum(0) if self.config.centroid == "diag" else weight.sum(0)[:, 0]
-            sums = zip(pooled[present], (weight * means).sum(0)[present], strict=True)
+            sums = zip(present, pooled[present], (weight * means).sum(0)[present], strict=True)
         found = dict(self.base.total(state, clients, updates) or {})
-        for k, (precision, shift) in zip(present, sums, strict=True):
+        for k, precision, shift in sums:
             found |= {f"precision/{k}": precision, f"shift/{k}": shift, f"count/{k}": number[k]}
         return found
 
@@ -194,8 +196,9 @@ class Server(ServerHalf):
         for start in range(0, len(present), AT_ONCE):
             some = present[start : start + AT_ONCE]
             precision, shift = (torch.stack([total[f"{name}/{k}"] for k in some]) for name in ("precision", "shift"))
-            centroids[some] = self._solved(precision, shift).to(centroids)
-            known[some] = True
+            where = upload(some, centroids.device)
+            centroids.index_copy_(0, where, self._solved(precision, shift).to(centroids))
+            known.index_fill_(0, where, True)
         return State(base.params, base.buffers, centroids, known)
 
     def _solved(self, precision: Tensor, shift: Tensor) -> Tensor:
@@ -204,12 +207,19 @@ class Server(ServerHalf):
             return shift / (precision.reshape(len(shift), -1) + self.config.prior_precision)
         matrix = from_triangle(precision, shift.shape[1])
         matrix.diagonal(dim1=1, dim2=2).add_(self.config.prior_precision)
+        if matrix.is_cuda:
+            return solve_without_waiting(matrix, shift)
         try:
             return solve_precision(matrix, shift)
-        except ValueError:  # weights so large that alpha is lost in their rounding: what is left of such directions is at least alpha
+        except ValueError:
+            if not bool(matrix.isfinite().all()):
+                raise BayflowerError(DIVERGED) from None
+            # weights so large that alpha is lost in their rounding: what is left of such directions is at least alpha
             values, vectors = torch.linalg.eigh(matrix)
             return torch.einsum("gij,gj,gkj,gk->gi", vectors, 1 / values.clamp(min=self.config.alpha), vectors, shift)
 
     def report(self, state: State) -> dict[str, float]:
         """Return how many classes have a centroid."""
+        if not bool(state.centroids.isfinite().all()):
+            raise BayflowerError(DIVERGED)
         return {"known_classes": float(state.known.sum())}
