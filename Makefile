@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test flower lint types unit install clean
+.PHONY: help demo test flower containers image lint types unit install clean
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
 	@echo "make test    style, types and tests"
 	@echo "make flower  the tests that start Flower's own programs (about ten minutes)"
+	@echo "make image   the container image, bayflower:VERSION"
+	@echo "make containers  the tests that start containers (root and a Docker engine; about fifteen minutes)"
 	@echo "make clean   remove the environment and caches"
 
 install: $(READY)
@@ -27,7 +29,15 @@ demo: $(READY)
 test: lint types unit
 
 flower: $(READY)
-	$(BIN)/python -m pytest tests/test_flower.py -m flower
+	$(BIN)/python -m pytest tests/test_flower.py tests/test_deploy_processes.py -m flower
+
+# pip's own settings reach the build as a secret; with BAYFLOWER_TORCH_INDEX= (empty) torch comes from the same index as the rest
+image:
+	docker build --quiet -f docker/Dockerfile -t bayflower:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
+	  $${BAYFLOWER_PIP_CONF:+--secret id=pip,src=$$BAYFLOWER_PIP_CONF} $${BAYFLOWER_TORCH_INDEX+--build-arg TORCH_INDEX=$$BAYFLOWER_TORCH_INDEX} .
+
+containers: $(READY) image
+	$(BIN)/python -m pytest tests/test_containers.py -m containers
 
 lint: $(READY)
 	$(BIN)/ruff check .

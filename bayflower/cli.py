@@ -16,6 +16,7 @@ from rich.table import Table
 
 from . import __version__
 from . import methods as table
+from .deploy.cli import app as deploy
 from .errors import BayflowerError, ConfigError
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
     help="Bayesian personalised federated learning on Flower.",
     epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
 )
+app.add_typer(deploy, name="deploy")
 errors = Console(stderr=True)
 LINE_SECONDS = 15.0  # between two lines of progress where there is no terminal
 

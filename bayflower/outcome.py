@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -19,6 +16,7 @@ from .config import Run
 from .data import Federation
 from .facts import Summary
 from .halves import Halves
+from .jsonfile import write_json as write_json  # part of what this module offers
 
 Views = dict[str, dict[int, metrics.Tally]]
 CURVE = ("accuracy", "balanced_accuracy_mean", "nll")
@@ -98,14 +96,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed as a package" if package in sys.modules or package == "bayflower" else "not installed"
     return found
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("w") as file:
-        json.dump(content, file, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

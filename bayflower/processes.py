@@ -21,17 +21,19 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from .errors import BayflowerError, ConfigError
+from .jsonfile import read_json
 
 MARK = "BAYFLOWER_MARK"
 START_SECONDS = 60.0
-SILENT_SECONDS = 120.0  # after which a ServerApp that has not said anything counts as lost
+SILENT_SECONDS = 120.0  # after which a ServerApp that Flower has not started counts as lost
 RESTARTS = 5  # of one SuperNode
+ASK_SECONDS = 20.0  # between two questions to Flower: each starts a Python that imports it
 
 
 class Flower:
@@ -47,11 +49,8 @@ class Flower:
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
         self.restarts: dict[int, int] = {}
         self.env = {
-            **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}", MARK: self.mark,
-            "FLWR_HOME": str(self.folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+            **environment(self.mark, self.folder / "home", engine),
             "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.folder), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-            "BAYFLOWER_ENGINE": engine, "OPENBLAS_NUM_THREADS": "1",
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
 
     def __enter__(self) -> Flower:
@@ -82,17 +81,8 @@ class Flower:
         self.stop()
 
     def start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
-        """Return the started program; what it prints goes to a log in the run's folder."""
-        program = shutil.which(words[0], path=self.env["PATH"])
-        if program is None:
-            raise ConfigError(f"{words[0]} is not installed; install Flower with: pip install 'bayflower[simulation]'")
-        logs = self.out / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        with (logs / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [program, *words[1:]], cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=end_with_parent,
-            )  # fmt: skip
+        """Return the started program, which ends with this process; what it prints goes to a log in the run's folder."""
+        return launch(words, self.env, self.folder, self.out / "logs" / f"{name}.log", end_with_parent)
 
     def start_supernode(self, client: int) -> None:
         """Start the SuperNode of a client."""
@@ -117,9 +107,7 @@ class Flower:
 
     def tail(self, name: str) -> str:
         """Return the last line of a log, and where the log is."""
-        path = self.out / "logs" / f"{name}.log"
-        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.exists() else []
-        return f"{lines[-1].strip() if lines else 'nothing was printed'} (see {path})"
+        return last_line(self.out / "logs" / f"{name}.log")
 
     def watch(self) -> None:
         """Raise if the SuperLink is gone; start a SuperNode that is gone again."""
@@ -134,33 +122,16 @@ class Flower:
 
     def flwr(self, *words: str) -> Any:
         """Return the JSON a flwr command prints."""
-        done = subprocess.run(
-            [shutil.which("flwr", path=self.env["PATH"]) or "flwr", *words, "--format", "json"], cwd=self.folder, env=self.env,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        start = done.stdout.find("{")
-        try:
-            return json.loads(done.stdout[start:])
-        except ValueError:
-            said = (done.stderr or done.stdout).strip().splitlines()
-            raise BayflowerError(
-                f"flwr {words[0]} failed (code {done.returncode}): {said[-1] if said else 'nothing was printed'}"
-            ) from None
+        return flwr_json(words, self.env, self.folder)
 
     def submit(self, app: Path, config: Mapping[str, Any]) -> str:
         """Start a run of `app` with `config`; return its id."""
-        words = ["run", str(app), "bayflower"]
-        if self.engine == "ray":
-            words += ["--federation-config", f"num-supernodes={self.clients} client-resources-num-cpus=1"]
-        answer = self.flwr(*words, "--run-config", " ".join(f"{key}={toml(value)}" for key, value in config.items()))
-        if not answer.get("success"):
-            raise BayflowerError(f"Flower refused the run: {answer.get('error-message') or answer}")
-        return str(answer["run-id"])
+        words = ["--federation-config", f"num-supernodes={self.clients} client-resources-num-cpus=1"] if self.engine == "ray" else []
+        return submit(self.flwr, app, config, *words)
 
     def status(self, run: str) -> str:
         """Return e.g. "running", "finished:completed" or "finished:failed"."""
-        answer = self.flwr("list", "--run-id", run)
-        return str(answer["runs"][0]["status"])
+        return run_status(self.flwr, run)
 
     def stop(self) -> None:
         """End every process of this run: asked first, then forced, found by its mark if it has left its parent."""
@@ -192,24 +163,90 @@ def run_app(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that being asked to end leaves nothing behind either
     with Flower(engine, clients, out, port) as flower:
         run = flower.submit(app or write_app(flower.folder / "app", config), {**config, "out": str(out)})
-        asked = begun = time.monotonic()
-        while True:
-            flower.watch()
-            known = read_status(status_file)
-            if known.get("state") in ("finished", "failed"):
-                break
-            show(known)
-            if time.monotonic() - asked > 10:
-                asked = time.monotonic()
-                state = flower.status(run)
-                if not known and time.monotonic() - begun > SILENT_SECONDS:
-                    raise BayflowerError(f"the ServerApp said nothing for {SILENT_SECONDS:.0f} s: {flower.tail('superlink')}")
-                if state.startswith("finished") and read_status(status_file).get("state") not in ("finished", "failed"):
-                    raise BayflowerError(f"the run ended as {state} without a result: {flower.tail('superlink')}")
-            time.sleep(0.3)
-        if known["state"] == "failed":
-            raise (ConfigError if known.get("kind") == "ConfigError" else BayflowerError)(known["reason"])
+        follow(status_file, lambda: flower.status(run), show, flower.watch, lambda: flower.tail("superlink"))
+
+
+def follow(
+    status_file: Path, state_of: Callable[[], str], show: Callable[[dict[str, Any]], None], watch: Callable[[], None],
+    said: Callable[[], str],
+) -> None:  # fmt: skip
+    """Return when the run has finished; raise if it failed, by its own word in `status_file` or Flower's (`state_of`)."""
+    asked = begun = time.monotonic()
+    while True:
+        watch()
+        known = read_json(status_file)
+        if known.get("state") in ("finished", "failed"):
+            break
         show(known)
+        if time.monotonic() - asked > ASK_SECONDS:
+            state = state_of()
+            asked = time.monotonic()
+            if not known and state != "running" and time.monotonic() - begun > SILENT_SECONDS:
+                raise BayflowerError(f"the ServerApp did not start within {SILENT_SECONDS:.0f} s: {said()}")
+            if state.startswith("finished") and read_json(status_file).get("state") not in ("finished", "failed"):
+                raise BayflowerError(f"the run ended as {state} without a result: {said()}")
+        time.sleep(0.3)
+    if known["state"] == "failed":
+        raise (ConfigError if known.get("kind") == "ConfigError" else BayflowerError)(known["reason"])
+    show(known)
+
+
+def environment(mark: str, home: Path, engine: str) -> dict[str, str]:
+    """Return the environment of Flower's programs: this Python's, marked, without telemetry or installations."""
+    return {
+        **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}", MARK: mark,
+        "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "BAYFLOWER_ENGINE": engine, "OPENBLAS_NUM_THREADS": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+
+
+def launch(
+    words: list[str], env: Mapping[str, str], folder: Path, log_file: Path, before: Callable[[], None] | None = None
+) -> subprocess.Popen[bytes]:
+    """Return a started program in a session of its own; what it prints is added to `log_file`."""
+    program = shutil.which(words[0], path=env["PATH"])
+    if program is None:
+        raise ConfigError(f"{words[0]} is not installed; install Flower with: pip install 'bayflower[simulation]'")
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") as log:
+        return subprocess.Popen(
+            [program, *words[1:]], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=before,
+        )  # fmt: skip
+
+
+def last_line(path: Path) -> str:
+    """Return the last line of a log, and where the log is."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.exists() else []
+    return f"{lines[-1].strip() if lines else 'nothing was printed'} (see {path})"
+
+
+def flwr_json(words: Sequence[str], env: Mapping[str, str], folder: Path) -> Any:
+    """Return the JSON a flwr command prints."""
+    done = subprocess.run(
+        [shutil.which("flwr", path=env["PATH"]) or "flwr", *words, "--format", "json"], cwd=folder, env=env,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    start = done.stdout.find("{")
+    try:
+        return json.loads(done.stdout[start:])
+    except ValueError:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise BayflowerError(f"flwr {words[0]} failed (code {done.returncode}): {said[-1] if said else 'nothing was printed'}") from None
+
+
+def submit(flwr: Callable[..., Any], app: Path, config: Mapping[str, Any], *more: str) -> str:
+    """Start a run of `app` with `config` through `flwr`; return its id."""
+    answer = flwr("run", str(app), "bayflower", *more, "--run-config", " ".join(f"{key}={toml(value)}" for key, value in config.items()))
+    if not answer.get("success"):
+        raise BayflowerError(f"Flower refused the run: {answer.get('error-message') or answer}")
+    return str(answer["run-id"])
+
+
+def run_status(flwr: Callable[..., Any], run: str) -> str:
+    """Return e.g. "running", "finished:completed" or "finished:failed"."""
+    return str(flwr("list", "--run-id", run)["runs"][0]["status"])
 
 
 def write_app(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -236,14 +273,6 @@ def toml(value: Any) -> str:
     if '"' in str(value):
         raise ConfigError(f"a setting must not contain a quotation mark, got {value!r}")
     return f'"{value}"'
-
-
-def read_status(path: Path) -> dict[str, Any]:
-    """Return what the ServerApp last said of itself."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {}
 
 
 def free_port() -> int:

@@ -83,7 +83,9 @@ def test_every_command_that_is_named_exists():
     """`bayflower WORD` in running text: WORD is a command."""
     from bayflower.cli import app
 
-    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known = {command.name or command.callback.__name__ for command in app.registered_commands} | {
+        group.name for group in app.registered_groups
+    }
     for page in PAGES:
         named = set(re.findall(r"`bayflower ([a-z]+)", (ROOT / page).read_text()))
         assert named <= known, f"{page}: {sorted(named - known)}"

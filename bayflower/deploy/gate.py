@@ -1,0 +1,95 @@
+"""The one door that clients see: it passes Flower's Fleet API on to the SuperLink and nothing else.
+
+Flower serves three APIs on one port, and the one by which runs are started and node keys registered asks nobody who they are. Whoever could
+reach it could run code of their own on every node. Behind this gate the SuperLink is reached by clients only for what clients do.
+
+    python -m bayflower.deploy.gate --port 9092 --superlink superlink:9091 --certificate server.crt --key server.key --authority ca.crt
+"""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+# What an authenticated SuperNode asks for, by name: a path that is made from what came in could lead elsewhere ("/v1/fleet/../control").
+CALLS = ("activate-node", "deactivate-node", "send-node-heartbeat", "pull-messages", "push-messages", "get-run", "get-fab", "push-object",
+         "pull-object", "confirm-message-received")  # fmt: skip
+HOP = {"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"}  # between two neighbours only
+LARGEST = 64 * 2**20  # bytes of one request; Flower sends arrays in pieces of 5 MiB
+
+
+class TooLargeError(Exception):
+    """A request above the limit."""
+
+
+def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGEST) -> Starlette:
+    """Return the gate in front of the SuperLink at the URL `superlink`."""
+    client = httpx.AsyncClient(base_url=superlink, verify=verify, timeout=30.0)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with client:
+            yield
+
+    async def forward(request: Request, path: str) -> Response:
+        size = request.headers.get("content-length", "0")
+        if not size.isdigit() or int(size) > largest:
+            return PlainTextResponse(f"a request may have {largest} bytes at most\n", 413)
+        headers = [(key, value) for key, value in request.headers.items() if key not in HOP]
+        body = limited(request.stream(), largest) if request.method == "POST" else None
+        try:
+            answer = await client.send(client.build_request(request.method, path, headers=headers, content=body), stream=True)
+        except TooLargeError:
+            return PlainTextResponse(f"a request may have {largest} bytes at most\n", 413)
+        except httpx.HTTPError as error:
+            return PlainTextResponse(f"the SuperLink does not answer: {type(error).__name__}\n", 503)
+        kept = {key: value for key, value in answer.headers.items() if key not in HOP}
+        return StreamingResponse(answer.aiter_raw(), answer.status_code, kept, background=BackgroundTask(answer.aclose))
+
+    def route(path: str, *ways: str) -> Route:
+        async def to(request: Request) -> Response:
+            return await forward(request, path)
+
+        return Route(path, to, methods=list(ways))
+
+    return Starlette(routes=[route("/health", "GET", "HEAD"), *(route(f"/v1/fleet/{call}", "POST") for call in CALLS)], lifespan=lifespan)
+
+
+async def limited(parts: AsyncIterator[bytes], largest: int) -> AsyncIterator[bytes]:
+    """Yield the parts of a body until they are too many, whatever its header said."""
+    total = 0
+    async for part in parts:
+        total += len(part)
+        if total > largest:
+            raise TooLargeError
+        yield part
+
+
+def main(words: list[str] | None = None, serve: Callable[..., Any] = uvicorn.run) -> None:
+    """Serve until ended."""
+    parser = argparse.ArgumentParser(prog="python -m bayflower.deploy.gate", description="Passes Flower's Fleet API on, and nothing else.")
+    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--superlink", required=True, help="host:port of the SuperLink")
+    parser.add_argument("--certificate", required=True, help="what the gate shows to clients")
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--authority", required=True, help="who vouches for the SuperLink")
+    parser.add_argument("--largest", type=int, default=LARGEST, help=f"bytes of one request [{LARGEST}]")
+    given = parser.parse_args(words)
+    app = make_app(f"https://{given.superlink}", ssl.create_default_context(cafile=given.authority), given.largest)
+    serve(app, host=given.host, port=given.port, ssl_certfile=given.certificate, ssl_keyfile=given.key, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

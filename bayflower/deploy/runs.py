@@ -1,0 +1,175 @@
+"""Runs of a deployment: submitted, followed to their end with a true outcome, and resumed after whatever died."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import processes
+from ..errors import BayflowerError, ConfigError
+from ..jsonfile import read_json, write_json
+from .server import Server
+
+RECORD = "submission.json"
+POLL_SECONDS = 2.0
+ENDS_SECONDS = 90.0  # in which a run that was stopped must end
+
+
+def run_folder(server: Server, name: str) -> Path:
+    """Return where a run keeps its results; without a name, that of the newest run."""
+    if name:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}", name):
+            raise ConfigError(f"name must be letters, digits, '.', - and _, got {name!r}")
+        return server.results / name
+    found = sorted(server.results.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError("no run was submitted yet; start one with: bayflower deploy submit DIR METHOD")
+    return found[-1].parent
+
+
+def config_of(server: Server, method: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], str, int]:
+    """Return the run-config, a name for the run, and how many clients it needs; wrong settings are found here."""
+    from ..config import parse
+    from ..remote import APP_KEYS
+
+    ours = {key: value for key, value in given.items() if key in APP_KEYS}
+    settings = {"num_clients": server.deployment.clients, "device": "cpu", **{key: given[key] for key in given if key not in APP_KEYS}}
+    run = parse(method, settings)
+    needed = int(ours.get("min_nodes") or run.data.total_clients)
+    if needed > server.deployment.clients:
+        raise ConfigError(
+            f"the run needs {needed} clients, the deployment has {server.deployment.clients}; lower num_clients, or add clients"
+        )
+    name = f"{method}-{Path(run.data.dataset).stem}-{run.settings.seed}"
+    return {**settings, **ours, "method": method}, name, needed
+
+
+def wait_for_clients(server: Server, needed: int, wait: float, note: Callable[[str], None], watch: Callable[[], None]) -> None:
+    """Return when enough clients are online; say who is missing."""
+    deadline = time.monotonic() + wait
+    said: list[str] = []
+    while True:
+        missing = server.missing()
+        present = server.deployment.clients - len(missing)
+        if present >= needed:
+            return
+        text = f"{present} of {needed} clients are online; missing: {', '.join(missing)}"
+        if time.monotonic() > deadline:
+            raise BayflowerError(
+                f"{text}; start them on their machines (bayflower deploy up), or ask for fewer with --set num_clients={present}"
+            )
+        if said != missing:
+            note(f"{text}; waiting {deadline - time.monotonic():.0f} s for them")
+            said = missing
+        watch()
+        time.sleep(POLL_SECONDS)
+
+
+def submit(
+    server: Server, method: str, given: Mapping[str, Any], *, name: str = "", resume: bool = False, wait: float = 120.0,
+    detach: bool = False, show: Callable[[dict[str, Any]], None] = lambda status: None, note: Callable[[str], None] = lambda text: None,
+    watch: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run a method on the deployment's clients and return result.json's content; raise if the run failed, whatever Flower says."""
+    from .. import checkpoint
+
+    if resume:
+        folder = run_folder(server, name)
+        record = read_json(folder / RECORD)
+        if not record:
+            raise ConfigError(f"there is nothing to resume in {folder.name}; start without --resume")
+        config, needed = {**record["config"], **given}, int(record["needed"])
+        finish(server, str(record["run"]))
+        result = read_json(folder / "result.json")
+        if result and len(result["rounds"]) >= int(config.get("rounds") or 0):
+            return result
+    else:
+        config, usual, needed = config_of(server, method, given)
+        folder = run_folder(server, name or usual)
+        checkpoint.begin_anew(folder)
+    wait_for_clients(server, needed, wait, note, watch)
+    (folder / "status.json").unlink(missing_ok=True)
+    (folder / "result.json").unlink(missing_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="bayflower-app-"))
+    try:
+        app = processes.write_app(work / "app", {**config, "resume": resume, "out": ""})
+        run = processes.submit(server.flwr, app, {**config, "resume": resume, "out": str(folder)})
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    write_json(folder / RECORD, {"run": run, "name": folder.name, "needed": needed, "config": config})
+    note(f"run {run} of {config['method']} started as {folder.name}")
+    if detach:
+        return {}
+    follow(server, folder, run, show, watch)
+    return json.loads((folder / "result.json").read_text())
+
+
+def follow(server: Server, folder: Path, run: str, show: Callable[[dict[str, Any]], None], watch: Callable[[], None]) -> None:
+    """Return when a run has finished; raise if it failed."""
+    processes.follow(folder / "status.json", lambda: processes.run_status(server.flwr, run), show, watch,
+                     lambda: "see: bayflower deploy logs DIR; go on with: bayflower deploy submit DIR --resume")  # fmt: skip
+
+
+def finish(server: Server, run: str) -> None:
+    """Stop what is left of a run, so that two never write to one folder."""
+    deadline = time.monotonic() + ENDS_SECONDS
+    asked = False
+    while time.monotonic() < deadline:
+        try:
+            if processes.run_status(server.flwr, run).startswith("finished"):
+                return
+        except (BayflowerError, KeyError, IndexError):
+            return  # a SuperLink without a memory of it: the run is gone
+        if not asked:
+            server.flwr("stop", run, "bayflower")
+            asked = True
+        time.sleep(POLL_SECONDS)
+    raise BayflowerError(f"run {run} does not end; restart the SuperLink with: bayflower deploy down DIR, then up")
+
+
+def rounds_of(server: Server, method: str, name: str, resume: bool) -> int:
+    """Return how many rounds a run will have, for the progress bar."""
+    from ..config import parse
+
+    if not resume:
+        return parse(method, {}).settings.rounds
+    record = read_json(run_folder(server, name) / RECORD)
+    return int(record["config"].get("rounds") or parse(record["config"]["method"], {}).settings.rounds) if record else 0
+
+
+def overview(server: Server) -> dict[str, Any]:
+    """Return what a person asks of a deployment: which clients are online, and what became of the newest run."""
+    facts: dict[str, Any] = {"name": server.deployment.name, "clients": server.nodes(), "run": None}
+    try:
+        folder = run_folder(server, "")
+    except ConfigError:
+        return facts
+    record, status = read_json(folder / RECORD), read_json(folder / "status.json")
+    try:
+        state = processes.run_status(server.flwr, str(record["run"]))
+    except (BayflowerError, KeyError, IndexError):
+        state = "unknown to the SuperLink"
+    if status.get("state") in ("finished", "failed"):
+        state = f"finished:{'completed' if status['state'] == 'finished' else 'failed'}"
+    facts["run"] = {"id": record["run"], "name": folder.name, "method": record["config"]["method"], "state": state,
+                    "round": status.get("completed") or last_round(folder), "rounds": record["config"].get("rounds"),
+                    "reason": status.get("reason")}  # fmt: skip
+    return facts
+
+
+def last_round(folder: Path) -> int | None:
+    """Return the number of rounds in result.json, if there is one."""
+    result = read_json(folder / "result.json")
+    return len(result["rounds"]) if result else None
+
+
+def failed(facts: Mapping[str, Any]) -> bool:
+    """Return whether the newest run ended without a result."""
+    run = facts["run"]
+    return run is not None and (run["state"] not in ("finished:completed", "pending", "starting", "running"))

@@ -1,0 +1,274 @@
+"""The fault matrix: each failure, before, during and after local training, in a real federation of containers.
+
+    python benchmarks/faults.py                                  every fault, every position; writes docs/fault-matrix.json and .md
+    python benchmarks/faults.py --position during --fault slow   some of it; rows of the file that are not run stay
+    python benchmarks/faults.py --scaling                        round time with 3, 6 and 12 clients
+
+Two clients train FedMAP on digits for three rounds; the fault comes in round 2. The reference is the loop engine for the server's state and
+the clients' metrics, and an undisturbed run in the same containers for the clients' state files. Needs root and a Docker engine with the
+project's image (docs/deployment.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lab import POSITIONS, Lab
+
+from bayflower import checkpoint, store
+from bayflower.config import parse
+from bayflower.engines import execute, prepare
+from bayflower.jsonfile import read_json, write_json
+from bayflower.metrics import summarise
+from bayflower.tree import flatten
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "docs" / "fault-matrix.json"
+SETTINGS = {"dataset": "digits", "batch_size": 16, "local_epochs": 40, "rounds": 3, "evaluate_every": 1}
+ROUND = 2  # in which the fault comes
+LONG_SECONDS = 75.0  # Flower gives a node up after two missed heartbeats, 60 s
+SLOW = "48kbit"
+SMALL_DISK = 4 * 2**20
+
+
+def crash_supernode(lab: Lab, position: str, process: Any) -> Callable[[], None] | None:
+    """Kill a SuperNode's container; its restart policy starts it again."""
+    lab.crash("supernode-0")
+    return None
+
+
+def crash_clientapp(lab: Lab, position: str, process: Any) -> Callable[[], None] | None:
+    """Kill the process of a ClientApp."""
+    lab.crash_app("clientapp-0", "flwr-clientapp", process, 30.0 if position != "after" else 1.0)
+    return None
+
+
+def cut_for(seconds: float) -> Callable[[Lab, str, Any], Callable[[], None]]:
+    """Return a fault: the client is off the network for so long."""
+
+    def cut(lab: Lab, position: str, process: Any) -> Callable[[], None]:
+        def work() -> None:
+            with lab.cut(0):
+                time.sleep(seconds)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread.join
+
+    return cut
+
+
+def slow_link(lab: Lab, position: str, process: Any) -> Callable[[], None]:
+    """Slow the link of a client down until the run ends."""
+    lab.slow(0, SLOW)
+    return lambda: lab.fast(0)
+
+
+def crash_serverapp(lab: Lab, position: str, process: Any) -> Callable[[], None] | None:
+    """Kill the process of the ServerApp."""
+    lab.crash_app("serverapp", "flwr-serverapp", process)
+    return None
+
+
+def crash_superlink(lab: Lab, position: str, process: Any) -> Callable[[], None] | None:
+    """Kill the SuperLink's container; its restart policy starts it again."""
+    lab.crash("superlink")
+    return None
+
+
+def full_disk(lab: Lab, position: str, process: Any) -> Callable[[], None]:
+    """Fill the disk of client 1 until the next round is over."""
+    filler = lab.fill(1)
+    until = ROUND + (position == "after")
+
+    def work() -> None:
+        try:
+            lab.wait_for(lambda: process.poll() is not None or lab.round(lab.name) >= until)
+        finally:
+            filler.unlink(missing_ok=True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread.join
+
+
+# name: (what a person calls it, injection, victim, the final result must be the reference's)
+FAULTS: dict[str, tuple[str, Any, int, bool]] = {
+    "supernode": ("SuperNode killed and restarted", crash_supernode, 0, True),
+    "clientapp": ("ClientApp process killed", crash_clientapp, 0, True),
+    "cut": ("client off the network for 10 s", cut_for(10.0), 0, True),
+    "long-cut": (f"client off the network for {LONG_SECONDS:.0f} s, longer than the heartbeat", cut_for(LONG_SECONDS), 0, True),
+    "slow": (f"link of a client at {SLOW}/s", slow_link, 0, True),
+    "serverapp": ("ServerApp process killed", crash_serverapp, 0, True),
+    "superlink": ("SuperLink killed and restarted", crash_superlink, 0, True),
+    "disk": ("disk of a client full for one round", full_disk, 1, False),
+}
+
+
+class Reference:
+    """What an undisturbed run gives: the loop engine's numbers, and the clients' files from the same containers."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.want = execute(prepare(parse("fedmap", lab.settings), "loop"))
+        code, said = lab.finish(lab.submit("reference"))
+        if code:
+            raise RuntimeError(f"the undisturbed run failed: {said}")
+        self.states = {client: states_of(lab, "reference", client) for client in range(lab.deployment.clients)}
+        self.seconds = statistics.mean(record["seconds"] for record in lab.result("reference")["rounds"])
+        if not self.equal(lab, "reference"):
+            raise RuntimeError("the undisturbed run differs from the loop engine")
+
+    def equal(self, lab: Lab, name: str) -> bool:
+        """Return whether a run has the reference's server state and metrics, to the bit."""
+        known = checkpoint.read(lab.results(name))
+        assert known is not None
+        mine, wanted = flatten(checkpoint.server_state(known, type(self.want.server_state))), flatten(self.want.server_state)
+        result = lab.result(name)
+        same = result["final"]["personal"]["per_client"] == summarise(self.want.views["personal"])["per_client"]
+        return same and mine.keys() == wanted.keys() and all(torch.equal(mine[key], wanted[key]) for key in mine)
+
+
+def states_of(lab: Lab, name: str, client: int) -> dict[int, Any]:
+    """Return a client's states by round, read and checked."""
+    return {round: store.read(path) for round, path in lab.states(client, name).items()}
+
+
+def intact(lab: Lab, name: str, reference: Reference, equal: bool) -> bool:
+    """Return whether every client's files can be read and, where they must, have the reference's bits."""
+    for client, wanted in reference.states.items():
+        mine = states_of(lab, name, client)
+        if sorted(mine)[-1:] != sorted(wanted)[-1:]:
+            return False
+        for round in mine if equal else ():
+            if round in wanted and not all(torch.equal(mine[round].state[key], value) for key, value in wanted[round].state.items()):
+                return False
+    return True
+
+
+def run_row(lab: Lab, fault: str, position: str, reference: Reference) -> dict[str, Any]:
+    """Return what one fault at one position did."""
+    title, inject, victim, must = FAULTS[fault]
+    name = lab.name = f"{fault}-{position}"
+    started = time.monotonic()
+    process = lab.submit(name)
+    lab.wait_for_position(position, name, victim, ROUND, process)
+    heal = inject(lab, position, process)
+    code, said = lab.finish(process)
+    if heal is not None:
+        heal()
+    row: dict[str, Any] = {"fault": fault, "title": title, "position": position, "code": code, "resumed": False, "rounds_repeated": 0}
+    if code:
+        row |= {"resumed": True, "said": said, "rounds_repeated": max(0, ROUND - lab.round(name))}
+        code, said = lab.finish(lab.submit(name, "--resume"))
+        row["code_resumed"] = code
+    row["seconds"] = round(time.monotonic() - started, 1)
+    if code:
+        return row | {"ok": False, "said": said}
+    result = lab.result(name)
+    same = reference.equal(lab, name)
+    left_out = [record["round"] for record in result["rounds"] if record["num_clients"] < lab.deployment.clients]
+    kept = intact(lab, name, reference, must)
+    row |= {"rounds": len(result["rounds"]), "left_out": left_out, "faults": result["faults"], "equal": same, "state_intact": kept,
+            "round_seconds": [round(record["seconds"], 1) for record in result["rounds"]]}  # fmt: skip
+    row["ok"] = row["rounds"] == SETTINGS["rounds"] and kept and row["rounds_repeated"] <= 1 and len(left_out) <= 1 and (same or not must)
+    return row
+
+
+def matrix(faults: list[str], positions: list[str], folder: Path, keep: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """Return the rows asked for; `keep` is given each as it comes."""
+    rows = []
+    with Lab(folder, 2, SETTINGS, small={1: SMALL_DISK}) as lab:
+        reference = Reference(lab)
+        print(f"reference: {reference.seconds:.1f} s a round", flush=True)
+        for fault in faults:
+            for position in positions:
+                lab.healthy()
+                try:
+                    row = run_row(lab, fault, position, reference)
+                except RuntimeError as error:
+                    row = {"fault": fault, "title": FAULTS[fault][0], "position": position, "ok": False, "said": str(error)}
+                rows.append(row)
+                keep(row)
+    return rows
+
+
+def scaling(folder: Path, tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """Return seconds a round against the number of clients, light training, everything on one machine."""
+    rows = []
+    for clients in (3, 6, 12):
+        settings = {**SETTINGS, "keep": 0.5, "min_size": 4, "local_epochs": 1, "rounds": 4}
+        with Lab(folder / str(clients), clients, settings) as lab:
+            code, said = lab.finish(lab.submit("scaling"), 900)
+            if code:
+                raise RuntimeError(said)
+            seconds = [record["seconds"] for record in lab.result("scaling")["rounds"]][1:]
+        rows.append({"clients": clients, "containers": 3 + 2 * clients, "round_seconds": round(statistics.median(seconds), 2),
+                     "seconds_per_client": round(statistics.median(seconds) / clients, 2)})  # fmt: skip
+        tell(json.dumps(rows[-1]))
+    return rows
+
+
+def table_row(cells: Iterable[Any]) -> str:
+    """Return one line of a table."""
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def page(content: dict[str, Any]) -> str:
+    """Return the page for people."""
+    head = __doc__.split("\n\n")[2].replace("\n", " ").strip()
+    columns = ["fault", "position", "what the run did", "rounds repeated", "client states intact", "final result", "seconds"]
+    lines = ["# Fault matrix", "", f"Written by `benchmarks/faults.py`. {head}", "", table_row(columns), "|---" * len(columns) + "|"]
+    for row in content.get("rows", []):
+        if "rounds" not in row:
+            lines.append(table_row([row["title"], row["position"], row.get("said", "failed"), "–", "–", "–", row.get("seconds", "–")]))
+            continue
+        did = "ended with code 1; `--resume` finished it" if row["resumed"] else "went on by itself"
+        if row["left_out"]:
+            did += f"; the client was left out of round {row['left_out'][0]}"
+        final = "the reference's bits" if row["equal"] else "differs, as it must: a client missed a round"
+        kept = "yes" if row["state_intact"] else "NO"
+        lines.append(table_row([row["title"], row["position"], did, row["rounds_repeated"], kept, final, row["seconds"]]))
+    if content.get("scaling"):
+        why = "Light training; all containers share two cores, and Flower starts a process that imports torch for every message."
+        heads = ["clients", "containers", "seconds a round", "seconds a round and client"]
+        lines += ["", "## Round time against number of clients", "", why, "", table_row(heads), "|---" * len(heads) + "|"]
+        lines += [table_row(row.values()) for row in content["scaling"]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run what is asked for and write both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fault", action="append", choices=list(FAULTS))
+    parser.add_argument("--position", action="append", choices=POSITIONS)
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--out", type=Path, default=FILE)
+    given = parser.parse_args()
+    content = read_json(given.out) or {"rows": [], "scaling": []}
+    with tempfile.TemporaryDirectory(prefix="bayflower-faults-") as name:
+        Path(name).chmod(0o755)
+        if given.scaling:
+            content["scaling"] = scaling(Path(name), lambda line: print(line, flush=True))
+        else:
+            new = matrix(
+                given.fault or list(FAULTS), given.position or list(POSITIONS), Path(name) / "fed", lambda line: print(line, flush=True)
+            )
+            known = {(row["fault"], row["position"]): row for row in [*content["rows"], *new]}
+            content["rows"] = [known[key] for key in sorted(known, key=lambda key: (list(FAULTS).index(key[0]), POSITIONS.index(key[1])))]
+    write_json(given.out, content)
+    given.out.with_suffix(".md").write_text(page(content))
+    sys.exit(0 if all(row["ok"] for row in content["rows"]) else 1)
+
+
+if __name__ == "__main__":
+    main()
