@@ -1,4 +1,4 @@
-"""The command line: `bayflower run`, `compare`, `bench`, `methods`, `settings`, `models`."""
+"""The command line: `bayflower run`, `compare`, `bench`, `methods`, `settings`, `models`; further commands are in `commands/`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from . import __version__
 from . import methods as table
+from .commands import add_commands
 from .deploy.cli import app as deploy
 from .errors import BayflowerError, ConfigError
 
@@ -27,6 +28,7 @@ app = typer.Typer(
     help="Bayesian personalised federated learning on Flower.",
     epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
 )
+add_commands(app)
 app.add_typer(deploy, name="deploy")
 errors = Console(stderr=True)
 LINE_SECONDS = 15.0  # between two lines of progress where there is no terminal

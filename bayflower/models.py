@@ -1,4 +1,4 @@
-"""Networks as pure functions, and the networks of the papers.
+"""Networks as pure functions; the networks of the papers by name.
 
 `Model` wraps any `torch.nn.Module` factory: parameters and buffers are passed in and returned, the module gives only the structure.
 What never changes stays in the module and never travels: frozen parameters (requires_grad=False) and buffers that are not persistent. Tied
@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from .losses import mean_nll, nll
 from .masked import MASKABLE, mask_norms, real_samples
+from .networks import cnn, cnn3, lenet, mlp, resnet
 from .stackable import for_stacks
 from .types import Anatomy, ConfigError, Tensors, masked_mean
 
@@ -45,6 +46,7 @@ class Model:
         self._head = head
         self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}  # the constants, by device and dtype
         self.stacked = False  # whether layers have the form for stacks on a GPU
+        self.recipe: dict[str, Any] = {}  # what `build` needs to make it again; empty for a network that is not ours
 
     def made(self, seed: int) -> nn.Module:
         """Return a new module, initialised with `seed`."""
@@ -71,6 +73,17 @@ class Model:
         if key not in self._fixed:
             self._fixed[key] = {name: cast(value, like.dtype).to(like.device) for name, value in self.constants.items()}
         return self._fixed[key]
+
+    def module(self, params: Tensors, buffers: Tensors) -> nn.Module:
+        """Return a new module of the user's kind that holds these numbers, constants included, where and in what dtype they are."""
+        some = next(iter(params.values()))
+        module = self.made(FROZEN_SEED).to(device=some.device, dtype=some.dtype)
+        known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        with torch.no_grad():
+            for name, value in {**self.fixed(some), **params, **buffers}.items():
+                if name in known:
+                    known[name].copy_(value)
+        return module
 
     def forward(self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensors]:
         """Return (logits, buffers after the pass); the input buffers are left as they were.
@@ -271,93 +284,7 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-# -- the papers' networks ------------------------------------------------------------------------------------------
-def mlp(shape: tuple[int, ...], num_classes: int, norm: bool = False) -> nn.Module:
-    """Return FedMAP's perceptron, inputs→32→16→1 (one logit a class if there are more than two), optionally with BatchNorm."""
-    outputs = 1 if num_classes == 2 else num_classes
-    layers: list[nn.Module] = [nn.Flatten()]
-    width = math.prod(shape)
-    for hidden in (32, 16) if num_classes == 2 else (64, 32):
-        layers += [nn.Linear(width, hidden), *([nn.BatchNorm1d(hidden)] if norm else []), nn.ReLU()]
-        width = hidden
-    return BaseHead(nn.Sequential(*layers), nn.Linear(width, outputs))
-
-
-def cnn(shape: tuple[int, ...], num_classes: int, features: int = 512) -> nn.Module:
-    """Return pFedVMP's CNN (its Table 4): two 5×5 convolutions, a feature layer of `features`, a linear head."""
-    channels, height, width = shape
-    flat = 64 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
-    base = nn.Sequential(
-        *(nn.Conv2d(channels, 32, 5), nn.LeakyReLU(0.1), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 5), nn.LeakyReLU(0.1), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(flat, features), nn.LeakyReLU(0.1)),
-    )
-    return BaseHead(base, nn.Linear(features, num_classes))
-
-
-def cnn3(shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return MetaVD's CNN: three padded 3×3 convolutions of 64 maps, each pooled, hidden layers of 256 and 128, a linear head."""
-    layers: list[nn.Module] = []
-    for channels in (shape[0], 64, 64):
-        layers += [nn.Conv2d(channels, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    layers.append(nn.Flatten())
-    for before, after in ((64 * (shape[1] // 8) * (shape[2] // 8), 256), (256, 128)):
-        layers += [nn.Linear(before, after), nn.LeakyReLU(0.1)]
-    return BaseHead(nn.Sequential(*layers), nn.Linear(128, num_classes))
-
-
-def lenet(shape: tuple[int, ...], num_classes: int, maps: tuple[int, int] = (6, 16), widths: tuple[int, int] = (120, 84)) -> nn.Module:
-    """Return LeNet-5 with ReLU and max-pooling: two 5×5 convolutions (the first padded by 2), two hidden layers, a linear head."""
-    channels, height, width = shape
-    flat = maps[1] * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2)
-    base = nn.Sequential(
-        *(nn.Conv2d(channels, maps[0], 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(maps[0], maps[1], 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(flat, widths[0]), nn.ReLU(), nn.Linear(widths[0], widths[1]), nn.ReLU()),
-    )
-    return BaseHead(base, nn.Linear(widths[1], num_classes))
-
-
-def resnet(shape: tuple[int, ...], num_classes: int, depth: int = 20) -> nn.Module:
-    """Return the CIFAR ResNet of He et al. 2016 with `depth` = 6n + 2 layers: 16, 32, 64 maps, n blocks each, shortcuts without weights."""
-    blocks: list[nn.Module] = [nn.Conv2d(shape[0], 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    for before, after in ((16, 16), (16, 32), (32, 64)):
-        blocks += [Block(before if i == 0 else after, after) for i in range((depth - 2) // 6)]
-    model = BaseHead(nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(64, num_classes))
-    for module in model.modules():
-        if isinstance(module, (nn.Conv2d, nn.Linear)):
-            nn.init.kaiming_normal_(module.weight)
-    return model
-
-
-class Block(nn.Module):
-    """Two 3×3 convolutions and a shortcut; where the maps double, the shortcut drops every other pixel and adds maps of zeros."""
-
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        self.more, self.stride = after - before, 1 if after == before else 2
-        self.conv1, self.norm1 = nn.Conv2d(before, after, 3, self.stride, padding=1, bias=False), nn.BatchNorm2d(after)
-        self.conv2, self.norm2 = nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
-        if self.more:
-            x = nn.functional.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, self.more // 2, self.more - self.more // 2))
-        return torch.relu(y + x)
-
-
-class BaseHead(nn.Module):
-    """A feature extractor `base` and a classifier `head`."""
-
-    def __init__(self, base: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-        self.head = head
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.base(x))
-
-
+# -- the papers' networks, by name ----------------------------------------------------------------------------------
 MODELS: dict[str, str] = {
     "auto": "cnn for images of at least 16×16, else mlp",
     "mlp": "perceptron with two hidden layers (FedMAP: 32 and 16 for two classes; 64 and 32 otherwise)",
@@ -389,4 +316,6 @@ def build(name: str, input_shape: tuple[int, ...], num_classes: int, features: i
     if not name.startswith("mlp") and not image:
         raise ConfigError(f"model {name} needs images of at least 16×16, got inputs of shape {tuple(input_shape)}; use model=mlp")
     network = partial(cnn, features=features) if name == "cnn" else NETWORKS[name]
-    return Model(lambda: network(input_shape, num_classes), num_classes, name)
+    model = Model(lambda: network(input_shape, num_classes), num_classes, name)
+    model.recipe = {"name": name, "input_shape": list(input_shape), "num_classes": num_classes, "features": features}
+    return model

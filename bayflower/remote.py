@@ -7,7 +7,7 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 from . import checkpoint, methods, models, outcome, solo, wire
 from .clients.base import Site
 from .config import Run, groups, parse
-from .data import DataSettings, describe, load_client, num_classes
+from .data import DataSettings, client_scaling, describe, load_client, num_classes
 from .facts import listed
 from .halves import Halves, make_halves
 from .journal import Journal
@@ -154,7 +154,8 @@ def site_of(context: Context) -> Site:
         source = dataclasses.replace(source, data_dir=str(context.node_config["data-dir"]))
     data, model = client_data(source, run.settings.seed, client, str(device), run.settings.dtype, network)
     origin = describe(source, run.settings.seed)
-    return Site(client, client >= run.data.num_clients, model, data, DiskStore(Path(str(root))), origin)
+    prepare = partial(client_scaling, source, run.settings.seed, client)
+    return Site(client, client >= run.data.num_clients, model, data, DiskStore(Path(str(root))), origin, prepare)
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from bayflower.losses import mean_nll, nll, pull
-from bayflower.models import cnn
+from bayflower.networks import cnn
 from bayflower.optim import Optimizer
 from bayflower.stackable import StackedConv2d, StackedMaxPool2d, for_stacks
 from bayflower.types import OptState, masked_mean

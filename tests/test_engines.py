@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import assert_same_bits, small_prepared, worst_difference
 
-from bayflower import models
+from bayflower import models, networks
 from bayflower.engines import execute
 from bayflower.fused import run_fused
 from bayflower.halves import Halves
@@ -117,7 +117,7 @@ def test_a_network_with_dropout_is_trained_one_by_one_and_says_so(caplog):
     prepared = small_prepared("fedmap", dtype="float64")
 
     def factory():
-        return models.BaseHead(
+        return networks.BaseHead(
             torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)), torch.nn.Linear(16, 10)
         )
 

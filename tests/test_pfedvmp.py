@@ -21,7 +21,8 @@ from bayflower.config import Training, parse
 from bayflower.data import batches
 from bayflower.engines import Prepared, prepare, run_to_result
 from bayflower.exact import Total
-from bayflower.models import BaseHead, Model, build
+from bayflower.models import Model, build
+from bayflower.networks import BaseHead
 from bayflower.strategies import pfedvmp as server_half
 from bayflower.strategies.pfedvmp import Config, Server, State, Update
 from bayflower.types import Batch, ConfigError, Survey, Work

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -9,8 +11,8 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bayflower import methods, strategies
-from bayflower.clients import Plug, make_client_app
+from bayflower import clients, methods, strategies
+from bayflower.clients import Plug
 from bayflower.config import describe
 from bayflower.data.loaders import pair
 from bayflower.errors import BayflowerError, ConfigError
@@ -24,6 +26,7 @@ EASY = {
     "pfedvmp": {"xi": 1.0},
     "metavd": {"kl_weight": 0.1, "log_alpha_start": -6.0, "dropout_layer": "first"},
 }  # a few rounds on little data
+make_client_app = partial(clients.make_client_app, export=())  # personal models are tested in test_personal.py
 X = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -303,7 +306,7 @@ def test_labels_must_be_class_numbers_and_nodes_must_say_who_they_are():
 # -- own training loops --------------------------------------------------------------------------------------------------------
 def own_loop(method: str, state, **options) -> ClientApp:
     """Return the app of a user with a training loop of their own: Adam on what the method wants."""
-    plug = Plug(method, model=Net, data=load, state=state, **options)
+    plug = Plug(method, model=Net, data=load, state=state, export=(), **options)
     app = ClientApp()
     app.query()(plug.query)
     app.evaluate()(plug.evaluate)
@@ -341,7 +344,7 @@ def test_an_own_loop_with_the_methods_batches_gives_the_methods_bits(tmp_path):
         def forward(self, x):
             return self.fc(torch.relu(self.first(self.norm(x.flatten(1)))))
 
-    plug = Plug("fedmap", model=Plain, data=load, state=tmp_path / "own")
+    plug = Plug("fedmap", model=Plain, data=load, state=tmp_path / "own", export=())
     app = ClientApp()
     app.query()(plug.query)
     app.evaluate()(plug.evaluate)

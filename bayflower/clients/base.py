@@ -6,6 +6,7 @@ import json
 import logging
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -13,10 +14,11 @@ from flwr.clientapp import ClientApp
 
 from .. import attendance, methods, solo, wire
 from ..config import Training, convert_fields
+from ..data import Scaling
 from ..facts import Facts, to_header
 from ..models import Model
 from ..protocol import reply_header, reply_numbers
-from ..store import Saved, Store
+from ..store import DiskStore, Saved, Store
 from ..tree import digest, flatten, to, unflatten
 from ..types import BayflowerError, ClientHalf, Tensors
 
@@ -32,6 +34,7 @@ class Site(NamedTuple):
     data: solo.Samples
     store: Store
     origin: Mapping[str, Any] = {}  # "dataset", "note", "partition": how the data came about, for the result file; {} says nothing
+    scaling: Callable[[], Scaling | None] | None = None  # how raw rows became these data, for the personal model
 
 
 def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
@@ -97,14 +100,31 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
     return records(saved)
 
 
-def test_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
-    """Return the test of every view after the last round."""
+def test_reply(message: Message, head: dict[str, Any], site: Site, formats: tuple[str, ...] = ()) -> RecordDict:  # noqa: PT028 (no test of pytest's)
+    """Return the test of every view after the last round; where clients keep files, the personal model is saved beside the state."""
     half = make_half(head, site.model)
     broadcast = sent(half, message, head, site)
     known = site.store.load(head["run"], site.client)
     state = state_of(half, last_state(known, head, int(head["round"])), head, site)
-    views = tested(half, state, broadcast, site, head["purpose"], seed=int(head["seed"]), client=site.client, round=int(head["round"]))
+    keys: dict[str, Any] = {"seed": int(head["seed"]), "client": site.client, "round": int(head["round"])}
+    adapted = solo.adapt(half, state, broadcast, site.data.train, head["purpose"], **keys)
+    views = solo.test(half, adapted, broadcast, site.data.test, **keys)
+    if isinstance(site.store, DiskStore):
+        folder = site.store.folder(head["run"], site.client) / "personal"
+        end: dict[str, Any] = {"method": head["method"], "half": half, "state": adapted, "broadcast": broadcast, "data": site.data, **keys}
+        end |= {"new": site.new, "tally": views["personal"], "dataset": str(site.origin.get("dataset", ""))}
+        save_personal(folder, {**end, "scaling": site.scaling() if site.scaling else None}, formats)
     return RecordDict({wire.TALLY: wire.tallies_to_arrays(views), wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: len(site.data.test.y)})})
+
+
+def save_personal(folder: Path, end: dict[str, Any], formats: tuple[str, ...]) -> None:
+    """Save the personal model; a disk that is full must not cost the server this client's test."""
+    from ..personal import Kept, keep  # only at the end of a run
+
+    try:
+        keep(folder, Kept(**end), ("safetensors", *formats))
+    except Exception as error:
+        log.warning("the personal model of client %d was not saved in %s: %s", end["client"], folder, " ".join(str(error).split()))
 
 
 def tested(half: ClientHalf, state: Any, broadcast: Any, site: Site, purpose: Any, *, seed: int, client: int, round: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from ..config import Training, named_device
 from ..data import batches
 from ..data.loaders import pair
 from ..given import given
-from ..models import Model
 from ..protocol import reply_header, reply_numbers
 from ..store import DiskStore, Saved
 from ..tree import Tensors, digest, flatten, to
@@ -46,14 +46,18 @@ class Plug:
     layer   MetaVD and SNIP: the linear layer that will be named as dropout_layer on the strategy
     state   folder for the client's state; else state-dir of the node's configuration, else bayflower-runs/state at home
     device  cpu, cuda or cuda:N; auto = a GPU if there is one
+    export  what the personal model is saved as after the last round, besides safetensors: pt2, onnx
     """
 
     def __init__(
         self, method: str, *, model: Callable[[], nn.Module], data: Callable[[Context], Any], head: str | Sequence[str] | None = None,
-        layer: str = "", state: Path | str | None = None, device: str = "auto",
+        layer: str = "", state: Path | str | None = None, device: str = "auto", export: Sequence[str] = ("pt2",),
     ) -> None:  # fmt: skip
         self.row = methods.get(method)
         self.model, self.data, self.head, self.layer, self.state, self.device = model, data, head, layer, state, device
+        self.export = tuple(export)
+        if unknown := sorted(set(export) - {"pt2", "onnx"}):
+            raise ConfigError(f"export must name pt2 or onnx, got {unknown[0]!r}")
         self.sites: dict[int, Site] = {}
         self.lock = threading.Lock()
         self.plain = base.client_app(self.site)
@@ -79,9 +83,9 @@ class Plug:
         return base.answer(message, self.site(context), base.train_reply)
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Return the test of the personal model after the last round."""
+        """Return the test of the personal model after the last round; the model is saved beside the client's state."""
         self.check(message)
-        return base.answer(message, self.site(context), base.test_reply)
+        return base.answer(message, self.site(context), partial(base.test_reply, formats=self.export))
 
     def begin(self, message: Message, context: Context) -> Job:
         """Return the round as a job for a training loop of your own; `Job.reply` ends it."""
@@ -150,7 +154,7 @@ class Job:
             views = base.tested(self.half, self.state, broadcast, site, "finetune", round=self.round - 1, **keys)
             self.tally = base.flat_tallies(views)
         self.work: Work = self.half.begin(self.state, broadcast, self.train)
-        self.model = loaded(site.model, self.work.params, self.work.buffers, self.train.mask.device).train()
+        self.model = site.model.module(self.work.params, self.work.buffers).train()
         own = dict(self.model.named_parameters())
         self.moving = {name: own[name] if name in own else nn.Parameter(value.clone()) for name, value in self.work.params.items()}
         self.keys = {**keys, "round": self.round, "stage": f"train/{self.phase.name}"}
@@ -211,19 +215,6 @@ def only_phase(half: ClientHalf, method: str) -> Any:
     if len(phases) != 1 or phases[0].batches != 1 or not plain or getattr(half.config, "alpha_rate", 1) != 1:
         raise ConfigError(f"{method} trains in a way of its own, which is no loss to descend; use make_client_app")
     return phases[0]
-
-
-def loaded(model: Model, params: Tensors, buffers: Tensors, device: torch.device) -> nn.Module:
-    """Return a new module of the user's with these numbers."""
-    module = model.made(0).to(device)
-    some = next(iter(params.values()))
-    module.to(some.dtype)
-    with torch.no_grad():
-        known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name, value in {**model.fixed(some), **params, **buffers}.items():
-            if name in known:
-                known[name].copy_(value)
-    return module
 
 
 def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:

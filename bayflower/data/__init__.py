@@ -1,7 +1,18 @@
 """Data sets, partitions into clients, and the batches and noise of every step. Pure numpy and torch; nothing here imports flwr."""
 
 from .batches import largest_batch, noise, num_steps, plan, rng
-from .federation import ClientData, Federation, describe, load_client, load_federation, num_classes, standardise
+from .federation import (
+    ClientData,
+    Federation,
+    Scaling,
+    client_scaling,
+    describe,
+    load_client,
+    load_federation,
+    num_classes,
+    scaling,
+    standardise,
+)
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
 from .sources import Source, load_source, read_npz
 
@@ -13,7 +24,9 @@ __all__ = [
     "ClientData",
     "DataSettings",
     "Federation",
+    "Scaling",
     "Source",
+    "client_scaling",
     "describe",
     "largest_batch",
     "load_client",
@@ -25,5 +38,6 @@ __all__ = [
     "plan",
     "read_npz",
     "rng",
+    "scaling",
     "standardise",
 ]

@@ -161,7 +161,34 @@ def _members(parts: int, settings: DataSettings, seed: int) -> list[int]:
     return [int(part) for part in (*np.sort(training), *np.sort(new))]
 
 
+class Scaling(NamedTuple):
+    """How a table's columns are prepared: NaN becomes the median, then (x − mean) / std. A column without data has std ∞: it is 0."""
+
+    median: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        """Return the table prepared, float32."""
+        x = x.astype(np.float64)
+        return ((np.where(np.isnan(x), self.median, x) - self.mean) / self.std).astype(np.float32)
+
+
+def client_scaling(settings: DataSettings, seed: int, client: int) -> Scaling | None:
+    """Return how a client's table is prepared; None for images."""
+    data = _raw(_layout(settings, seed), settings, seed, client)
+    return scaling(data.x_train) if data.x_train.ndim == 2 else None
+
+
 def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:
+    data = _raw(layout, settings, seed, client)
+    if data.x_train.ndim != 2:
+        return data
+    x_train, x_test = standardise(data.x_train, data.x_test)
+    return data._replace(x_train=x_train, x_test=x_test)
+
+
+def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:
     member = layout.members[client]
     source = layout.source
     marks = None
@@ -177,10 +204,7 @@ def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> 
             f"client {client} would have {len(train)} training and {len(test)} test samples; every client needs one of each: "
             f"raise min_size, or set test_fraction above 0"
         )
-    x_train, x_test = x[train], x[test]
-    if x.ndim == 2:
-        x_train, x_test = standardise(x_train, x_test)
-    return ClientData(client, x_train, y[train], x_test, y[test])
+    return ClientData(client, x[train], y[train], x[test], y[test])
 
 
 def _split(size: int, fraction: float, marks: np.ndarray | None, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -197,12 +221,17 @@ def standardise(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.nda
 
     A column that is constant in training keeps its scale; one that is all missing in training is 0 throughout.
     """
-    train, test = train.astype(np.float64), test.astype(np.float64)
+    known = scaling(train)
+    return known.apply(train), known.apply(test)
+
+
+def scaling(train: np.ndarray) -> Scaling:
+    """Return the scaling that standardises a table, from its training part."""
+    train = train.astype(np.float64)
     unknown = np.isnan(train).all(axis=0)
     median = np.zeros(train.shape[1])
     median[~unknown] = np.nanmedian(train[:, ~unknown], axis=0)
-    test[:, unknown] = 0.0  # nothing in training says how to scale it
-    train, test = (np.where(np.isnan(part), median, part) for part in (train, test))
+    train = np.where(np.isnan(train), median, train)
     mean, std = train.mean(axis=0), train.std(axis=0)
     std = np.where(train.min(axis=0) == train.max(axis=0), 1.0, std)
-    return ((train - mean) / std).astype(np.float32), ((test - mean) / std).astype(np.float32)
+    return Scaling(median, mean, np.where(unknown, np.inf, std))

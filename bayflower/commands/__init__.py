@@ -1,0 +1,13 @@
+"""Commands of the command line that have a file of their own; each imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import typer
+
+from .take_home import export, personalise
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    for command in (export, personalise):
+        app.command()(command)

@@ -1,0 +1,94 @@
+"""The networks of the papers, each with a feature extractor `base` and a classifier `head`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def mlp(shape: tuple[int, ...], num_classes: int, norm: bool = False) -> nn.Module:
+    """Return FedMAP's perceptron, inputs→32→16→1 (one logit a class if there are more than two), optionally with BatchNorm."""
+    outputs = 1 if num_classes == 2 else num_classes
+    layers: list[nn.Module] = [nn.Flatten()]
+    width = math.prod(shape)
+    for hidden in (32, 16) if num_classes == 2 else (64, 32):
+        layers += [nn.Linear(width, hidden), *([nn.BatchNorm1d(hidden)] if norm else []), nn.ReLU()]
+        width = hidden
+    return BaseHead(nn.Sequential(*layers), nn.Linear(width, outputs))
+
+
+def cnn(shape: tuple[int, ...], num_classes: int, features: int = 512) -> nn.Module:
+    """Return pFedVMP's CNN (its Table 4): two 5×5 convolutions, a feature layer of `features`, a linear head."""
+    channels, height, width = shape
+    flat = 64 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
+    base = nn.Sequential(
+        *(nn.Conv2d(channels, 32, 5), nn.LeakyReLU(0.1), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 5), nn.LeakyReLU(0.1), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(flat, features), nn.LeakyReLU(0.1)),
+    )
+    return BaseHead(base, nn.Linear(features, num_classes))
+
+
+def cnn3(shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return MetaVD's CNN: three padded 3×3 convolutions of 64 maps, each pooled, hidden layers of 256 and 128, a linear head."""
+    layers: list[nn.Module] = []
+    for channels in (shape[0], 64, 64):
+        layers += [nn.Conv2d(channels, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers.append(nn.Flatten())
+    for before, after in ((64 * (shape[1] // 8) * (shape[2] // 8), 256), (256, 128)):
+        layers += [nn.Linear(before, after), nn.LeakyReLU(0.1)]
+    return BaseHead(nn.Sequential(*layers), nn.Linear(128, num_classes))
+
+
+def lenet(shape: tuple[int, ...], num_classes: int, maps: tuple[int, int] = (6, 16), widths: tuple[int, int] = (120, 84)) -> nn.Module:
+    """Return LeNet-5 with ReLU and max-pooling: two 5×5 convolutions (the first padded by 2), two hidden layers, a linear head."""
+    channels, height, width = shape
+    flat = maps[1] * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2)
+    base = nn.Sequential(
+        *(nn.Conv2d(channels, maps[0], 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(maps[0], maps[1], 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(flat, widths[0]), nn.ReLU(), nn.Linear(widths[0], widths[1]), nn.ReLU()),
+    )
+    return BaseHead(base, nn.Linear(widths[1], num_classes))
+
+
+def resnet(shape: tuple[int, ...], num_classes: int, depth: int = 20) -> nn.Module:
+    """Return the CIFAR ResNet of He et al. 2016 with `depth` = 6n + 2 layers: 16, 32, 64 maps, n blocks each, shortcuts without weights."""
+    blocks: list[nn.Module] = [nn.Conv2d(shape[0], 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    for before, after in ((16, 16), (16, 32), (32, 64)):
+        blocks += [Block(before if i == 0 else after, after) for i in range((depth - 2) // 6)]
+    model = BaseHead(nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(64, num_classes))
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(module.weight)
+    return model
+
+
+class Block(nn.Module):
+    """Two 3×3 convolutions and a shortcut; where the maps double, the shortcut drops every other pixel and adds maps of zeros."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.more, self.stride = after - before, 1 if after == before else 2
+        self.conv1, self.norm1 = nn.Conv2d(before, after, 3, self.stride, padding=1, bias=False), nn.BatchNorm2d(after)
+        self.conv2, self.norm2 = nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        if self.more:
+            x = nn.functional.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, self.more // 2, self.more - self.more // 2))
+        return torch.relu(y + x)
+
+
+class BaseHead(nn.Module):
+    """A feature extractor `base` and a classifier `head`."""
+
+    def __init__(self, base: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x))
