@@ -29,7 +29,7 @@ demo: $(READY)
 test: lint types unit
 
 flower: $(READY)
-	$(BIN)/python -m pytest tests/test_flower.py tests/test_deploy_processes.py -m flower
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py tests/test_deploy_processes.py tests/test_ray_cluster.py -m flower -n 2 --dist loadgroup
 
 # pip's own settings reach the build as a secret; with BAYFLOWER_TORCH_INDEX= (empty) torch comes from the same index as the rest
 image:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from bayflower.tree import flatten
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "fault-matrix.json"
-SETTINGS = {"dataset": "digits", "batch_size": 16, "local_epochs": 40, "rounds": 3, "evaluate_every": 1}
+SETTINGS = {"dataset": "digits", "batch_size": 16, "local_epochs": 20, "rounds": 3, "evaluate_every": 1}
 ROUND = 2  # in which the fault comes
 LONG_SECONDS = 75.0  # Flower gives a node up after two missed heartbeats, 60 s
 SLOW = "48kbit"
@@ -192,11 +193,19 @@ def matrix(faults: list[str], positions: list[str], folder: Path, keep: Callable
         print(f"reference: {reference.seconds:.1f} s a round", flush=True)
         for fault in faults:
             for position in positions:
-                lab.healthy()
+                if rows and (rows[-1]["resumed"] or not rows[-1]["ok"] or rows[-1]["fault"] in ("supernode", "long-cut")):
+                    lab.healthy()
                 try:
                     row = run_row(lab, fault, position, reference)
                 except RuntimeError as error:
-                    row = {"fault": fault, "title": FAULTS[fault][0], "position": position, "ok": False, "said": str(error)}
+                    row = {
+                        "fault": fault,
+                        "title": FAULTS[fault][0],
+                        "position": position,
+                        "ok": False,
+                        "resumed": False,
+                        "said": str(error),
+                    }
                 rows.append(row)
                 keep(row)
     return rows
@@ -260,11 +269,18 @@ def main() -> None:
         if given.scaling:
             content["scaling"] = scaling(Path(name), lambda line: print(line, flush=True))
         else:
-            new = matrix(
-                given.fault or list(FAULTS), given.position or list(POSITIONS), Path(name) / "fed", lambda line: print(line, flush=True)
-            )
-            known = {(row["fault"], row["position"]): row for row in [*content["rows"], *new]}
-            content["rows"] = [known[key] for key in sorted(known, key=lambda key: (list(FAULTS).index(key[0]), POSITIONS.index(key[1])))]
+
+            def keep(row: dict[str, Any]) -> None:
+                content.update(read_json(given.out))  # another part of the matrix may write to it meanwhile
+                known = {(one["fault"], one["position"]): one for one in [*content["rows"], row]}
+                content["rows"] = [
+                    known[key] for key in sorted(known, key=lambda key: (list(FAULTS).index(key[0]), POSITIONS.index(key[1])))
+                ]
+                write_json(given.out, content)
+                print(json.dumps(row), flush=True)
+
+            matrix(given.fault or list(FAULTS), given.position or list(POSITIONS), Path(name) / f"faults-{os.getpid()}", keep)
+            content.update(read_json(given.out))
     write_json(given.out, content)
     given.out.with_suffix(".md").write_text(page(content))
     sys.exit(0 if all(row["ok"] for row in content["rows"]) else 1)

@@ -24,7 +24,7 @@ from bayflower.deploy import keys, layout
 from bayflower.engines import execute, prepare
 from bayflower.metrics import summarise
 
-pytestmark = pytest.mark.flower
+pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("deploy")]
 MORE = [word.replace("rounds=2", "rounds=3") for word in SETS]
 
 
@@ -193,6 +193,23 @@ def test_the_gate_passes_what_clients_need_and_nothing_else(running):
     assert ask("superlink", "/v1/control/list-runs", b"\x00") not in (404, 405)  # there it is
     assert ask("gate", "/v1/fleet/pull-messages", b"\x00") in (400, 401, 422)  # passed on, refused there
     assert ask("gate", "/v1/fleet/pull-messages", b"\x00" * (65 * 2**20)) == 413
+
+
+def test_the_page_does_what_it_says(tmp_path):
+    """The commands of docs/deployment.md, "One machine, without Docker", as they stand."""
+    page = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text()
+    lines = [line for line in page.split("<!-- local -->")[1].split("```")[1].splitlines() if line.startswith("bayflower ")]
+    assert [line.split()[2] for line in lines] == ["init", "up", "submit", "status", "collect", "down"]
+    mark = ""
+    try:
+        for line in lines:
+            done = subprocess.run([sys.executable, "-m", *line.split()], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+            assert done.returncode == 0, (line, done.stderr)
+            mark = mark or (facts(tmp_path / "fed")["mark"] if (tmp_path / "fed" / "local").exists() else "")
+        assert json.loads((tmp_path / "results" / "result.json").read_text())["num_clients"] == 3
+        assert processes.marked(mark) == []
+    finally:
+        processes.end(mark)
 
 
 def test_missing_clients_are_named(tmp_path):
