@@ -24,6 +24,7 @@ from torch import Tensor
 
 NUM_BINS = 10
 GRID = 2.0**32
+LARGEST_NLL = 709.0  # of one sample: −log of the smallest normal float64
 
 
 class Tally(NamedTuple):
@@ -48,6 +49,23 @@ def zero(num_classes: int, device: torch.device | str = "cpu") -> Tally:
     c = torch.zeros(num_classes, dtype=torch.int64, device=device)
     b = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
     return Tally(n, n, n.double(), c, c, b, b.double(), b, b, b.double(), b)
+
+
+def possible(t: Tally) -> bool:
+    """Return whether a tally can have come from samples: nothing negative, parts within their wholes, and sums that agree."""
+    number, classes = int(t.num_examples), t.class_total.numel()
+    parts = ((t.class_correct, t.class_total), (t.bin_correct, t.bin_count), (t.all_correct, t.all_count))
+    sums = ((t.class_total, number), (t.bin_count, number), (t.all_count, number * classes), (t.all_correct, number),
+            (t.class_correct, int(t.correct)), (t.bin_correct, int(t.correct)))  # fmt: skip
+    return (
+        number < 2**40
+        and all(bool((leaf >= 0).all()) and bool((leaf < 2**60).all()) for leaf in t)
+        and all(bool((part <= whole).all()) for part, whole in parts)
+        and all(int(leaf.sum()) == total for leaf, total in sums)
+        and bool((t.bin_confidence <= t.bin_count + 1e-6).all())
+        and bool((t.all_confidence <= t.all_count + 1e-6).all())
+        and float(t.nll) <= LARGEST_NLL * number
+    )
 
 
 def add(a: Tally, b: Tally) -> Tally:

@@ -66,7 +66,7 @@ def result(run: Run, engine: str, federation: Federation | Summary, halves: Halv
     def block(tallies: Mapping[int, metrics.Tally], model: str, clients: str) -> dict[str, Any]:
         return {"model": model, "clients": clients, **metrics.summarise(tallies)}
 
-    final = {view: block(tallies, views[view], trained) for view, tallies in outcome.views.items()}
+    final = {view: block(tallies, views[view], trained) for view, tallies in outcome.views.items() if view in views}
     final.setdefault("global", None)  # type: ignore[arg-type]
     if "before" in final:  # then the personal model is the one after local training; a reader finds it under both names
         final["after"] = final["personal"]

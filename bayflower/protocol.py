@@ -124,10 +124,16 @@ def scalars_bytes(record: Scalars) -> int:
     return total
 
 
-def value_bytes(value: bool | int | float | str) -> int:
-    """Return the bytes of one value: a tag and a double, a zigzag varint, a bool, or a text with its length."""
+def value_bytes(value: Any) -> int:
+    """Return the bytes of one value: a tag and a double, a zigzag varint, a bool, a text or bytes with their length, or a list of these."""
     if isinstance(value, bool):
         return 2
+    if isinstance(value, bytes):
+        return field_bytes(len(value))
+    if isinstance(value, list):
+        texts = sum(value_bytes(one) for one in value if isinstance(one, (str, bytes)))
+        packed = sum(1 if isinstance(one, bool) else value_bytes(one) - 1 for one in value if not isinstance(one, (str, bytes)))
+        return 1 + field_bytes(texts + (field_bytes(packed) if packed else 0))  # fields of lists have tags of two bytes
     if isinstance(value, int):
         return 1 + varint_bytes(2 * value if value >= 0 else -2 * value - 1)
     return 9 if isinstance(value, float) else field_bytes(len(value.encode()))

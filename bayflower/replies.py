@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 from flwr.app import Message, MetricRecord
 
-from . import wire
+from . import bounds, wire
 from .exchange import Member, reason
+from .limits import Limits
 from .metrics import Tally
 from .types import ServerHalf
+
+LARGEST_LOSS = 1e30  # a loss beyond it cannot be averaged, and training has diverged long before
 
 
 class Expected(NamedTuple):
@@ -22,6 +25,10 @@ class Expected(NamedTuple):
     round: int
     asked: Container[int]  # clients that were asked
     members: Mapping[int, Member]
+    num_classes: int
+    limits: Limits
+    training: Any  # settings of local training
+    caps: Mapping[int, int]  # clients that count for fewer samples than they have
 
 
 class Accepted(NamedTuple):
@@ -34,21 +41,22 @@ class Accepted(NamedTuple):
 
 
 def sender(reply: Message, expected: Expected) -> int:
-    """Return the client a reply comes from; raise if it is not a reply to what was asked in this round."""
+    """Return the client a reply comes from; raise if it is too large, or not a reply to what was asked in this round."""
     if reply.has_error():
         raise wire.WireError(f"the client failed: {reason(reply)}")
+    wire.weigh(reply.content, expected.limits.max_message_mb)
     head = wire.header(reply, ("method", "run", "round", "client"))
     client = head["client"]
     member = expected.members.get(client) if isinstance(client, int) and not isinstance(client, bool) else None
     if member is None:
-        raise wire.WireError(f"client {client!r} is not known")
+        raise wire.WireError(f"client {repr(client)[:80]} is not known")
     if member.node != reply.metadata.src_node_id:
         raise wire.WireError(f"it says it is client {client}, which is another node")
     if client not in expected.asked:
         raise wire.WireError(f"client {client} was not asked in this round")
     for name in ("round", "run", "method"):
         if head[name] != getattr(expected, name):
-            raise wire.WireError(f"the reply is for {name} {head[name]!r}, not {getattr(expected, name)!r}")
+            raise wire.WireError(f"the reply is for {name} {repr(head[name])[:80]}, not {getattr(expected, name)!r}")
     return int(client)
 
 
@@ -57,23 +65,40 @@ def accept(reply: Message, expected: Expected, half: ServerHalf, state: Any, don
     client = sender(reply, expected)
     if client in done:
         raise wire.WireError("a second reply in the same round")
+    declared = expected.members[client].facts.train_size
     update = half.unpack(state, wire.arrays(reply, wire.UPDATE, consume=True))
-    if why := half.check(state, client, update):
+    why = half.check(state, client, update) or bounds.problem(half, state, client, update, declared, expected.limits, expected.training)
+    if why:
         raise wire.WireError(why)
-    tallies = wire.arrays_to_tallies(wire.arrays(reply, wire.TALLY)) if wire.TALLY in reply.content else {}
-    return Accepted(client, update, tallies, train_loss(reply))
+    tallies = tallies_of(reply, expected, client) if wire.TALLY in reply.content else {}
+    loss = train_loss(reply)
+    if client in expected.caps:
+        update = update._replace(num_examples=update.num_examples.clamp(max=expected.caps[client]))
+    return Accepted(client, update, tallies, loss)
 
 
 def tested(reply: Message, expected: Expected) -> tuple[int, dict[str, Tally]]:
     """Return (client, tallies by view) of a reply to evaluate."""
     client = sender(reply, expected)
-    return client, wire.arrays_to_tallies(wire.arrays(reply, wire.TALLY))
+    return client, tallies_of(reply, expected, client)
+
+
+def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Tally]:
+    """Return the tallies of a reply by view, which must be what a test of this client's data can give."""
+    tallies = wire.arrays_to_tallies(wire.arrays(reply, wire.TALLY), expected.num_classes)
+    most = 2 * expected.members[client].facts.test_size
+    for view, tally in tallies.items():
+        if int(tally.num_examples) > most:
+            raise wire.WireError(f"the test result {view!r} is of {int(tally.num_examples)} samples, more than twice what the client had")
+    if "personal" not in tallies:
+        raise wire.WireError("the test result of the personal model is missing")
+    return tallies
 
 
 def train_loss(reply: Message) -> float:
     """Return the mean loss of local training that a reply reports."""
     numbers = reply.content.get(wire.METRICS)
     loss = numbers.get(wire.TRAIN_LOSS) if isinstance(numbers, MetricRecord) else None
-    if not isinstance(loss, (int, float)) or not math.isfinite(loss):
-        raise wire.WireError(f"{wire.TRAIN_LOSS} must be a finite number, got {loss!r}")
+    if not isinstance(loss, (int, float)) or not math.isfinite(loss) or abs(loss) > LARGEST_LOSS:
+        raise wire.WireError(f"{wire.TRAIN_LOSS} must be a finite number of size up to {LARGEST_LOSS:g}, got {str(loss)[:80]}")
     return float(loss)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from .metrics import Tally, zero
+from .metrics import Tally, possible, zero
 from .protocol import (
     BROADCAST,
     HEADER,
@@ -27,6 +31,8 @@ from .protocol import (
 from .tree import flatten
 from .types import Tensors
 
+MOST_VIEWS = 8  # models that a client tests
+MOST_AXES = 16  # of an array
 __all__ = ["BROADCAST", "HEADER", "METRICS", "NUM_EXAMPLES", "PROTOCOL", "TALLY", "TRAIN_LOSS", "UPDATE", "WireError", "matching"]
 
 
@@ -41,10 +47,28 @@ def to_tensors(record: ArrayRecord, consume: bool = False) -> Tensors:
     for name in list(record):
         array = record.pop(name) if consume else record[name]
         try:
-            tensors[name] = torch.from_numpy(array.numpy()).clone()  # torch's own alignment: it decides how sums are split, hence bits
-        except (ValueError, TypeError, EOFError) as error:
-            raise WireError(f"array {name!r} cannot be read ({error})") from None
+            tensors[name] = torch.from_numpy(block(array)).clone()  # torch's own alignment: it decides how sums are split, hence bits
+        except (ValueError, TypeError, EOFError, SyntaxError) as error:
+            raise WireError(f"array {name!r} cannot be read ({str(error)[:200]})") from None
     return tensors
+
+
+def block(array: Array) -> np.ndarray:
+    """Return a copy of an array's numbers; its header must tell the truth before anything is allocated."""
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"serialised as {array.stype[:80]!r}, expected numpy.ndarray")
+    file = io.BytesIO(array.data)
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"version {version} of the .npy format is not known")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.kind not in "biuf":
+        raise ValueError(f"it holds {dtype}, not numbers")
+    start, size = file.tell(), math.prod(shape) * dtype.itemsize
+    if min(shape, default=1) < 0 or size != len(array.data) - start:
+        raise ValueError(f"it should have {size} bytes of numbers and has {len(array.data) - start}")
+    return np.frombuffer(array.data, dtype, offset=start).reshape(shape, order="F" if fortran else "C").copy()
 
 
 def arrays(message: Message, key: str, consume: bool = False) -> Tensors:
@@ -77,18 +101,35 @@ def tallies_to_arrays(views: Mapping[str, Tally]) -> ArrayRecord:
     return to_arrays({view: dict(zip(tally._fields, tally, strict=True)) for view, tally in views.items()})
 
 
-def arrays_to_tallies(flat: Mapping[str, Tensor]) -> dict[str, Tally]:
-    """Return the tallies by view, which must be what a test can give."""
+def arrays_to_tallies(flat: Mapping[str, Tensor], num_classes: int) -> dict[str, Tally]:
+    """Return the tallies by view, which must be what a test with `num_classes` classes can give."""
     views = sorted({name.split("/", 1)[0] for name in flat})
+    if len(views) > MOST_VIEWS or not all(re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", view) for view in views):
+        raise WireError(f"test results must be of at most {MOST_VIEWS} models with plain names, got {str(views)[:80]}")
     result = {}
     for view in views:
         own = {name.split("/", 1)[1]: value for name, value in flat.items() if name.startswith(view + "/")}
-        classes = own["class_total"].numel() if "class_total" in own else 0
-        tally = matching(own, zero(max(classes, 1)))
-        if any(bool((leaf < 0).any()) for leaf in tally) or int(tally.class_total.sum()) != int(tally.num_examples):
+        tally = matching(own, zero(num_classes))
+        if not possible(tally):
             raise WireError(f"the test result {view!r} contradicts itself: counts are negative or do not add up")
         result[view] = tally
     return result
+
+
+def weigh(content: RecordDict, most: int) -> None:
+    """Raise if a message holds more than `most` million bytes, or arrays that say they are larger than they are."""
+    total = 0
+    for record in content.values():
+        for name, value in record.items():
+            total += len(name)
+            if isinstance(value, Array):
+                total += len(value.data)
+                if len(value.shape) > MOST_AXES or math.prod(value.shape) * np.dtype(value.dtype).itemsize > len(value.data):
+                    raise WireError(f"array {name[:80]!r} says it has shape {str(value.shape)[:80]}, more than its {len(value.data)} bytes")
+            else:
+                total += len(value) if isinstance(value, (str, bytes)) else 8 * len(value) if isinstance(value, list) else 8
+    if total > most * 1_000_000:
+        raise WireError(f"the message has {total} bytes, more than max_message_mb = {most} allows")
 
 
 def copy_content(content: RecordDict) -> RecordDict:

@@ -77,3 +77,10 @@ def test_arrays_of_many_kinds_and_of_more_than_one_chunk():
     content = RecordDict({"arrays": wire.to_arrays(tree)})
     assert wire.num_bytes(content) == real_bytes(content)
     assert protocol.content_bytes({"arrays": protocol.shapes(tree)}, {}, {}) == real_bytes(content)
+
+
+def test_values_that_users_add_to_a_message():
+    """Bytes and lists, which Flower's records hold too."""
+    values = {"a": b"12345", "b": [1.5, 2.5, 3.5], "c": [1, -200, 2**40], "d": ["x", "yy"], "e": [True, False], "f": [], "g": [b"z", b""]}
+    content = RecordDict({"config": ConfigRecord(values), "more": MetricRecord({"x": [0.5] * 200, "n": [1] * 3})})
+    assert wire.num_bytes(content) == real_bytes(content)

@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from .. import attendance, methods, solo, wire
 from ..config import Training, convert_fields
 from ..data import Scaling
-from ..facts import Facts, to_header
+from ..facts import Facts, is_whole, to_header
 from ..models import Model
 from ..protocol import reply_header, reply_numbers
 from ..store import DiskStore, Saved, Store
@@ -67,6 +67,8 @@ def facts_of(site: Site) -> Facts:
 def answer(message: Message, site: Site, work: Callable[[Message, dict[str, Any], Site], RecordDict]) -> Message:
     """Return the reply; an error is raised again with client, round and stage in its text."""
     head = wire.header(message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions"))
+    if not is_whole(head["round"], 0, 2**40) or head["purpose"] not in ("finetune", "new"):  # the round becomes part of a file's name
+        raise wire.WireError(f"round {str(head['round'])[:80]!r} or purpose {str(head['purpose'])[:80]!r} cannot be")
     try:
         with solo.one_thread():
             content = work(message, head, site)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from .. import attendance, methods, metrics, replies, sampling, wire
+from .. import attendance, bounds, methods, metrics, replies, sampling, wire
 from ..checkpoint import Checkpoint, server_state
 from ..config import Training, convert_fields, make_instructions
 from ..exact import Total
@@ -79,6 +80,8 @@ class BayflowerStrategy(Strategy):
         self.outcome: Outcome | None = None
         self._sent: dict[int, int] = {}  # bytes sent to each client of the round
         self._asked: dict[str, int] = {}  # node a message went to
+        self._caps: dict[int, int] = {}  # clients that count for fewer samples than they have
+        self._cut: set[int] = set()  # clients of which that was said
         self._empty = 0  # rounds in a row without a valid reply
 
     # -- Flower's interface ------------------------------------------------------------------------------------------
@@ -197,7 +200,8 @@ class BayflowerStrategy(Strategy):
         expected = self._expected(server_round)
         for reply in incoming:
             try:
-                size = wire.num_bytes(reply.content) if reply.has_content() else 0
+                replies.sender(reply, expected)
+                size = wire.num_bytes(reply.content)  # before `accept` takes the arrays out
                 client, update, tallies, loss = replies.accept(reply, expected, half, self.state, losses)
                 total.add(half.statistic(self.state, client, update))
                 count = int(update.num_examples)
@@ -220,7 +224,7 @@ class BayflowerStrategy(Strategy):
         if losses:
             self.state = half.finalise(self.state, total.value())
         self._apply(Change([], self.roster.settle(server_round, sorted(self._sent), losses, answered)))
-        report = half.report(self.state)
+        report = {name: value for name, value in half.report(self.state).items() if math.isfinite(value)}
         self.records.append(RoundRecord.make(server_round, 0.0, up, sum(self._sent.values()), losses, report))
         return MetricRecord({wire.TRAIN_LOSS: self.records[-1]["train_loss"], **report}) if losses else None
 
@@ -265,13 +269,27 @@ class BayflowerStrategy(Strategy):
         return wire.to_arrays(self._half().shared(self.state))
 
     def _expected(self, round: int) -> replies.Expected:
-        return replies.Expected(self.run, self.row.name, round, self._sent, self.roster.members)
+        assert self.roster.common is not None
+        classes = self.roster.common.num_classes
+        return replies.Expected(self.run, self.row.name, round, self._sent, self.roster.members, classes, self.limits, self.training,
+                                self._caps)  # fmt: skip
 
     def _train_request(self, round: int, config: ConfigRecord) -> Request:
         chosen = sampling.choose(self.roster.training(), self.fraction_train, seed=self.seed, round=round, least=self.min_train_nodes)
+        self._caps = self._capped(chosen)
         test = bool(self.evaluate_every and round > 1 and (round - 1) % self.evaluate_every == 0)
         self._sent, self._asked = {}, {}
         return Request(chosen, MessageType.TRAIN, round, config, test)
+
+    def _capped(self, chosen: list[int]) -> dict[int, int]:
+        """Return for how many samples the clients count that would have more than `max_share` of the round, and say so once."""
+        sizes = {client: self.roster.members[client].facts.train_size for client in chosen}
+        found = bounds.caps(sizes, self.limits.max_share) if self.limits.max_share < 1 else {}
+        for client in sorted(set(found) - self._cut):
+            self.journal.fault(f"client {client} has {sizes[client]} samples and counts for {found[client]} (max_share is "
+                               f"{self.limits.max_share:g})")  # fmt: skip
+        self._cut |= set(found)
+        return found
 
     def _test_request(self, round: int, config: ConfigRecord) -> Request:
         self._sent, self._asked = {}, {}

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -131,6 +131,14 @@ class Server(ServerHalf):
         most = max(float(value.max()) for value in update.variance.values())
         bound = math.inf if self.config.delta is None else (1 + 1e-5) / self.config.delta
         return None if least > 0 and most <= bound else f"variance must be in (0, {bound:.6g}], got [{least:.3g}, {most:.3g}]"
+
+    def bounds(self, state: State, client: int, update: Update, limits: Any, training: Any) -> str | None:
+        """Return why variances cannot be those of the default prior, 1/(weight_decay n) or 1, or None."""
+        if self.config.delta is not None:
+            return None  # `check` has looked
+        delta = training.weight_decay * int(update.num_examples) if training.weight_decay else 1.0
+        most = max(float(value.max()) for value in update.variance.values())
+        return None if most <= (1 + 1e-5) / delta else f"variance must be at most {1 / delta:.6g}, got {most:.3g}"
 
     def statistic(self, state: State, client: int, update: Update) -> Statistic:
         """Return (n, n mu, n sigma, n (mu − c)²) with c the last w_g; the last two in two sums, because E-B5 needs them apart."""

@@ -80,6 +80,13 @@ class Server(fedavg.Server):
         least = min(float(value.min()) for value in update.precision.values())
         return super().check(state, client, update) if least > 0 else f"precision must be positive, got {least:.3g}"
 
+    def bounds(self, state: Any, client: int, update: Any, limits: Any, training: Any) -> str | None:
+        """Return why a precision is too large, or None: the client that claims the largest decides the mean."""
+        most = max(float(value.max()) for value in update.precision.values())
+        return (
+            None if most <= limits.max_precision else f"precision must be at most max_precision = {limits.max_precision:g}, got {most:.3g}"
+        )
+
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
         """Return (n_k, n_k Lambda_k, n_k Lambda_k mu_k)."""
         number = update.num_examples

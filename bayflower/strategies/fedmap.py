@@ -101,7 +101,20 @@ class Server(ServerHalf):
         if not 0 < count < 2**40:
             return f"num_examples must be positive and below 2^40, got {count}"
         log_weight = float(update.log_weight)
-        return None if abs(log_weight) < 2**40 else f"log_weight must lie within ±2^40, got {log_weight:.3g}"
+        if not abs(log_weight) < 2**40:
+            return f"log_weight must lie within ±2^40, got {log_weight:.3g}"
+        most = self.largest_weight(state, update)
+        return None if log_weight <= most else f"log_weight must be at most {most:.6g} that far from gamma, got {log_weight:.6g}"
+
+    def largest_weight(self, state: State, update: Update) -> float:
+        """Return the log weight of a client at theta_k that predicts all its labels with certainty, and a little for rounding."""
+        mode, tau = self.config.weights, self.config.tau
+        if mode == "uniform":
+            return 1e-6
+        apart = sum(float((value.double() - state.params[name].double()).square().sum()) for name, value in update.params.items())
+        prior = apart / (2 * self.config.sigma2)
+        best = -prior if mode == "sum" else -prior / tau + (math.log(int(update.num_examples)) if mode == "count" else 0.0)
+        return best + 1e-3 * (1 + abs(best))
 
     def statistic(self, state: State, client: int, update: Update) -> Statistic:
         """Return (omega, omega², omega·theta) of one client, in the exponent bin of omega."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -140,9 +140,17 @@ class Server(ServerHalf):
         if not 0 <= turns < 2**40:
             return f"turns must be in [0, 2^40), got {turns}"
         if not self.known(state, client, turns):
-            return None  # all factors will start anew, whatever this one is
+            return f"it changed a factor after {turns} turns that the ledger does not know; its next one starts anew"
         least = float(self.factor(state, client, turns, update.change).precision.min())
         return None if least > -1e-9 else f"the precision of a factor must not be negative (E-N5), got {least:.3g}"
+
+    def bounds(self, state: State, client: int, update: Update, limits: Any, training: Any) -> str | None:
+        """Return why the client's new factor says more of z than a client may, or None."""
+        new = self.factor(state, client, int(update.turns), update.change)
+        precise, shift = float(new.precision.max()), float(new.shift.abs().max())
+        if precise > limits.max_precision:
+            return f"the precision of a factor must be at most max_precision = {limits.max_precision:g}, got {precise:.3g}"
+        return None if shift <= limits.max_precision else f"the shift of a factor must be at most {limits.max_precision:g}, got {shift:.3g}"
 
     def factor(self, state: State, client: int, turns: int, change: Diagonal) -> Diagonal:
         """Return the client's new factor: the ledger's, or none if it has none, times the change."""
