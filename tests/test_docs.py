@@ -4,7 +4,7 @@ The convention. In ```bash blocks, lines that start with "bayflower " are run as
 (make, pip) are what CI does on a clean checkout. ```python blocks are run in a namespace of their own, in the same folder as the
 commands of their page. A Python block whose first line is a comment with a path is a file of the example in docs/add-a-method.md: its
 test, the contract's promises and the engines' agreement are run on it.
-```sh blocks are run by tests/test_flower.py, because they start Flower's own programs.
+```sh blocks are run by tests/test_flower.py, because they start Flower's own programs; ```diff blocks by tests/test_examples.py.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_commands_and_python_blocks_run(page, tmp_path, monkeypatch):
 def test_the_convention_finds_what_it_should():
     found = {page: [language for language, _ in blocks(page)] for page in PAGES}
     assert {"bash", "python"} <= set(found["README.md"])
-    assert all(language in ("", "bash", "python", "sh") for languages in found.values() for language in languages), found
+    assert all(language in ("", "bash", "diff", "python", "sh") for languages in found.values() for language in languages), found
     assert sum(len(commands(text)) for _, text in blocks("README.md")) >= 5
     assert set(files(EXAMPLE)) == {
         f"bayflower/strategies/{STEM}.py", f"bayflower/clients/{STEM}.py", "bayflower/methods.py", f"tests/test_{STEM}.py"

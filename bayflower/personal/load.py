@@ -55,11 +55,12 @@ class Personal(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.predict_proba(x).clamp(min=torch.finfo(torch.float32).tiny).log()
+        return self.ready(x).clamp(min=torch.finfo(torch.float32).tiny).log()  # type: ignore[no-any-return]
 
     def predict_proba(self, x: Tensor) -> Tensor:
-        """Return class probabilities (N, C)."""
-        return self.ready(x)
+        """Return class probabilities (N, C), without gradients."""
+        with torch.no_grad():
+            return self.ready(x)  # type: ignore[no-any-return]
 
     def predict(self, x: Tensor, samples: int = 100, seed: int = 0) -> Prediction:
         """Return mean and uncertainty of the class probabilities over the posterior of the weights; the draws follow from the seed."""

@@ -1,0 +1,1 @@
+"""stockapp: a Flower app."""

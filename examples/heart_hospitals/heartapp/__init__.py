@@ -1,0 +1,1 @@
+"""heartapp: a Flower app."""

@@ -1,0 +1,1 @@
+"""resnetapp: a Flower app."""
