@@ -9,6 +9,7 @@ convolution (output, input gradient, weight gradient) and the two of a pooling (
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,6 +73,34 @@ def front(tensor: Tensor, dim: int | None, clients: int) -> Tensor:
     return tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+def on_stacks(fn: Callable[..., Any], tensors: tuple[Tensor, ...], *settings: Any) -> Any:
+    """Return fn(*tensors, *settings), the clients' axis in front of the tensors, perhaps with more axes hidden by an outer vmap."""
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
+        return Merged.apply(fn, settings, *tensors)  # a kernel cannot look into such tensors
+    return fn(*tensors, *settings)
+
+
+class Merged(Function):
+    """`fn` of stacks, mapped over further axes: they become one with the clients'. It has no derivative."""
+
+    @staticmethod
+    def forward(fn: Callable[..., Any], settings: tuple[Any, ...], *tensors: Tensor) -> Any:
+        return fn(*tensors, *settings)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], fn: Callable[..., Any], settings: tuple[Any, ...], *tensors: Tensor) -> tuple[Any, Any]:
+        some = [front(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, dims[2:], strict=True)]
+        found = on_stacks(fn, tuple(tensor.flatten(0, 1) for tensor in some), *settings)
+        outer = some[0].shape[:2]
+        if isinstance(found, tuple):
+            return tuple(part.unflatten(0, outer) for part in found), (0,) * len(found)
+        return found.unflatten(0, outer), 0
+
+
 class Conv(Function):
     """weights (O, R) × patches of x (B, C, H, W) → (B, O, P, Q), and the patches; the weights' columns are (c, i, j), the bias, zeros."""
 
@@ -102,7 +131,7 @@ class Conv(Function):
         info: Any, dims: tuple[Any, ...], x: Tensor, weights: Tensor, size: Size, stride: int, pad: int
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         x, weights = front(x, dims[0], info.batch_size), front(weights, dims[1], info.batch_size)
-        return stacked_conv(x, weights, size, stride, pad), (0, 0)
+        return on_stacks(stacked_conv, (x, weights), size, stride, pad), (0, 0)
 
 
 class ConvInput(Function):
@@ -110,7 +139,7 @@ class ConvInput(Function):
 
     @staticmethod
     def forward(g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int) -> Tensor:
-        return stacked_input(g[None], weights[None], (1, *shape), size, stride, pad)[0]
+        return stacked_input(g[None], weights[None], shape, size, stride, pad)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -133,7 +162,7 @@ class ConvInput(Function):
         info: Any, dims: tuple[Any, ...], g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int
     ) -> tuple[Tensor, int]:
         g, weights = front(g, dims[0], info.batch_size), front(weights, dims[1], info.batch_size)
-        return stacked_input(g, weights, (info.batch_size, *shape), size, stride, pad), 0
+        return on_stacks(stacked_input, (g, weights), shape, size, stride, pad), 0
 
 
 class ConvWeights(Function):
@@ -162,7 +191,9 @@ class ConvWeights(Function):
     ) -> tuple[Tensor, int]:
         x, g = front(x, dims[0], info.batch_size), front(g, dims[1], info.batch_size)
         cols = None if cols is None else front(cols, dims[2], info.batch_size)
-        return stacked_weights(x, g, cols, rows, size, stride, pad), 0
+        if cols is None:
+            return on_stacks(stacked_weights_anew, (x, g), rows, size, stride, pad), 0
+        return on_stacks(stacked_weights, (x, g, cols), rows, size, stride, pad), 0
 
 
 def stacked_conv(x: Tensor, weights: Tensor, size: Size, stride: int, pad: int) -> tuple[Tensor, Tensor]:
@@ -178,11 +209,11 @@ def stacked_conv(x: Tensor, weights: Tensor, size: Size, stride: int, pad: int) 
 
 
 def stacked_input(g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int) -> Tensor:
-    """Return the gradient with respect to x, (A, B, C, H, W)."""
+    """Return the gradient with respect to x, (A, B, C, H, W), of which `shape` is all but A."""
     samples, outputs, high, wide = g.shape[1:]
     whole = is_whole(outputs, high * wide)
     cols = torch.bmm((weights if whole else repeat(weights, samples)).mT, columns(g, whole))
-    return image(cols, shape, size, stride, pad, whole)
+    return image(cols, (len(g), *shape), size, stride, pad, whole)
 
 
 def stacked_weights(x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: Size, stride: int, pad: int) -> Tensor:
@@ -193,6 +224,11 @@ def stacked_weights(x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: 
         cols = patches(x, size, stride, pad, rows, whole)
     found = torch.bmm(columns(g, whole), cols.reshape(-1, *cols.shape[-2:]).mT)
     return found if whole else found.view(clients, samples, outputs, rows).sum(1)
+
+
+def stacked_weights_anew(x: Tensor, g: Tensor, rows: int, size: Size, stride: int, pad: int) -> Tensor:
+    """Return the gradient with respect to the weights, the patches not known."""
+    return stacked_weights(x, g, None, rows, size, stride, pad)
 
 
 def repeat(weights: Tensor, samples: int) -> Tensor:
@@ -241,7 +277,7 @@ class Pool(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, size: Size, slope: float) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        return stacked_pool(front(x, dims[0], info.batch_size), size, slope), (0, 0)
+        return on_stacks(stacked_pool, (front(x, dims[0], info.batch_size),), size, slope), (0, 0)
 
 
 class Scatter(Function):
@@ -249,7 +285,7 @@ class Scatter(Function):
 
     @staticmethod
     def forward(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float) -> Tensor:
-        return stacked_scatter(g[None], index[None], (1, *shape), size, slope)[0]
+        return stacked_scatter(g[None], index[None], shape, size, slope)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -265,7 +301,7 @@ class Scatter(Function):
         info: Any, dims: tuple[Any, ...], g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float
     ) -> tuple[Tensor, int]:
         g, index = front(g, dims[0], info.batch_size), front(index, dims[1], info.batch_size)
-        return stacked_scatter(g, index, (info.batch_size, *shape), size, slope), 0
+        return on_stacks(stacked_scatter, (g, index), shape, size, slope), 0
 
 
 class Pick(Function):
@@ -316,7 +352,8 @@ def stacked_pool(x: Tensor, size: Size, slope: float) -> tuple[Tensor, Tensor]:
 
 
 def stacked_scatter(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float) -> Tensor:
-    """Return g at the places `index` names, in images of `shape` (A, B, C, H, W)."""
+    """Return g at the places `index` names, in images (A, B, C, H, W), of which `shape` is all but A."""
+    shape = (len(g), *shape)
     if has_kernels(g):
         from . import kernels
 

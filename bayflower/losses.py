@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .batched import front, has_kernels
+from .batched import front, has_kernels, on_stacks
 
 
 class NegativeLogProbability(Function):
@@ -29,7 +29,7 @@ class NegativeLogProbability(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor) -> tuple[Tensor, int]:
-        return values(front(logits, dims[0], info.batch_size), front(y, dims[1], info.batch_size)), 0
+        return on_stacks(values, (front(logits, dims[0], info.batch_size), front(y, dims[1], info.batch_size))), 0
 
 
 class Slope(Function):
@@ -52,7 +52,7 @@ class Slope(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, int]:
-        return slopes(*(front(tensor, dim, info.batch_size) for tensor, dim in zip((logits, y, g), dims, strict=True))), 0
+        return on_stacks(slopes, fronts((logits, y, g), dims, info)), 0
 
 
 class MeanNegativeLogProbability(Function):
@@ -74,7 +74,7 @@ class MeanNegativeLogProbability(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, int]:
-        return means(*(front(tensor, dim, info.batch_size) for tensor, dim in zip((logits, y, mask), dims, strict=True))), 0
+        return on_stacks(means, fronts((logits, y, mask), dims, info)), 0
 
 
 class Pull(Function):
@@ -100,8 +100,7 @@ class Pull(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        stacks = (front(tensor, dim, info.batch_size) for tensor, dim in zip(inputs, dims, strict=True))
-        return pulls(*stacks), (0, 0)
+        return on_stacks(pulls, fronts(inputs, dims, info)), (0, 0)
 
 
 def pull(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -118,6 +117,11 @@ def mean_nll(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 def nll(logits: Tensor, y: Tensor) -> Tensor:
     """Return −log p(y) of each sample, (B,)."""
     return NegativeLogProbability.apply(logits, y)  # type: ignore[no-any-return]
+
+
+def fronts(tensors: tuple[Tensor, ...], dims: tuple[Any, ...], info: Any) -> tuple[Tensor, ...]:
+    """Return the tensors with the clients' axis in front."""
+    return tuple(front(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, dims, strict=True))
 
 
 def values(logits: Tensor, y: Tensor) -> Tensor:

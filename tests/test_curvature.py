@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 
 from bayflower.curvature import diagonal, make_plan
 from bayflower.models import Model, build
-from bayflower.tree import map_tree, stack, take
+from bayflower.tree import map_tree, stack, take, to
 from bayflower.types import Batch
 
 
@@ -163,16 +163,22 @@ def test_chunks_add_up_and_certain_predictions_have_no_curvature():
     assert all(bool((value == 0).all()) for value in diagonal(model, params, buffers, batch).values())
 
 
-def test_networks_changed_for_stacks_have_the_same_formulas():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])])  # fmt: skip
+def test_networks_changed_for_stacks_have_the_same_formulas(device):
     plain = build("cnn", (1, 20, 20), 3, 8)
     changed = plain.for_stacks(gpu=True)
     assert make_plan(changed, (1, 20, 20)) == make_plan(plain, (1, 20, 20))
     assert not make_plan(changed, (1, 20, 20)).others
-    params, buffers = plain.initial(0, torch.float64)
-    batch = Batch(torch.randn(4, 1, 20, 20, dtype=torch.float64), torch.tensor([0, 2, 1, 1]), torch.ones(4, dtype=torch.float64))
-    want = diagonal(plain, params, buffers, batch)
-    for name, found in diagonal(changed, params, buffers, batch).items():
-        assert torch.allclose(found, want[name], rtol=1e-9, atol=1e-12), name
+    problems = [(*plain.initial(seed, torch.float64), Batch(
+        torch.randn(4, 1, 20, 20, dtype=torch.float64), torch.tensor([0, 2, 1, 1]), torch.ones(4, dtype=torch.float64)
+    )) for seed in (1, 2)]  # fmt: skip
+    stacks = [to(stack([problem[i] for problem in problems]), device) for i in range(3)]
+    together = to(vmap(lambda *one: diagonal(changed, *one))(*stacks), "cpu")
+    for row, problem in enumerate(problems):
+        want = diagonal(plain, *problem)
+        for name, found in take(together, row).items():
+            assert torch.allclose(found, want[name], rtol=1e-9, atol=1e-12), name
 
 
 def test_which_layers_have_a_formula():
