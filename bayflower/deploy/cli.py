@@ -128,6 +128,10 @@ def submit(
         raise ConfigError("name a method, e.g. fedmap, or give --resume; see: bayflower methods")
     server, watch = reach(folder, again=resume)
     if server is None:
+        if resume:  # after a machine has died: one command
+            from . import engine
+
+            engine.up(layout.read(folder))
         flags = {"--resume": resume, "--detach": detach, "--json": as_json}
         words = ["submit", "/server", *([method] if method else []), *(word for text in sets or [] for word in ("--set", text)),
                  "--name", name, "--wait", str(wait), *(flag for flag, wanted in flags.items() if wanted)]  # fmt: skip

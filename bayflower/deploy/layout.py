@@ -102,8 +102,8 @@ def init(
         raise ConfigError(f"port must be in 1 … 65535, got {port}")
     hosts = keys.check_hosts(hosts)
     name = name or f"bayflower-{re.sub('[^a-z0-9]+', '-', folder.resolve().name.lower()).strip('-') or 'federation'}"
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", name):
-        raise ConfigError(f"name must be lower-case letters, digits, - and _, got {name!r}")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,50}", name):
+        raise ConfigError(f"name must be at most 51 lower-case letters, digits, - and _, got {name!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and is not overwritten; choose another folder, or remove it")
     try:
@@ -126,8 +126,11 @@ def fill(
     whole = Deployment(
         name, "all", clients, tuple(hosts) or ("gate",), port, image, f"{uid}:{gid}", end, cpus=cpus, memory=memory, folder=folder
     )
-    machines = [dataclasses.replace(whole, role="server", folder=folder / "server")]
-    machines += [dataclasses.replace(whole, role="client", client=k, folder=folder / f"client-{k}") for k in range(clients)]
+    machines = [dataclasses.replace(whole, name=f"{name}-server", role="server", folder=folder / "server")]
+    machines += [
+        dataclasses.replace(whole, name=f"{name}-client-{k}", role="client", client=k, folder=folder / f"client-{k}")
+        for k in range(clients)
+    ]
     (folder / "ca").mkdir(mode=0o700)
     authority = keys.make_authority(folder / "ca", f"{name} authority", days)
     (folder / "server" / "nodes").mkdir(parents=True)

@@ -26,6 +26,7 @@ from .server import Server, register, write_connection
 
 START_SECONDS = 60.0
 AGAIN_SECONDS = 5.0  # between two starts of the same program
+WELCOME = "SuperNode ID"  # what a SuperNode prints once the SuperLink knows it
 JOIN_SECONDS = 150.0  # the SuperLink refuses a node's key until the node's last heartbeat is 60 s old
 
 
@@ -77,6 +78,8 @@ class Local:
                 self.start(f"supernode-{client}")
         if self.deployment.role == "all":
             self.wait_for_nodes(note)
+        elif self.deployment.role == "client":
+            self.wait_for_welcome(note)
 
     def start_server(self, note: Callable[[str], None]) -> None:
         """Start SuperLink and gate and register the clients' keys."""
@@ -154,6 +157,17 @@ class Local:
             raise BayflowerError(
                 f"{missing[0]} did not come online within {JOIN_SECONDS:.0f} s: {self.said(missing[0].replace('client', 'supernode'))}"
             )
+
+    def wait_for_welcome(self, note: Callable[[str], None]) -> None:
+        """Return when the server has accepted this machine's SuperNode."""
+        name = f"supernode-{self.deployment.client}"
+        log = self.folder / "logs" / f"{name}.log"
+        deadline = time.monotonic() + JOIN_SECONDS
+        while self.started.get(name) and WELCOME not in log.read_text(errors="replace"):
+            if time.monotonic() > deadline:
+                raise BayflowerError(f"the server at {self.deployment.address()} did not accept the SuperNode: {self.said(name)}")
+            self.keep_nodes()
+            time.sleep(0.5)
 
     def keep_nodes(self) -> None:
         """Start SuperNodes and the gate that are gone again, now and then."""
