@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from rich.table import Table
 from . import __version__
 from . import methods as table
 from .commands import add_commands
+from .commands.looking import cite, doctor
 from .deploy.cli import app as deploy
 from .errors import BayflowerError, ConfigError
 
@@ -29,6 +31,8 @@ app = typer.Typer(
     epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
 )
 add_commands(app)
+app.command()(doctor)
+app.command()(cite)
 app.add_typer(deploy, name="deploy")
 errors = Console(stderr=True)
 LINE_SECONDS = 15.0  # between two lines of progress where there is no terminal
@@ -74,7 +78,7 @@ def values(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
 
 @app.command()
 def run(
-    method: Annotated[str, typer.Argument(help="see `bayflower methods`")],
+    method: Annotated[str, typer.Argument(help="see `bayflower methods`", autocompletion=lambda: list(table.METHODS))],
     dataset: Dataset = None,
     engine: Engine = "fused",
     clients: Clients = None,
@@ -85,6 +89,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="folder for result.json [runs/METHOD-DATASET-SEED]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the folder, with the same settings")] = False,
     port: Port = 0,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write each round's numbers to OUT/tensorboard")] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -95,6 +100,7 @@ def run(
     from . import checkpoint
     from .config import parse
     from .engines import prepare, run_to_result, run_under_flower
+    from .tracking import TensorBoard, each_round, together
 
     quiet_logs(verbose)
     given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed, max_fused=max_fused)
@@ -104,8 +110,11 @@ def run(
     start = checkpoint.to_resume(folder, chosen) if resume else None
     if not resume:
         checkpoint.begin_anew(folder)
+    tracker = TensorBoard(folder / "tensorboard") if tensorboard else nullcontext()
     prepared = prepare(chosen, engine)
-    with bar(chosen.settings.rounds, table.get(method).title, hidden=as_json) as progress:
+    with tracker as track, bar(chosen.settings.rounds, table.get(method).title, hidden=as_json) as progress:
+        if track is not None:
+            progress = together(progress, each_round(track))
         if engine in ("fused", "loop"):
             result = run_to_result(prepared, folder, progress, start)
         else:
@@ -124,7 +133,9 @@ def run(
 
 @app.command()
 def compare(
-    methods: Annotated[list[str], typer.Argument(help="two or more methods; see `bayflower methods`")],
+    methods: Annotated[
+        list[str], typer.Argument(help="two or more methods; see `bayflower methods`", autocompletion=lambda: list(table.METHODS))
+    ],
     dataset: Dataset = None,
     engine: Engine = "fused",
     clients: Clients = None,
@@ -227,7 +238,10 @@ def list_methods(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def settings(method: Annotated[str, typer.Argument(help="see `bayflower methods`")], as_json: AsJson = False) -> None:
+def settings(
+    method: Annotated[str, typer.Argument(help="see `bayflower methods`", autocompletion=lambda: list(table.METHODS))],
+    as_json: AsJson = False,
+) -> None:
     """List every setting of a method with its default; set them with `--set KEY=VALUE`."""
     from .config import describe
 
