@@ -200,6 +200,20 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(**{name: convert(name, value, hints[name]) for name, value in values.items()})
 
 
+def strategy_settings(method: str, given: Mapping[str, Any]) -> tuple[Training, Any, Limits]:
+    """Return (local training, the method's own settings, limits) from settings given by name in one flat space."""
+    row = methods.get(method)
+    kinds = {"training": Training, "options": row.config, "limits": Limits}
+    names = {field.name: group for group, kind in kinds.items() for field in dataclasses.fields(kind)}
+    chosen: dict[str, dict[str, Any]] = {group: {} for group in kinds}
+    for name, value in {**row.defaults, **given}.items():
+        if name not in names:
+            raise ConfigError(f"{row.title} has no setting {name!r}; it has {', '.join(names)}")
+        chosen[names[name]][name] = value
+    training, options, limits = (convert_fields(kind, chosen[group]) for group, kind in kinds.items())
+    return training, options, limits
+
+
 def describe(method: str) -> list[tuple[str, str, Any, str]]:
     """Return (group, name, default, meaning) of every setting of `method`; the meaning is the comment beside the field."""
     row = methods.get(method)

@@ -154,6 +154,9 @@ def make_strategy(run: Run, progress: Progress | None = None, **more: Any) -> Ba
     settings = run.settings
     return strategy_class(run.method)(
         fraction_train=settings.fraction_train,
+        min_train_nodes=1,
+        min_evaluate_nodes=1,
+        min_available_nodes=1,
         min_replies=settings.min_replies,
         evaluate_every=settings.evaluate_every,
         seed=settings.seed,

@@ -6,9 +6,9 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
-from flwr.app import Message, MetricRecord
+from flwr.app import Message, MetricRecord, RecordDict
 
-from . import bounds, wire
+from . import bounds, guest, wire
 from .exchange import Member, reason
 from .limits import Limits
 from .metrics import Tally
@@ -29,6 +29,7 @@ class Expected(NamedTuple):
     limits: Limits
     training: Any  # settings of local training
     caps: Mapping[int, int]  # clients that count for fewer samples than they have
+    plain: bool = False  # whether updates come as plain arrays, because another strategy is around this one
 
 
 class Accepted(NamedTuple):
@@ -66,7 +67,8 @@ def accept(reply: Message, expected: Expected, half: ServerHalf, state: Any, don
     if client in done:
         raise wire.WireError("a second reply in the same round")
     declared = expected.members[client].facts.train_size
-    update = half.unpack(state, wire.arrays(reply, wire.UPDATE, consume=True))
+    flat = wire.arrays(reply, wire.UPDATE, consume=True)
+    update = half.unpack(state, guest.to_flat(flat, state, metric(reply, wire.NUM_EXAMPLES)) if expected.plain else flat)
     why = half.check(state, client, update) or bounds.problem(half, state, client, update, declared, expected.limits, expected.training)
     if why:
         raise wire.WireError(why)
@@ -97,8 +99,18 @@ def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Tal
 
 def train_loss(reply: Message) -> float:
     """Return the mean loss of local training that a reply reports."""
-    numbers = reply.content.get(wire.METRICS)
-    loss = numbers.get(wire.TRAIN_LOSS) if isinstance(numbers, MetricRecord) else None
+    loss = metric(reply, wire.TRAIN_LOSS)
     if not isinstance(loss, (int, float)) or not math.isfinite(loss) or abs(loss) > LARGEST_LOSS:
         raise wire.WireError(f"{wire.TRAIN_LOSS} must be a finite number of size up to {LARGEST_LOSS:g}, got {str(loss)[:80]}")
     return float(loss)
+
+
+def metric(reply: Message, name: str) -> Any:
+    """Return the metric called `name` of a reply, None if it has none."""
+    numbers = reply.content.get(wire.METRICS)
+    return numbers.get(name) if isinstance(numbers, MetricRecord) else None
+
+
+def metrics_of(reply: Message) -> RecordDict:
+    """Return the metrics of a reply without its arrays."""
+    return RecordDict({name: MetricRecord(dict(record)) for name, record in reply.content.metric_records.items()})

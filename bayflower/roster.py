@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from flwr.serverapp import Grid
 
+from . import bounds
 from .exchange import POLL_SECONDS, Member, query
 from .facts import Facts, Summary, agreed, disagreement, summary
 from .journal import Journal
@@ -52,6 +53,7 @@ class Roster:
         self.unused: set[int] = set()  # asked since then, without a reply that was used
         self.faults: dict[int, int] = {}  # replies in a row that could not be used
         self.silent: dict[int, int] = {}  # rounds in a row without any reply
+        self.capped: set[int] = set()  # clients of which it was said that they count for fewer samples than they have
         self.pause: dict[int, int] = {}  # rounds for which a client that left in silence is not asked, though its node is there
         self.refused: dict[int, int] = {}  # by node: how often it could not say who it is
         self.claims: dict[int, int] = {}  # by node: the client it says it is, which another node is
@@ -173,6 +175,15 @@ class Roster:
                     self.pause[client] = self.limits.leave_after + 1
                     dropped.append(client)
         return dropped
+
+    def caps(self, chosen: Iterable[int]) -> dict[int, int]:
+        """Return for how many samples the clients count that would have more than `max_share` of the round, and say so once."""
+        share, sizes = self.limits.max_share, {client: self.members[client].facts.train_size for client in chosen}
+        found = bounds.caps(sizes, share) if share < 1 else {}
+        for client in sorted(set(found) - self.capped):
+            self.journal.fault(f"client {client} has {sizes[client]} samples and counts for {found[client]} (max_share is {share:g})")
+        self.capped |= set(found)
+        return found
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def memory(self) -> dict[str, Any]:

@@ -38,7 +38,12 @@ __all__ = ["BROADCAST", "HEADER", "METRICS", "NUM_EXAMPLES", "PROTOCOL", "TALLY"
 
 def to_arrays(tree: Any) -> ArrayRecord:
     """Return the leaves as an ArrayRecord."""
-    return ArrayRecord({name: Array.from_torch_tensor(leaf.contiguous()) for name, leaf in flatten(tree).items()})
+    return ArrayRecord({name: to_array(leaf) for name, leaf in flatten(tree).items()})
+
+
+def to_array(tensor: Tensor) -> Array:
+    """Return a tensor as Flower sends it."""
+    return Array.from_torch_tensor(tensor.contiguous())
 
 
 def to_tensors(record: ArrayRecord, consume: bool = False) -> Tensors:
@@ -69,6 +74,14 @@ def block(array: Array) -> np.ndarray:
     if min(shape, default=1) < 0 or size != len(array.data) - start:
         raise ValueError(f"it should have {size} bytes of numbers and has {len(array.data) - start}")
     return np.frombuffer(array.data, dtype, offset=start).reshape(shape, order="F" if fortran else "C").copy()
+
+
+def only_arrays(message: Message) -> ArrayRecord:
+    """Return the message's ArrayRecord, whatever it is called; there must be one."""
+    found = list(message.content.array_records.values())
+    if len(found) != 1:
+        raise WireError(f"one ArrayRecord was expected, got {len(found)}")
+    return found[0]
 
 
 def arrays(message: Message, key: str, consume: bool = False) -> Tensors:

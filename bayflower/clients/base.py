@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from .. import attendance, methods, solo, wire
 from ..config import Training, convert_fields
 from ..data import Scaling
 from ..facts import Facts, is_whole, to_header
+from ..metrics import Tally
 from ..models import Model
 from ..protocol import reply_header, reply_numbers
 from ..store import DiskStore, Saved, Store
@@ -37,8 +38,8 @@ class Site(NamedTuple):
     scaling: Callable[[], Scaling | None] | None = None  # how raw rows became these data, for the personal model
 
 
-def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
-    """Return the ClientApp that serves any method for the site `site_of` finds in Flower's context."""
+def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> ClientApp:
+    """Return the ClientApp that serves any method for the site `site_of` finds in Flower's context; `mods` are Flower's, for training."""
     app = ClientApp()
 
     @app.query()
@@ -47,7 +48,7 @@ def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
         head = wire.make_header(client=site.client, new=site.new, **to_header(facts_of(site)))
         return Message(RecordDict({wire.HEADER: head}), reply_to=message)
 
-    @app.train()
+    @app.train(mods=list(mods))
     def train(message: Message, context: Context) -> Message:
         return answer(message, site_of(context), train_reply)
 
@@ -89,7 +90,7 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
     known = site.store.load(head["run"], site.client)
     for saved in known:
         if saved.round == round and saved.cause == cause:
-            return records(saved)
+            return records(saved, order_of(message, head))
     state = state_of(half, start_of_round(known, head, site), head, site)
     keys = {"seed": int(head["seed"]), "client": site.client}
     tally: Tensors = {}
@@ -99,7 +100,7 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
     numbers = reply_numbers(len(site.data.train.y), trained.loss)
     saved = Saved(round, cause, flatten(trained.state), half.pack(trained.update), tally, numbers)
     site.store.save(head["run"], site.client, saved)
-    return records(saved)
+    return records(saved, order_of(message, head))
 
 
 def test_reply(message: Message, head: dict[str, Any], site: Site, formats: tuple[str, ...] = ()) -> RecordDict:  # noqa: PT028 (no test of pytest's)
@@ -116,7 +117,13 @@ def test_reply(message: Message, head: dict[str, Any], site: Site, formats: tupl
         end: dict[str, Any] = {"method": head["method"], "half": half, "state": adapted, "broadcast": broadcast, "data": site.data, **keys}
         end |= {"new": site.new, "tally": views["personal"], "dataset": str(site.origin.get("dataset", ""))}
         save_personal(folder, {**end, "scaling": site.scaling() if site.scaling else None}, formats)
-    return RecordDict({wire.TALLY: wire.tallies_to_arrays(views), wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: len(site.data.test.y)})})
+    return RecordDict({wire.TALLY: wire.tallies_to_arrays(views), wire.METRICS: MetricRecord(numbers_of_test(views["personal"]))})
+
+
+def numbers_of_test(tally: Tally) -> dict[str, Any]:
+    """Return the personal model's metrics for functions that aggregate metrics; a tally says the same, and more."""
+    number = int(tally.num_examples)
+    return {wire.NUM_EXAMPLES: number, "accuracy": float(tally.correct) / max(number, 1), "nll": float(tally.nll) / max(number, 1)}
 
 
 def save_personal(folder: Path, end: dict[str, Any], formats: tuple[str, ...]) -> None:
@@ -146,7 +153,16 @@ def make_half(head: dict[str, Any], model: Model) -> ClientHalf:
 def sent(half: ClientHalf, message: Message, head: dict[str, Any], site: Site) -> Any:
     """Return the broadcast in the message, on the site's device."""
     kind = methods.get(head["method"]).server.broadcast_type
-    return to(half.unpack(kind, wire.arrays(message, wire.BROADCAST)), site.data.train.x.device)
+    flat = wire.to_tensors(wire.only_arrays(message))
+    if head.get("plain"):
+        groups = {"params": site.model.anatomy.trainable, "buffers": site.model.anatomy.buffers}
+        flat = {f"{group}/{name}": flat[name] for group, names in groups.items() for name in sorted(names)}
+    return to(half.unpack(kind, flat), site.data.train.x.device)
+
+
+def order_of(message: Message, head: dict[str, Any]) -> list[str]:
+    """Return the names of the arrays that were sent, where the reply must have the same; [] if it is an update as usual."""
+    return list(wire.only_arrays(message)) if head.get("plain") else []
 
 
 def start_of_round(known: list[Saved], head: dict[str, Any], site: Site) -> Saved | None:
@@ -176,9 +192,13 @@ def flat_tallies(views: dict[str, Any]) -> Tensors:
     return {f"{view}/{name}": leaf for view, tally in views.items() for name, leaf in flatten(tally).items()}
 
 
-def records(saved: Saved) -> RecordDict:
-    """Return the reply that was saved."""
-    content = RecordDict({wire.UPDATE: wire.to_arrays(saved.update), wire.METRICS: MetricRecord(dict(saved.numbers))})
-    if saved.tally:
+def records(saved: Saved, order: Sequence[str] = ()) -> RecordDict:
+    """Return the reply that was saved; with `order` the plain arrays of these names."""
+    update = saved.update
+    if order:
+        own = {name.split("/", 1)[1]: value for name, value in update.items() if "/" in name}
+        update = {name: own[name] for name in order}
+    content = RecordDict({wire.UPDATE: wire.to_arrays(update), wire.METRICS: MetricRecord(dict(saved.numbers))})
+    if saved.tally and not order:
         content[wire.TALLY] = wire.to_arrays(saved.tally)
     return content

@@ -6,7 +6,6 @@ Replies are pulled and added as they come: a round needs memory for the sum and 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -18,19 +17,20 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from .. import attendance, bounds, methods, metrics, replies, sampling, wire
+from .. import attendance, guest, methods, metrics, replies, sampling, wire
 from ..checkpoint import Checkpoint, server_state
-from ..config import Training, convert_fields, make_instructions
+from ..config import make_instructions, strategy_settings
 from ..exact import Total
 from ..exchange import LOST, Request, reason, stream
 from ..journal import Journal
-from ..limits import Limits
 from ..outcome import Outcome, Progress, RoundRecord, Views, curve_point
 from ..protocol import request_header
 from ..roster import Change, Roll, Roster
 from ..types import Anatomy, BayflowerError, ConfigError, ServerHalf, Tensors
 
 log = logging.getLogger("bayflower")
+MetricsFn = Callable[[list[RecordDict], str], MetricRecord]  # Flower's kind of function that aggregates metrics
+EVALUATION = 2**30  # added to a round for the draw of clients that are tested
 EMPTY_ROUNDS = 3  # rounds in a row without any valid reply after which a run stops
 
 
@@ -43,8 +43,15 @@ class BayflowerStrategy(Strategy):
         self,
         *,
         fraction_train: float = 1.0,
-        min_train_nodes: int = 1,
-        min_available_nodes: int = 1,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = wire.NUM_EXAMPLES,
+        arrayrecord_key: str = wire.BROADCAST,
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MetricsFn | None = None,
+        evaluate_metrics_aggr_fn: MetricsFn | None = None,
         min_replies: int = 1,
         evaluate_every: int = 0,
         seed: int = 0,
@@ -58,14 +65,18 @@ class BayflowerStrategy(Strategy):
         **settings: Any,
     ) -> None:
         row = methods.get(self.method)
-        chosen = sorted_settings(row, settings)
         if not 0 < fraction_train <= 1:
             raise ConfigError(f"fraction_train must be in (0, 1], got {fraction_train}; 1 means every client in every round")
+        if not 0 <= fraction_evaluate <= 1:
+            raise ConfigError(f"fraction_evaluate must be in [0, 1], got {fraction_evaluate}; 0 means no test after the last round")
+        if weighted_by_key != wire.NUM_EXAMPLES:
+            raise ConfigError(f"weighted_by_key must be {wire.NUM_EXAMPLES!r}, got {weighted_by_key!r}; a method defines its own weights")
         self.row, self.seed = row, seed
-        self.training = convert_fields(Training, chosen["training"])
-        self.options = convert_fields(row.config, chosen["options"])
-        self.limits: Limits = convert_fields(Limits, chosen["limits"])
+        self.training, self.options, self.limits = strategy_settings(self.method, settings)
         self.fraction_train, self.min_train_nodes = fraction_train, min_train_nodes
+        self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes
+        self.weighted_by_key, self.arrayrecord_key, self.configrecord_key = weighted_by_key, arrayrecord_key, configrecord_key
+        self.train_metrics_aggr_fn, self.evaluate_metrics_aggr_fn = train_metrics_aggr_fn, evaluate_metrics_aggr_fn
         self.min_available_nodes, self.min_replies = min_available_nodes, min_replies
         self.evaluate_every, self.retries = evaluate_every, retries
         self.progress, self.after_round, self.resume, self.wait = progress, after_round, resume, wait
@@ -81,8 +92,9 @@ class BayflowerStrategy(Strategy):
         self._sent: dict[int, int] = {}  # bytes sent to each client of the round
         self._asked: dict[str, int] = {}  # node a message went to
         self._caps: dict[int, int] = {}  # clients that count for fewer samples than they have
-        self._cut: set[int] = set()  # clients of which that was said
         self._empty = 0  # rounds in a row without a valid reply
+        self._driven = False  # whether `start` is ours; if not, another strategy is around this one
+        self._plain: ArrayRecord | None = None  # what that one wants to be sent
 
     # -- Flower's interface ------------------------------------------------------------------------------------------
     def start(
@@ -97,6 +109,7 @@ class BayflowerStrategy(Strategy):
     ) -> Result:
         """Return Flower's Result after `num_rounds` and a final test; `outcome` then holds every tally and state."""
         self.summary()
+        self._driven = True
         first = self._begin(grid, initial_arrays, timeout)
         result = Result()
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
@@ -132,6 +145,7 @@ class BayflowerStrategy(Strategy):
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterator[Message]:
         """Yield one message for each client of the round, made when it is asked for."""
+        self._host(server_round, arrays, grid)
         return self._messages(self._train_request(server_round, config))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -141,17 +155,22 @@ class BayflowerStrategy(Strategy):
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterator[Message]:
         """Yield one message for every client, those that never trained included."""
+        self._host(server_round, arrays, grid)
         return self._messages(self._test_request(server_round, config))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return the personal models' metrics on the clients' own test data."""
-        views = self._tested(server_round, replies)
+        """Return the personal models' metrics on the clients' own test data, or what `evaluate_metrics_aggr_fn` makes of the replies'."""
+        views, numbers = self._tested(server_round, replies)
+        if not self.fraction_evaluate:
+            return None
         if "personal" not in views:
             raise BayflowerError(f"round {server_round}: no client could be tested. Last: {self.faults[-1] if self.faults else 'no reply'}")
         if self.records and all(record["train_loss"] is None for record in self.records):
             raise BayflowerError(f"no client could be trained in any round. Last: {self.faults[-1]}")
         if self.records:
             self.records[-1].update(curve_point(views))
+        if self.evaluate_metrics_aggr_fn:
+            return self.evaluate_metrics_aggr_fn(numbers, self.weighted_by_key)
         summary = metrics.summarise(views["personal"])
         return MetricRecord({key: value for key, value in summary.items() if isinstance(value, (int, float))})
 
@@ -174,6 +193,22 @@ class BayflowerStrategy(Strategy):
         self._apply(self.roster.remember(self.resume.roster))
         return self.resume.round + 1
 
+    def _host(self, round: int, arrays: ArrayRecord, grid: Grid) -> None:
+        """Begin, or go on, inside another strategy, which calls what our `start` would."""
+        if self._driven:
+            return
+        if why := guest.refusal(self.row):
+            raise ConfigError(f"{why}; call start() of {self.row.title} itself")
+        if self.half is None:
+            self._begin(grid, arrays, 3600.0 if self.wait is None else self.wait)
+            if whole := guest.counters(self.state):
+                raise ConfigError(f"{whole[0]!r} holds a whole number, which Flower's clipping cannot scale; use a network without it")
+        elif round != self.journal.round:
+            self._apply(self.roster.muster(grid, 60.0))
+        if round != self.journal.round:
+            self.journal.begin(round)
+        self._plain, self.state = arrays, guest.adopted(self.state, arrays)
+
     def _initialise(self, anatomy: Anatomy, initial: Tensors) -> None:
         for name in (*anatomy.trainable, *anatomy.buffers):
             if name not in initial:
@@ -195,6 +230,7 @@ class BayflowerStrategy(Strategy):
         """Add what can be used of the replies and take the step; return the round's numbers, None if there was no reply."""
         half, total, up = self._half(), Total(), 0
         losses: dict[int, tuple[int, float]] = {}
+        numbers: list[RecordDict] = []
         answered: set[int] = set()
         tested: Views = {}
         expected = self._expected(server_round)
@@ -212,6 +248,8 @@ class BayflowerStrategy(Strategy):
                 continue
             total.drop(half.negligible(total.names()))
             losses[client] = (count, loss)
+            if self.train_metrics_aggr_fn:
+                numbers.append(replies.metrics_of(reply))
             up += size
             del update, reply  # before the next one comes
             for view, tally in tallies.items():
@@ -226,6 +264,8 @@ class BayflowerStrategy(Strategy):
         self._apply(Change([], self.roster.settle(server_round, sorted(self._sent), losses, answered)))
         report = {name: value for name, value in half.report(self.state).items() if math.isfinite(value)}
         self.records.append(RoundRecord.make(server_round, 0.0, up, sum(self._sent.values()), losses, report))
+        if losses and self.train_metrics_aggr_fn:
+            return self.train_metrics_aggr_fn(numbers, self.weighted_by_key)
         return MetricRecord({wire.TRAIN_LOSS: self.records[-1]["train_loss"], **report}) if losses else None
 
     def _require(self, round: int, valid: int) -> None:
@@ -242,8 +282,9 @@ class BayflowerStrategy(Strategy):
             last = self.faults[-2] if len(self.faults) > 1 else self.faults[-1]
             raise BayflowerError(f"no valid reply in {EMPTY_ROUNDS} rounds in a row; stopped. Last: {last}")
 
-    def _tested(self, server_round: int, incoming: Iterable[Message]) -> Views:
-        """Return the test results of the training clients by view; `outcome` has all."""
+    def _tested(self, server_round: int, incoming: Iterable[Message]) -> tuple[Views, list[RecordDict]]:
+        """Return the test results of the training clients by view, and the metrics of their replies; `outcome` has all results."""
+        numbers: list[RecordDict] = []
         views: Views = {}
         new: Views = {}
         expected = self._expected(server_round)
@@ -254,10 +295,12 @@ class BayflowerStrategy(Strategy):
                 self._fault(reply, server_round, error)
                 continue
             target = new if self.roster.members[client].new else views
+            if target is views and self.evaluate_metrics_aggr_fn:
+                numbers.append(replies.metrics_of(reply))
             for view, tally in tallies.items():
                 target.setdefault(view, {})[client] = tally
         self.outcome = Outcome(self.records, views, new, self.state, {}, tuple(self.faults))
-        return views
+        return views, numbers
 
     # -- messages ------------------------------------------------------------------------------------------------------
     def _half(self) -> ServerHalf:
@@ -266,34 +309,27 @@ class BayflowerStrategy(Strategy):
         return self.half
 
     def _arrays(self) -> ArrayRecord:
-        return wire.to_arrays(self._half().shared(self.state))
+        shared = self._half().shared(self.state)
+        return wire.to_arrays(shared) if self._plain is None else guest.ordered(shared, list(self._plain))
 
     def _expected(self, round: int) -> replies.Expected:
         assert self.roster.common is not None
         classes = self.roster.common.num_classes
         return replies.Expected(self.run, self.row.name, round, self._sent, self.roster.members, classes, self.limits, self.training,
-                                self._caps)  # fmt: skip
+                                self._caps, self._plain is not None)  # fmt: skip
 
     def _train_request(self, round: int, config: ConfigRecord) -> Request:
         chosen = sampling.choose(self.roster.training(), self.fraction_train, seed=self.seed, round=round, least=self.min_train_nodes)
-        self._caps = self._capped(chosen)
-        test = bool(self.evaluate_every and round > 1 and (round - 1) % self.evaluate_every == 0)
+        self._caps = self.roster.caps(chosen)
+        test = bool(self._plain is None and self.evaluate_every and round > 1 and (round - 1) % self.evaluate_every == 0)
         self._sent, self._asked = {}, {}
         return Request(chosen, MessageType.TRAIN, round, config, test)
 
-    def _capped(self, chosen: list[int]) -> dict[int, int]:
-        """Return for how many samples the clients count that would have more than `max_share` of the round, and say so once."""
-        sizes = {client: self.roster.members[client].facts.train_size for client in chosen}
-        found = bounds.caps(sizes, self.limits.max_share) if self.limits.max_share < 1 else {}
-        for client in sorted(set(found) - self._cut):
-            self.journal.fault(f"client {client} has {sizes[client]} samples and counts for {found[client]} (max_share is "
-                               f"{self.limits.max_share:g})")  # fmt: skip
-        self._cut |= set(found)
-        return found
-
     def _test_request(self, round: int, config: ConfigRecord) -> Request:
         self._sent, self._asked = {}, {}
-        return Request(self.roster.present(), MessageType.EVALUATE, round, config, True)
+        least = self.min_evaluate_nodes if self.fraction_evaluate else 0
+        chosen = sampling.choose(self.roster.present(), self.fraction_evaluate, seed=self.seed, round=round + EVALUATION, least=least)
+        return Request(chosen, MessageType.EVALUATE, round, config, True)
 
     def _exchange(self, grid: Grid, request: Request, timeout: float) -> Iterator[Message]:
         """Yield the replies to a request; a client whose node or process was lost is asked again once it is back."""
@@ -321,15 +357,22 @@ class BayflowerStrategy(Strategy):
         shared: ArrayRecord | None = None
         for client in request.clients:
             member = self.roster.members[client]
-            if shared is None or half.per_client:
+            if self._plain is None and (shared is None or half.per_client):
                 shared = wire.to_arrays(half.pack(half.broadcast(self.state, client)))
             head = request_header(
                 method=self.row.name, run=self.run, round=request.round, seed=self.seed, evaluate=request.test,
                 purpose="new" if member.new else "finetune", instructions=instructions,
             )  # fmt: skip
-            content = RecordDict({wire.BROADCAST: shared, wire.HEADER: ConfigRecord({**head, **self.roster.told(client)})})
-            if request.config:
-                content["config"] = request.config
+            head |= self.roster.told(client)
+            if self._plain is not None:
+                content = RecordDict(
+                    {self.arrayrecord_key: self._plain, wire.HEADER: ConfigRecord({**request.config, **head, "plain": True})}
+                )
+            else:
+                assert shared is not None
+                content = RecordDict({self.arrayrecord_key: shared, wire.HEADER: ConfigRecord(head)})
+                if request.config:
+                    content[self.configrecord_key] = ConfigRecord({**request.config, "server-round": request.round})
             self._sent[client] = wire.num_bytes(content)
             yield Message(content, dst_node_id=member.node, message_type=request.kind)
 
@@ -346,15 +389,3 @@ class BayflowerStrategy(Strategy):
         result.arrays = self._arrays()
         if (answer := evaluate_fn(round, result.arrays)) is not None:
             result.evaluate_metrics_serverapp[round] = answer
-
-
-def sorted_settings(row: methods.Method, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings by group: local training, the method's own, limits."""
-    kinds = {"training": Training, "options": row.config, "limits": Limits}
-    names = {field.name: group for group, kind in kinds.items() for field in dataclasses.fields(kind)}
-    chosen: dict[str, dict[str, Any]] = {group: {} for group in kinds}
-    for name, value in {**row.defaults, **settings}.items():
-        if name not in names:
-            raise ConfigError(f"{row.title} has no setting {name!r}; it has {', '.join(names)}")
-        chosen[names[name]][name] = value
-    return chosen
