@@ -54,7 +54,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
         tensors.update({f"client/{client}/{name}": tensor for name, tensor in state.items()})
     facts = {"run": checkpoint.run, "round": checkpoint.round, "config": checkpoint.config, "clients": sorted(checkpoint.clients),
              "records": checkpoint.records, "faults": checkpoint.faults, "roster": checkpoint.roster}  # fmt: skip
-    save_tensors(folder / FILE, tensors, {"format": FORMAT, "facts": json.dumps(facts)})
+    save_tensors(folder / FILE, tensors, {"format": FORMAT, "facts": json.dumps(facts)}, sealed=True)
 
 
 def read(folder: Path) -> Checkpoint | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import sys
+import time
 
 log = logging.getLogger("bayflower")
 LONGEST = 500  # characters of a line: part of it may come from a peer
@@ -34,6 +38,28 @@ class Journal:
     def fields(self, client: int | None) -> dict[str, object]:
         """Return what a log line is about."""
         return {"run": self.run, "round": self.round, "client": client}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, message, and run, round and client where a line has them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+                "level": record.levelname.lower(), "message": one_line(record.getMessage())}  # fmt: skip
+        more = {name: getattr(record, name, None) for name in ("run", "round", "client")}
+        return json.dumps({**line, **{name: value for name, value in more.items() if value is not None}}, ensure_ascii=False)
+
+
+def set_up() -> None:
+    """Let the log be JSON lines on standard error if the environment says BAYFLOWER_LOG=json."""
+    if os.environ.get("BAYFLOWER_LOG", "").lower() != "json" or any(isinstance(one.formatter, JsonLines) for one in log.handlers):
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 def one_line(text: str) -> str:

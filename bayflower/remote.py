@@ -16,13 +16,13 @@ from flwr.app import Context
 from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
-from . import checkpoint, methods, models, outcome, solo, wire
+from . import checkpoint, journal, methods, models, outcome, solo, wire
+from . import status as status_file
 from .clients.base import Site
 from .config import Run, groups, parse
 from .data import DataSettings, client_scaling, describe, load_client, num_classes
 from .facts import listed
 from .halves import Halves, make_halves
-from .journal import Journal
 from .loop import make_strategy
 from .outcome import RoundRecord, write_json
 from .roster import Roll, Roster
@@ -64,6 +64,7 @@ def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
     if not out.is_absolute():
         raise ConfigError(f"out must be a full path, got {str(out)!r}; the ServerApp does not run in your folder")
     status = out / "status.json"
+    journal.set_up()
     try:
         roll = None
         for name in names:
@@ -97,9 +98,9 @@ def serve_method(grid: Grid, config: Mapping[str, Any], method: str, folder: Pat
     """
     run = run_of(config, method)
     wait = float(config.get("wait") or 300)
-    journal = Journal("", [])
+    notes = journal.Journal("", [])
     if roll is None:
-        roster = Roster(run.limits, journal)
+        roster = Roster(run.limits, notes)
         roster.gather(grid, int(config.get("min_nodes") or run.data.total_clients), wait)
         roll = roster.roll()
     halves = make_halves(run, roll.common.input_shape, roll.common.num_classes)
@@ -113,11 +114,14 @@ def serve_method(grid: Grid, config: Mapping[str, Any], method: str, folder: Pat
         checkpoint.write(folder, checkpoint.make(run, s.run, round, s.state, {}, s.records, s.faults, s.roster.memory()))
 
     def progress(records: list[RoundRecord]) -> None:
-        write_json(status, {"state": "running", "method": method, "rounds": run.settings.rounds, "records": [dict(r) for r in records[-2:]],
-                            "completed": len(records)})  # fmt: skip
+        roster = strategy.roster
+        status_file.write(status, status_file.running(
+            method=method, run=strategy.run, rounds=run.settings.rounds, records=records, present=roster.present(),
+            left=sorted(roster.left), excluded=sorted(roster.excluded), faults=strategy.faults,
+        ))  # fmt: skip
 
     strategy = make_strategy(run, progress, after_round=save, resume=start, roll=roll)
-    strategy.faults.extend(journal.faults)
+    strategy.faults.extend(notes.faults)
     params, buffers = halves.initial
     strategy.start(grid, wire.to_arrays({**params, **buffers}), num_rounds=run.settings.rounds,
                    timeout=float(config.get("timeout") or 3600))  # fmt: skip
@@ -140,6 +144,7 @@ def same_network(halves: Halves, run: Run, roll: Roll) -> None:
 def site_of(context: Context) -> Site:
     """Return the client this node is: its data by partition id, in `data-dir` of the node if it has one, its states under `state-dir`."""
     config = context.run_config
+    journal.set_up()
     method = str(config.get("method") or "fedmap").split(",")[0].strip()
     run = run_of(config, method)
     client = int(context.node_config["partition-id"])

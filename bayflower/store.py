@@ -6,17 +6,23 @@ One file a round and client, `<root>/<run>/client-<k>/round-<r>.safetensors`, wr
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .tree import digest
 from .types import BayflowerError, Tensors
 
+log = logging.getLogger("bayflower")
 KEPT = 2
 FORMAT = "bayflower-client-1"
 
@@ -78,8 +84,16 @@ class DiskStore:
         return self.root / run / f"client-{client}"
 
     def load(self, run: str, client: int) -> list[Saved]:
-        """Return what is known of a client, newest first."""
-        return [read(path) for path in rounds(self.folder(run, client))[:KEPT]]
+        """Return what is known of a client, newest first; a file that is damaged is set aside and said so."""
+        found = []
+        for path in rounds(self.folder(run, client))[:KEPT]:
+            try:
+                found.append(read(path))
+            except BayflowerError as error:
+                with suppress(OSError):
+                    path.rename(path.with_suffix(".damaged"))
+                log.warning("client %d: %s; set aside as %s", client, error, path.with_suffix(".damaged").name)
+        return found
 
     def save(self, run: str, client: int, saved: Saved) -> None:
         """Keep `saved` and the newest one before it."""
@@ -111,7 +125,7 @@ def write(path: Path, saved: Saved) -> None:
     """Write one file of a client."""
     parts = {f"{part}/{name}": tensor for part in ("state", "update", "tally") for name, tensor in getattr(saved, part).items()}
     head = {"format": FORMAT, "round": str(saved.round), "cause": saved.cause, "numbers": json.dumps(saved.numbers)}
-    save_tensors(path, parts, head)
+    save_tensors(path, parts, head, sealed=True)
 
 
 def read(path: Path) -> Saved:
@@ -126,19 +140,41 @@ def below(tensors: Tensors, prefix: str) -> Tensors:
     return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(prefix + "/")}
 
 
-def save_tensors(path: Path, tensors: Tensors, head: dict[str, str]) -> None:
-    """Write a safetensors file so that a reader sees all of it or nothing, whatever dies meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def save_tensors(path: Path, tensors: Tensors, head: dict[str, str], sealed: bool = False) -> None:
+    """Write a safetensors file so that a reader sees all of it or nothing, whatever dies meanwhile; `sealed`: with a checksum."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if sealed:
+        head = {**head, "checksum": seal(tensors, head)}
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         # clones, because a state and an update may share memory and a file may not
         save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, part, metadata=head)
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, (SafetensorError, OSError)):
+            what = " ".join(str(error).split())
+            raise BayflowerError(f"{path} cannot be written ({what}); free some space or make the folder writable") from None
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Let a renaming reach the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def seal(tensors: Tensors, head: Mapping[str, str]) -> str:
+    """Return a checksum over all numbers and all of the head but the checksum itself."""
+    facts = json.dumps({name: value for name, value in head.items() if name != "checksum"}, sort_keys=True)
+    return hashlib.sha256(f"{digest(tensors)}|{facts}".encode()).hexdigest()
 
 
 def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, str]]:
@@ -150,6 +186,8 @@ def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, s
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise BayflowerError(f"{what} {path} cannot be read ({error}); restore it from a back-up, or remove it to start anew") from None
+    if "checksum" in head and head["checksum"] != seal(tensors, head):
+        raise BayflowerError(f"{what} {path} is damaged (its checksum is wrong); restore it from a back-up, or remove it to start anew")
     if head.get("format") != kind:
         raise BayflowerError(f"{what} {path} has format {head.get('format')!r}, expected {kind!r}; it is not ours or of another version")
     return tensors, head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,13 +71,16 @@ def answer(message: Message, site: Site, work: Callable[[Message, dict[str, Any]
     head = wire.header(message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions"))
     if not is_whole(head["round"], 0, 2**40) or head["purpose"] not in ("finetune", "new"):  # the round becomes part of a file's name
         raise wire.WireError(f"round {str(head['round'])[:80]!r} or purpose {str(head['purpose'])[:80]!r} cannot be")
+    started = time.perf_counter()
+    fields = {"run": head["run"], "round": head["round"], "client": site.client}
     try:
         with solo.one_thread():
             content = work(message, head, site)
+        log.info("%s answered in %.2f s", message.metadata.message_type, time.perf_counter() - started, extra=fields)
     except Exception as error:
         where = f"client {site.client}, round {head['round']}, {message.metadata.message_type}"
         reason = " ".join(str(error).split())
-        log.debug("%s", traceback.format_exc())
+        log.debug("%s", traceback.format_exc(), extra=fields)
         raise BayflowerError(f"{where}: {type(error).__name__}: {reason}") from error
     content[wire.HEADER] = ConfigRecord(reply_header(method=head["method"], run=head["run"], round=head["round"], client=site.client))
     return Message(content, reply_to=message)
@@ -184,7 +188,8 @@ def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site:
     if before is None:
         return to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
     state: Any = to(unflatten(half.state_type, before.state), device)
-    return attendance.rejoined(half, state) if head.get("returned") else state
+    behind = "accepted" in head and before.round != int(head["accepted"])  # its last state was damaged, and this is an older one
+    return attendance.rejoined(half, state) if head.get("returned") or behind else state
 
 
 def flat_tallies(views: dict[str, Any]) -> Tensors:
