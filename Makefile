@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test flower containers image lint types unit install clean
+.PHONY: help docs demo test flower containers image lint types unit install clean
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
 	@echo "make test    style, types and tests"
 	@echo "make flower  the tests that start Flower's own programs (about ten minutes)"
 	@echo "make image   the container image, bayflower:VERSION"
 	@echo "make containers  the tests that start containers (root and a Docker engine; about fifteen minutes)"
+	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the environment and caches"
 
 install: $(READY)
@@ -29,7 +30,7 @@ demo: $(READY)
 test: lint types unit
 
 flower: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py tests/test_deploy_processes.py tests/test_ray_cluster.py -m flower -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py tests/test_deploy_processes.py tests/test_ray_cluster.py tests/test_examples.py -m flower -n 2 --dist loadgroup
 
 # pip's own settings reach the build as a secret; with BAYFLOWER_TORCH_INDEX= (empty) torch comes from the same index as the rest
 image:
@@ -48,6 +49,9 @@ types: $(READY)
 
 unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

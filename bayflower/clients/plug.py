@@ -46,16 +46,18 @@ class Plug:
     layer   MetaVD and SNIP: the linear layer that will be named as dropout_layer on the strategy
     state   folder for the client's state; else state-dir of the node's configuration, else bayflower-runs/state at home
     device  cpu, cuda or cuda:N; auto = a GPU if there is one
+    mods    Flower's mods around training, such as its clipping
     export  what the personal model is saved as after the last round, besides safetensors: pt2, onnx
     """
 
     def __init__(
         self, method: str, *, model: Callable[[], nn.Module], data: Callable[[Context], Any], head: str | Sequence[str] | None = None,
         layer: str = "", state: Path | str | None = None, device: str = "auto", export: Sequence[str] = ("pt2",),
+        mods: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         self.row = methods.get(method)
         self.model, self.data, self.head, self.layer, self.state, self.device = model, data, head, layer, state, device
-        self.export = tuple(export)
+        self.export, self.mods = tuple(export), list(mods)
         if unknown := sorted(set(export) - {"pt2", "onnx"}):
             raise ConfigError(f"export must name pt2 or onnx, got {unknown[0]!r}")
         self.sites: dict[int, Site] = {}
@@ -67,7 +69,7 @@ class Plug:
         """Return the ClientApp that answers everything a strategy of Bayflower asks."""
         app = ClientApp()
         app.query()(self.query)
-        app.train()(self.train)
+        app.train(mods=self.mods)(self.train)
         app.evaluate()(self.evaluate)
         return app
 
@@ -195,7 +197,7 @@ class Job:
             numbers = reply_numbers(len(self.train.y), mean if train_loss is None else train_loss)
             saved = Saved(self.round, self.cause, flatten(state), self.half.pack(update), self.tally, numbers)
             self.site.store.save(self.head["run"], self.site.client, saved)
-        content = base.records(saved)
+        content = base.records(saved, base.order_of(self.message, self.head))
         head = reply_header(method=self.head["method"], run=self.head["run"], round=self.round, client=self.site.client)
         content[wire.HEADER] = wire.ConfigRecord(head)
         return Message(content, reply_to=self.message)
