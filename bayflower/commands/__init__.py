@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import typer
 
+from .reporting import report
 from .take_home import export, personalise
 from .trying import try_app
 
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (export, personalise):
+    for command in (export, personalise, report):
         app.command()(command)
     app.command("try")(try_app)
