@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help docs demo test flower containers image lint types unit install clean
+.PHONY: help docs demo test flower containers image lint types unit install clean soak
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
 	@echo "make test    style, types and tests"
@@ -12,6 +12,7 @@ help:
 	@echo "make image   the container image, bayflower:VERSION"
 	@echo "make containers  the tests that start containers (root and a Docker engine; about fifteen minutes)"
 	@echo "make docs    the documentation as a site, in site/"
+	@echo "make soak    five hundred rounds with flat memory (minutes)"
 	@echo "make clean   remove the environment and caches"
 
 install: $(READY)
@@ -31,6 +32,9 @@ test: lint types unit
 
 flower: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py tests/test_deploy_processes.py tests/test_ray_cluster.py tests/test_examples.py -m flower -n 2 --dist loadgroup
+
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_soak.py -m soak -s
 
 # pip's own settings reach the build as a secret; with BAYFLOWER_TORCH_INDEX= (empty) torch comes from the same index as the rest
 image:
