@@ -6,8 +6,7 @@ y = −x² + 2x + 5 + noise of standard deviation 5; 30, 20 and 50 points on [�
 local epochs in batches of 10 by RMSprop 0.01, as the authors, or 50 rounds at 0.001, from coefficients that are 0. The metric is the
 global model's mean squared error on all clients' training data.
 
-The package's contract is classification. Here its halves are used as they are, on a `Model` whose mean NLL is the squared error; rounds
-are a loop over clients (`solo.train`) and the server half's own statistics. No engine is involved, and nothing in the package is changed.
+The runs themselves are in `bayflower/reproduce/toy.py`; `bayflower reproduce fednp-4` shows the same table beside the paper's.
 """
 
 from __future__ import annotations
@@ -15,20 +14,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
-from bayflower import methods, npn, solo
-from bayflower.config import Training
-from bayflower.exact import Total
-from bayflower.models import Model
+from bayflower import npn
+from bayflower.reproduce.toy import ROUNDS, Found, error, make_data, powers, run
 from bayflower.strategies.fednp import EXTRA
-from bayflower.types import Batch, masked_mean
+from bayflower.types import Batch
 
-SEGMENTS = ((30, -7.0, -5.0), (20, -2.0, 2.0), (50, 4.0, 8.0))
 PAPER = {
     "fedavg": "116.48 ± 2.54",
     "fedprox": "117.11 ± 2.96",
@@ -36,83 +30,7 @@ PAPER = {
     "fedpa": "97.85 ± 3.44",
     "fednp": "72.42 ± 2.39",
 }
-ROUNDS, EPOCHS = 10, 4
 NP = {"latent": 1, "npn_hidden": 10}
-
-
-class Polynomial(nn.Module):
-    """Four coefficients on (1, x, x², x³)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.cat([x**power for power in range(4)], dim=1))
-
-
-class Regression(Model):
-    """A model whose loss is the squared error."""
-
-    def __init__(self) -> None:
-        super().__init__(Polynomial, 2, "polynomial", head="head")
-
-    def mean_nll(self, logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        """Return the mean squared error over the samples that the mask marks."""
-        return masked_mean((logits[:, 0] - y).square(), mask)
-
-
-class Found(NamedTuple):
-    """What one run gives: error on all data, the server's state, the data, each client's last own coefficients."""
-
-    mse: float
-    state: Any
-    data: list[Batch]
-    local: list[Tensor]
-
-
-def make_data(seed: int) -> list[Batch]:
-    """Return the three clients' samples."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for count, low, high in SEGMENTS:
-        x = rng.uniform(low, high, count)
-        y = -x * x + 2 * x + 5 + rng.normal(0, 5, count)
-        found.append(Batch(torch.tensor(x)[:, None], torch.tensor(y), torch.ones(count, dtype=torch.float64)))
-    return found
-
-
-def run(method: str, seed: int, epochs: int = EPOCHS, rounds: int = ROUNDS, lr: float = 0.01, **options: Any) -> Found:
-    """Return a run of `method` through its two halves, from coefficients that are 0."""
-    row, model = methods.get(method), Regression()
-    training = Training(optimizer="rmsprop", lr=lr, batch_size=10, local_epochs=epochs)
-    config = row.config(**options)
-    server, client = row.server(config, model.anatomy), row.client(config, training, model)
-    initial, data = model.initial(seed, torch.float64), make_data(seed)
-    initial = ({name: torch.zeros_like(value) for name, value in initial[0].items()}, initial[1])
-    state = server.init(*initial, (0, 1, 2))
-    states = [client.init(*initial) for _ in data]
-    local: list[Tensor] = []
-    for number in range(1, rounds + 1):
-        total, local = Total(), []
-        for k, batch in enumerate(data):
-            trained = solo.train(client, states[k], server.broadcast(state, k), batch, seed=seed, client=k, round=number)
-            states[k] = trained.state
-            local.append(trained.update.params["head.weight"][0])
-            total.add(server.statistic(state, k, trained.update))
-        state = server.finalise(state, total.value())
-    return Found(error(state.params["head.weight"][0], data), state, data, local)
-
-
-def error(coefficients: Tensor, data: list[Batch]) -> float:
-    """Return the mean squared error of a polynomial on all clients' data."""
-    x, y = torch.cat([batch.x for batch in data]), torch.cat([batch.y for batch in data])
-    return float((powers(x) @ coefficients - y).square().mean())
-
-
-def powers(x: Tensor) -> Tensor:
-    """Return (1, x, x², x³) in columns."""
-    return torch.cat([x**power for power in range(4)], dim=1)
 
 
 def least(data: list[Batch]) -> float:

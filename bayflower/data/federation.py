@@ -69,12 +69,13 @@ def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
 def load_federation(settings: DataSettings, seed: int) -> Federation:
     """Return every client's data. Cached: do not change the arrays."""
     layout = _layout(settings, seed)
-    everyone = tuple(_client(layout, settings, seed, client) for client in range(settings.total_clients))
+    made = settings.num_clients if settings.validation else settings.total_clients  # while settings are chosen, nobody looks at new clients
+    everyone = tuple(_client(layout, settings, seed, client) for client in range(made))
     sizes = {"train_sizes": [len(data.y_train) for data in everyone], "test_sizes": [len(data.y_test) for data in everyone]}
     source, about = layout.source, describe(settings, seed)
     return Federation(
         clients=everyone[: settings.num_clients],
-        new_clients=everyone[settings.num_clients :],
+        new_clients=() if settings.validation else everyone[settings.num_clients :],
         num_classes=synthetic.NUM_CLASSES if source is None else source.num_classes,
         input_shape=everyone[0].x_train.shape[1:],
         dataset=about["dataset"],
@@ -204,6 +205,8 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
             f"client {client} would have {len(train)} training and {len(test)} test samples; every client needs one of each: "
             f"raise min_size, or set test_fraction above 0"
         )
+    if settings.validation and client < settings.num_clients:
+        train, test = _validation(train, settings.validation, client)
     return ClientData(client, x[train], y[train], x[test], y[test])
 
 
@@ -214,6 +217,14 @@ def _split(size: int, fraction: float, marks: np.ndarray | None, draw: np.random
         return order[~marks[order]], order[marks[order]]
     count = min(max(int(fraction * size + 0.5), 1), size - 1)
     return order[count:], order[:count]
+
+
+def _validation(train: np.ndarray, share: float, client: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a client's training positions, which are in random order, as (training, validation); its test part is not used."""
+    if len(train) < 2:
+        raise ConfigError(f"client {client} has {len(train)} training sample, too few for a validation part; raise min_size")
+    count = min(max(int(share * len(train) + 0.5), 1), len(train) - 1)
+    return train[count:], train[:count]
 
 
 def standardise(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

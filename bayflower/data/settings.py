@@ -43,6 +43,7 @@ class DataSettings:
     major_minor_reading: str = "r1"  # major-minor: r1 s is iid over all classes; r2 s is the share of the majors; r3 of the minors
     samples_per_client: int = 0  # major-minor: samples of every client; 0 = as many as the data allow
     test_fraction: float | None = None  # of each client's samples; None = 0.2, synthetic 0.3; 0 = those the data set marks as test
+    validation: float = 0.0  # share of each training client's training part that takes the place of its test part; 0 = none (for tuning)
     keep: float = 1.0  # share of the pooled data set that is used, drawn uniformly
     scenario: str = "label"  # synthetic: a name in SCENARIOS
     nuisance_variance: float = 9.0  # synthetic: variance s^2 of the 26 directions without information (erratum E-M6)
@@ -70,6 +71,8 @@ class DataSettings:
             raise ConfigError(f"keep must be in (0, 1], got {self.keep}; 1 keeps every sample")
         if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
             raise ConfigError(f"test_fraction must be in [0, 1), got {self.test_fraction}; 0 takes the samples marked as test")
+        if not 0 <= self.validation < 1:
+            raise ConfigError(f"validation must be in [0, 1), got {self.validation}; 0 tests on the test part")
         if not (self.nuisance_variance >= 0 and math.isfinite(self.nuisance_variance)):
             raise ConfigError(f"nuisance_variance must be at least 0 and finite, got {self.nuisance_variance}")
         if self.dataset == "synthetic":

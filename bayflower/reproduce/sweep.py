@@ -1,0 +1,210 @@
+"""The runs that tables need: which are there, which are missing, and doing those."""
+
+from __future__ import annotations
+
+import gc
+import math
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import BayflowerError, ConfigError
+from .cache import Cache, Say, engine_values
+from .data import pooled, remedy
+from .tables import Cell, Spec, Table
+
+SPOKEN = 20.0  # seconds between two lines of progress
+BLOCK = ("num_examples", "num_clients", "accuracy", "accuracy_mean", "balanced_accuracy", "balanced_accuracy_mean", "nll", "ece", "mce",
+         "ece_allclass", "mce_allclass", "fairness_std", "fairness_cv", "worst_client_accuracy", "gap")  # fmt: skip
+
+
+class OutOfTimeError(BayflowerError):
+    """The time that --minutes gives is over in the middle of a run."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a table is to be run and shown."""
+
+    form: str = "full"
+    seeds: int = 0  # 0 = as the form says
+    changes: Mapping[str, Any] = field(default_factory=dict)  # e.g. rounds
+    tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings by method
+    data_dir: str = "data"
+    device: str = "auto"
+    engine: str = "fused"
+    minutes: float = 0.0
+    part: tuple[int, int] = (1, 1)
+
+    def cells(self, table: Table) -> list[Cell]:
+        """Return the table's cells in this form."""
+        return list(table.cells(self.form, self.changes, self.tuned))
+
+    def seed_list(self, table: Table) -> range:
+        """Return the seeds."""
+        return range(self.seeds or table.form(self.form)["seeds"])
+
+
+class Job(NamedTuple):
+    """One run; `curve` says that points over rounds are needed."""
+
+    spec: Spec
+    seed: int
+    curve: bool
+
+
+def jobs(table: Table, plan: Plan) -> list[Job]:
+    """Return the runs of a table, each once, seed by seed."""
+    found: dict[tuple[Spec, int], Job] = {}
+    for seed in plan.seed_list(table):
+        for cell in plan.cells(table):
+            if cell.spec is not None:
+                known = found.get((cell.spec, seed))
+                found[cell.spec, seed] = Job(cell.spec, seed, cell.column.at is not None or bool(known and known.curve))
+    return list(found.values())
+
+
+def unique(tables: Iterable[Table], plan: Plan, cache: Cache) -> list[Job]:
+    """Return the runs of some tables; one that two tables need, or that two rows state differently, is there once."""
+    found: dict[str, Job] = {}
+    for table in tables:
+        for job in jobs(table, plan):
+            key = cache.key(job.spec, job.seed)
+            found[key] = job._replace(curve=job.curve or (key in found and found[key].curve))
+    return list(found.values())
+
+
+def missing_data(todo: Iterable[Job], data_dir: str) -> dict[str, str]:
+    """Return the data sets of these runs that are not here, with what can be done about it."""
+    wanted = sorted({job.spec.values().get("dataset", "") for job in todo if job.spec.runner == "engine"})
+    return {name: remedy(name, data_dir) for name in wanted if pooled(name, data_dir) is None}
+
+
+def expected(job: Job, records: list[dict[str, Any]], device: str = "") -> float | None:
+    """Return the seconds a run should take, by runs like it (method and data, else data); None if there are none."""
+    values = job.spec.values()
+    for keys in (("method", "dataset", "num_clients"), ("method", "dataset"), ("dataset",)):
+        want = {"method": job.spec.method, "dataset": values.get("dataset"), "num_clients": values.get("num_clients")}
+        like = [one["result"]["seconds"] / max(1, one["result"]["rounds"]) for one in records
+                if one["runner"] == job.spec.runner and (not device or one["result"]["device"].startswith(device))
+                and all({**one["config"], "method": one["method"]}.get(key) == want[key] for key in keys)]  # fmt: skip
+        if like:
+            return sum(like) / len(like) * int(values.get("rounds", 50))
+    return None
+
+
+def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
+    """Do the runs that are not there yet, each written when it is done; return how many failed."""
+    needed = unique(tables, plan, cache)
+    todo = [job for job in needed if cache.get(job.spec, job.seed, plan.data_dir, job.curve) is None]
+    absent = missing_data(todo, plan.data_dir)
+    for name, words in absent.items():
+        say(f"no data: {name} is not in {plan.data_dir}; {words}")
+    todo = [job for job in todo if job.spec.values().get("dataset") not in absent]
+    place, parts = plan.part
+    todo = todo[place - 1 :: parts]
+    say(f"{len(needed)} runs, {len(todo)} to do{f' in part {place} of {parts}' if parts > 1 else ''}")
+    end = time.monotonic() + 60 * plan.minutes if plan.minutes else math.inf
+    failed = 0
+    for number, job in enumerate(todo, 1):
+        values = job.spec.values()
+        words = f"{number}/{len(todo)} {job.spec.method} " + " ".join(
+            f"{key}={values[key]}" for key in ("dataset", "scenario", "beta", "num_clients", "rounds") if key in values
+        )
+        words += f" seed={job.seed}"
+        guess = expected(job, cache.everything())
+        if time.monotonic() + (guess or 0) > end:
+            say(f"{words}: not begun, {plan.minutes:g} minutes are nearly over")
+            continue
+        try:
+            result, samples = run_one(job, plan, words, say, end)
+        except OutOfTimeError:
+            say(f"{words}: given up, {plan.minutes:g} minutes are over")
+            return failed
+        except BayflowerError as error:  # the other runs may still go
+            say(f"{words}: failed: {error}")
+            failed += 1
+            continue
+        cache.put(job.spec, job.seed, result, samples)
+        say(f"{words}: done, {result['seconds']:.1f} s")
+    return failed
+
+
+def run_one(job: Job, plan: Plan, words: str, say: Say, end: float = math.inf) -> tuple[dict[str, Any], int]:
+    """Return what the tables need of a run, and how many samples the data set has here."""
+    if job.spec.runner == "toy":
+        from .toy import run_toy
+
+        return run_toy(job.spec, job.seed), 0
+    from ..config import parse
+    from ..engines import prepare, run_to_result
+
+    if plan.engine not in ("fused", "loop"):
+        raise ConfigError(f"engine must be fused or loop for tables, got {plan.engine!r}; `bayflower run` has the others")
+    chosen = parse(job.spec.method, engine_values(job.spec, job.seed, plan.data_dir, plan.device))
+    started = time.monotonic()
+    try:
+        result = run_to_result(prepare(chosen, plan.engine), progress=speaker(words, chosen.settings.rounds, say, end))
+    finally:
+        gc.collect()
+        free_device()
+    samples = pooled(job.spec.values().get("dataset", "digits"), plan.data_dir) or 0
+    return condensed(result, time.monotonic() - started), samples
+
+
+def speaker(words: str, rounds: int, say: Say, end: float) -> Callable[[list[Any]], None]:
+    """Return a function that says now and then how far a run is, and ends it when time is over."""
+    said = time.monotonic()
+
+    def progress(records: list[Any]) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now > end and len(records) < rounds:
+            raise OutOfTimeError("time is over")
+        if now - said > SPOKEN:
+            said = now
+            say(f"{words}: round {len(records)} of {rounds}")
+
+    return progress
+
+
+def free_device() -> None:
+    """Give memory of a GPU back, so that the next run sees how much there is."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def condensed(result: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the part of result.json that tables and figures need."""
+    rounds = result["rounds"]
+    curve = [{key: value for key, value in one.items() if key != "num_clients"} for one in rounds if "personal" in one]
+    final = {}
+    for view, block in result["final"].items():
+        if block and view != "after":
+            final[view] = {key: block[key] for key in BLOCK if key in block}
+            final[view]["per_client"] = [
+                {key: client[key] for key in ("client", "num_examples", "accuracy", "balanced_accuracy")} for client in block["per_client"]
+            ]
+    partition = {key: value for key, value in result["partition"].items() if key not in ("parts", "train_sizes", "test_sizes")}
+    return {
+        "method": result["method"], "dataset": result["dataset"], "note": result["note"], "partition": partition, "model": result["model"],
+        "engine": result["engine"], "device": result["device"], "versions": result["versions"], "commit": commit(), "origin": "reproduce",
+        "seconds": round(seconds, 3), "seconds_per_round": sum(one["seconds"] for one in rounds) / len(rounds), "rounds": len(rounds),
+        "bytes_up": rounds[-1]["bytes_up"], "bytes_down": rounds[-1]["bytes_down"], "remark": result["remark"],
+        "faults": len(result["faults"]),
+        "last": {key: value for key, value in rounds[-1].items() if isinstance(value, int | float)}, "curve": curve, "final": final,
+    }  # fmt: skip
+
+
+def commit() -> str:
+    """Return the commit of the checkout that this package is in, "" if it is in none."""
+    call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(call, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,141 @@
+"""Settings chosen by search, with an equal number of trials for every method of a comparison.
+
+A trial trains on the training clients less a validation part of each one's training data, and is scored on that part. Test data and
+new clients are not touched. The study is kept in a journal in the output folder; a search that was killed goes on with the trials it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config import parse
+from ..errors import BayflowerError, ConfigError
+from .cache import Say, digest
+from .tables import settings_of
+
+RANGES = Path(__file__).parent / "ranges.toml"
+SCORES: dict[str, Literal["maximize", "minimize"]] = {
+    "accuracy": "maximize",
+    "accuracy_mean": "maximize",
+    "balanced_accuracy_mean": "maximize",
+    "nll": "minimize",
+}
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched: settings that stay, how a trial is scored, on which share of the training data, over how many seeds."""
+
+    settings: Mapping[str, Any]
+    trials: int = 20
+    metric: str = "accuracy"
+    validation: float = 0.2
+    seeds: int = 1
+
+    def __post_init__(self) -> None:
+        if self.metric not in SCORES:
+            raise ConfigError(f"metric must be one of {', '.join(SCORES)}, got {self.metric!r}")
+        if not 0 < self.validation < 1:
+            raise ConfigError(f"validation must be in (0, 1), got {self.validation}; it is a share of each client's training data")
+        if self.trials < 1 or self.seeds < 1:
+            raise ConfigError(f"trials and seeds must be at least 1, got {self.trials} and {self.seeds}")
+
+
+def ranges(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is searched for a method: its own ranges and those of every method, less what is given."""
+    content = tomllib.loads(RANGES.read_text())
+    known = settings_of(method)
+    both = {**content["every"], **content.get(method, {})}
+    return {name: values for name, values in both.items() if name in known and name not in given}
+
+
+def suggest(trial: Any, name: str, values: Any) -> Any:
+    """Return the trial's value of a setting."""
+    if isinstance(values, list):
+        return trial.suggest_categorical(name, values)
+    return trial.suggest_float(name, values["low"], values["high"], log=values.get("log", False))
+
+
+def search(method: str, wanted: Search, out: Path, say: Say, run: Callable[..., dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Do the trials that are missing and return the entry of the chosen values."""
+    try:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+    except ImportError:
+        raise ConfigError("tuning needs Optuna, which is not installed: pip install 'bayflower[tune]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = ranges(method, wanted.settings)
+    if not space:
+        raise ConfigError(f"nothing is left to search for {method}: every setting of its range was given; leave one out")
+    parse(method, dict(wanted.settings))  # what is wrong with the settings is said before the first trial
+    stay = {key: value for key, value in wanted.settings.items() if key not in ("device", "data_dir")}
+    about = {"method": method, "settings": stay, "space": space, "metric": wanted.metric, "validation": wanted.validation,
+             "seeds": wanted.seeds}  # fmt: skip
+    name = f"{method}-{digest(about)[:12]}"
+    out.mkdir(parents=True, exist_ok=True)
+    storage = JournalStorage(JournalFileBackend(str(out / f"{name}.journal")))
+    study = optuna.create_study(storage=storage, study_name=name, direction=SCORES[wanted.metric], load_if_exists=True)
+    finished = [one for one in study.trials if one.state.is_finished()]
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+    say(f"{method}: {len(finished)} of {wanted.trials} trials are there; searching {', '.join(space)}")
+
+    def objective(trial: Any) -> float:
+        chosen = {key: suggest(trial, key, values) for key, values in space.items()}
+        try:
+            score = (
+                sum(trial_score(method, {**wanted.settings, **chosen}, seed, wanted, run) for seed in range(wanted.seeds)) / wanted.seeds
+            )
+        except ConfigError:
+            raise
+        except BayflowerError as error:  # a run that broke down counts as a trial
+            say(f"{method}, trial {trial.number}: {error}")
+            raise optuna.TrialPruned from None
+        say(f"{method}, trial {trial.number}: {wanted.metric} {score:.4f} with " + ", ".join(f"{k}={v:g}" for k, v in chosen.items()))
+        return score
+
+    study.optimize(objective, n_trials=max(0, wanted.trials - len(finished)))
+    complete = [one for one in study.trials if one.state == optuna.trial.TrialState.COMPLETE]
+    if not complete:
+        raise BayflowerError(f"no trial of {method} came to an end; give other settings")
+    ended = sum(one.state.is_finished() for one in study.trials)
+    return {"dataset": str(parse(method, dict(wanted.settings)).data.dataset), "trials": ended, "metric": wanted.metric,
+            "score": float(study.best_value), "validation": wanted.validation, "seeds": wanted.seeds, "study": name,
+            "values": dict(study.best_params)}  # fmt: skip
+
+
+def trial_score(method: str, settings: Mapping[str, Any], seed: int, wanted: Search, run: Callable[..., dict[str, Any]] | None) -> float:
+    """Return the score of one run on the validation part."""
+    from ..engines import prepare, run_to_result
+
+    chosen = parse(method, {"evaluate_every": 0, **settings, "seed": seed, "validation": wanted.validation, "checkpoint_every": 0})
+    result = (run or run_to_result)(prepare(chosen, "fused"))
+    return float(result["final"]["personal"][wanted.metric])
+
+
+def write(path: Path, method: str, entry: dict[str, Any]) -> None:
+    """Put a method's entry into the file of chosen values; the others stay."""
+    entries = {**(read(path) if path.exists() else {}), method: entry}
+    lines = ["# Written by `bayflower tune`; `bayflower reproduce TABLE --tuned FILE` takes the values."]
+    for name, one in sorted(entries.items()):
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in one.items() if key != "values")]
+        lines += [f"[{name}.values]", *(f"{key} = {json.dumps(value)}" for key, value in one["values"].items())]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text("\n".join(lines) + "\n")
+    part.replace(path)
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the entries of a file of chosen values, by method."""
+    try:
+        content = tomllib.loads(path.read_text())
+        return {method: {**entry, "values": dict(entry["values"])} for method, entry in content.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no file of `bayflower tune` ({error})") from None

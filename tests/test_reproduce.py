@@ -1,0 +1,224 @@
+"""Published tables: what they say, the runs behind them, and what happens when a sweep is killed or a file is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bayflower.config import parse
+from bayflower.errors import ConfigError
+from bayflower.methods import METHODS
+from bayflower.reproduce import Cache, find, load_tables
+from bayflower.reproduce.cache import engine_values, key_of, resolved
+from bayflower.reproduce.show import content, look, markdown
+from bayflower.reproduce.sweep import Plan, jobs, run_missing
+from bayflower.reproduce.tables import Spec
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ASKED = {
+    "fedmap": ("1", "2", "3", "4", "figure-1"),
+    "fednp": ("1", "4", "5", "6", "figure-1", "figure-3", "figure-5"),
+    "pfedvmp": ("1", "2", "3", "5", "6", "7", "figure-2", "figure-3", "figure-4"),
+    "metavd": ("1", "2", "3", "6", "7", "8", "10", "11", "12", "16", "17", "figure-2", "figure-3", "figure-4", "figure-5"),
+    "fedbps": ("1", "2", "3", "figure-3"),
+}
+# copied by hand from the papers' numbers: (table, row, column, what is printed)
+BY_HAND = [
+    ("fedmap-1", "client 8", "FedMAP", "76.08"), ("fedmap-1", "Average", "Individual", "75.20"), ("fedmap-2", "Webcam", "FedProx", "40.22"),
+    ("fedmap-3", "client 10", "FedAvg", "62.53"), ("fedmap-4", "client 7", "FedBN", "54.96"),
+    ("fednp-1", "FedNP (ours)", "CIFAR-100", "65.03 ± 0.2"), ("fednp-1", "FedLA", "TinyImageNet", "50.23 ± 0.2"),
+    ("fednp-4", "FedPA", "rate 0.01, 10 rounds", "97.85 ± 3.44"), ("fednp-5", "MOON", "100 clients", "52.88 ± 0.3"),
+    ("fednp-6", "Quad-FedNP-10000", "time per update", "721"), ("pfedvmp-1", "pFedVMP", "Cifar100-20c Dir0.3", "56.75"),
+    ("pfedvmp-1", "QLSD-FT", "EMNIST-50c Dir0.1", "91.56"), ("pfedvmp-2", "Dir(0.3)", "pFedVMP-avg", "76.97"),
+    ("pfedvmp-3", "FedROD", "EMNIST-50c std", "3.21"), ("pfedvmp-5", "Test accuracy", "GPFL", "82.63"),
+    ("pfedvmp-6", "Cifar100-20c-Dir0.3", "640", "57.19"), ("pfedvmp-7", "Cifar10-50c Dir(0.3)", "70", "80.25"),
+    ("metavd-1", "Reptile+MetaVD (ours)", "C10 α̂=0.1 OOD", "82.07"), ("metavd-3", "MAML", "MCE %", "46.57"),
+    ("metavd-8", "pFedGP", "α̂=0.1 Δ", "+4.99"), ("metavd-12", "PerFedAvg+MetaVD (ours)", "α̂=0.1 MCE", "3.63"),
+    ("metavd-17", "MAML+MetaVD+DP", "α̂=0.5 Spars.", "77.88"), ("fedbps-1", "FedAvg", "MNIST", "98.49"),
+    ("fedbps-2", "p = 70 %", "FMNIST", "92.52"), ("fedbps-3", "p = 30 %", "ResNet56", "71.75"),
+]  # fmt: skip
+
+
+def test_every_table_and_figure_that_is_asked_for_is_there():
+    wanted = {f"{paper}-{name}" for paper, names in ASKED.items() for name in names}
+    assert set(load_tables()) == wanted
+    assert (ROOT / "experiments/tables/fedmap.toml").exists()
+
+
+@pytest.mark.parametrize(("table", "row", "column", "printed"), BY_HAND)
+def test_published_numbers_are_the_papers(table, row, column, printed):
+    (cell,) = [one for one in find(table).cells("full") if (one.row.name, one.column.name) == (row, column)]
+    assert cell.published == printed
+    assert cell.mean == float(printed.split(" ")[0])
+
+
+def test_no_cell_of_a_published_table_lacks_its_number():
+    for table in load_tables().values():
+        for cell in table.cells("full"):
+            invented = table.kind == "figure" or cell.column.extra or "(not in the paper)" in cell.row.name
+            assert bool(cell.published) != invented, (table.id, cell.row.name, cell.column.name)
+
+
+def test_rows_are_complete():
+    rows = {name: len(find(name).rows) for name in ("pfedvmp-1", "metavd-1", "metavd-16", "fednp-1", "fedbps-2", "fedmap-3")}
+    assert rows == {"pfedvmp-1": 15, "metavd-1": 12, "metavd-16": 10, "fednp-1": 9, "fedbps-2": 4, "fedmap-3": 11}
+    cells = [cell for table in load_tables().values() for cell in table.cells("full")]
+    absent = {cell.row.name for cell in cells if cell.spec is None} - {"Test accuracy"}
+    assert absent == {"FedROD", "FedProto", "FedCP", "GPFL", "FedPAC", "FedPA-FT", "FedEP-FT", "QLSD-FT", "pFedGP", "pFedBreD", "FedBE"}
+
+
+@pytest.mark.parametrize("form", ["quick", "full"])
+def test_every_cell_can_be_parsed(form):
+    for table in load_tables().values():
+        for spec in {cell.spec for cell in table.cells(form) if cell.spec}:
+            assert spec.method in METHODS
+            if spec.runner == "engine":
+                parse(spec.method, engine_values(spec, 0, "", "cpu"))
+
+
+def test_every_setting_of_a_form_reaches_some_run():
+    for table in load_tables().values():
+        for form in ("quick", "full"):
+            reached = {key for cell in table.cells(form) if cell.spec for key in cell.spec.values()}
+            assert set(table.form(form)) - {"seeds"} <= reached, (table.id, form)
+
+
+def test_the_hash_is_of_what_decides_the_numbers():
+    spec = Spec("engine", "pfedvmp", (("dataset", "cifar10"), ("images", 15000), ("rounds", 3)))
+    same = Spec("engine", "pfedvmp", (("dataset", "cifar10"), ("evaluate_every", 7), ("images", 15000), ("rounds", 3), ("xi", 50)))
+    assert key_of(spec, 0) == key_of(same, 0)  # xi at its default, a curve that changes nothing
+    others = [Spec("engine", "pfedvmp", (*spec.settings, extra)) for extra in (("xi", 20.0), ("tf32", True))]
+    assert len({key_of(spec, 0), key_of(spec, 1), *(key_of(other, 0) for other in others)}) == 4
+    whole, stated = resolved(spec, 0)
+    assert whole["xi"] == 50
+    assert "xi" not in stated
+    assert not {"device", "data_dir", "checkpoint_every"} & set(whole)
+
+
+def test_a_run_with_another_default_is_not_used(tmp_path, monkeypatch):
+    said: list[str] = []
+    cache, spec = Cache(tmp_path, said.append), Spec("engine", "fedmap", (("dataset", "synthetic"), ("rounds", 1)))
+    cache.put(spec, 0, {"curve": []}, 0)
+    assert cache.get(spec, 0) == {"curve": []}
+    changed = dict(resolved(spec, 0)[0], sigma2=7.0)
+    monkeypatch.setattr("bayflower.reproduce.cache.resolved", lambda *_: (changed, {}))
+    assert cache.get(spec, 0) is None
+    assert "sigma2 was 100.0, now it is 7.0" in said[0]
+
+
+def plan(seeds: int = 1) -> Plan:
+    return Plan("quick", seeds, {"rounds": 1}, device="cpu", data_dir="nowhere")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with the runs of FedMAP's Table 1, one round each."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert run_missing([find("fedmap-1")], plan(), Cache(folder), lambda line: None) == 0
+    return folder
+
+
+def test_a_table_shows_ours_the_papers_and_the_difference(finished):
+    table = find("fedmap-1")
+    found = look(table, plan(), Cache(finished))
+    assert all(len(one.values) == 1 for one in found)
+    by_place = {(one.cell.row.name, one.cell.column.name): one for one in found}
+    clients = [by_place[f"client {k}", "FedMAP"].mean for k in range(1, 11)]
+    average = by_place["Average", "FedMAP"]
+    assert average.mean == pytest.approx(sum(clients) / 10)
+    assert average.difference == pytest.approx(average.mean - 80.39)
+    text = markdown(table, plan(), found)
+    assert f"{average.mean:.2f} (1); *80.39*; {average.difference:+.2f}" in text
+    assert "rounds 1" in text  # a changed form is said
+
+
+def test_methods_that_do_not_exist_say_so(tmp_path):
+    table = find("pfedvmp-1")
+    found = look(table, plan(), Cache(tmp_path))
+    text = markdown(table, plan(), found)
+    assert "| FedROD | not yet; *96.68* |" in text
+    assert "| pFedVMP | not run; *97.23* |" in text
+    assert all(cell["state"] != "done" for cell in content(table, plan(), found)["cells"])
+
+
+def test_a_broken_file_is_set_aside_and_its_run_done_again(finished, tmp_path):
+    for path in finished.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    half, wrong, *_ = sorted(tmp_path.glob("*.json"))
+    before = content(find("fedmap-1"), plan(), look(find("fedmap-1"), plan(), Cache(finished)))
+    half.write_text(half.read_text()[:200])
+    record = json.loads(wrong.read_text())
+    record["result"]["final"]["personal"]["balanced_accuracy_mean"] = 0.99  # whole, but not what was written
+    wrong.write_text(json.dumps(record))
+    said: list[str] = []
+    assert run_missing([find("fedmap-1")], plan(), Cache(tmp_path, said.append), said.append) == 0
+    assert sum("is broken; set aside as" in line for line in said) == 2
+    assert "5 runs, 2 to do" in said
+    assert len(list(tmp_path.glob("*.broken-*"))) == 2
+    assert content(find("fedmap-1"), plan(), look(find("fedmap-1"), plan(), Cache(tmp_path))) == before  # the same numbers again
+
+
+def test_data_that_are_not_here_are_one_line_with_the_remedy(tmp_path):
+    said: list[str] = []
+    assert run_missing([find("fedbps-1")], plan(), Cache(tmp_path), said.append) == 0
+    assert said[0].startswith("no data: cifar10 is not in nowhere; put cifar10.npz or torchvision's folders into nowhere")
+    assert said[-1] == "12 runs, 0 to do"
+
+
+def test_a_part_of_a_data_set_is_not_the_whole(tmp_path):
+    import numpy as np
+
+    spec, cache = Spec("engine", "fedavg", (("dataset", "cifar10"), ("rounds", 1))), Cache(tmp_path / "runs")
+    cache.put(spec, 0, {"curve": [], "which": "half"}, 30_000)
+    assert cache.get(spec, 0, "nowhere")["which"] == "half"  # no data here: any run will do, the table says which data it used
+    np.savez(tmp_path / "cifar10.npz", x=np.zeros((60, 2)), y=np.zeros(60, int))
+    assert cache.get(spec, 0, str(tmp_path)) is None
+
+
+def test_parts_are_disjoint_and_complete(tmp_path):
+    from dataclasses import replace
+
+    done: list[str] = []
+    for part in ((1, 2), (2, 2)):
+        folder = tmp_path / str(part[0])
+        run_missing([find("fedmap-1")], replace(plan(), part=part), Cache(folder), lambda line: None)
+        done += [path.name for path in folder.glob("*.json")]
+    assert len(done) == len(set(done)) == len(jobs(find("fedmap-1"), plan()))
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "bayflower", "reproduce", "fedmap-1", "--quick", "--rounds", "1", "--seeds", "2", "--device", "cpu",
+            "--results", str(folder), "--out", str(folder / "tables"), *words]  # fmt: skip
+
+
+def test_a_killed_sweep_goes_on_and_repeats_no_finished_run(tmp_path):
+    folder = tmp_path / "runs"
+    process = subprocess.Popen(command(folder), env=ENVIRONMENT, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while len(list(folder.glob("*.json"))) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    assert 3 <= len(finished) < 10
+    done = subprocess.run(command(folder, "--json"), env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert f"10 runs, {10 - len(finished)} to do" in done.stderr
+    after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    assert len(after) == 10
+    assert {name: after[name] for name in finished} == finished
+    assert all(cell["seeds"] == 2 for cell in json.loads(done.stdout)[0]["cells"])
+
+
+def test_names_that_are_not_known_have_a_hint():
+    assert find("FedMAP Table 1").id == "fedmap-1"
+    with pytest.raises(ConfigError, match="did you mean"):
+        find("pfedvmp-11")

@@ -1,0 +1,115 @@
+"""Tuning: what it searches, on which data, and that a search goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bayflower.config import parse
+from bayflower.data import DataSettings, load_client, load_federation
+from bayflower.errors import ConfigError
+from bayflower.methods import METHODS
+from bayflower.reproduce import find
+from bayflower.reproduce.tune import RANGES, Search, ranges, read, search, write
+
+ROOT = Path(__file__).parent.parent
+SMALL = {"dataset": "synthetic", "num_clients": 2, "rounds": 1, "local_epochs": 1, "device": "cpu"}
+
+
+def rows(x: np.ndarray) -> set[bytes]:
+    return {row.tobytes() for row in x.reshape(len(x), -1)}
+
+
+@pytest.mark.parametrize("dataset", ["digits", "synthetic"])
+def test_validation_data_come_from_the_training_part_alone(dataset):
+    usual = DataSettings(dataset=dataset, num_clients=3, new_clients=2)
+    chosen = DataSettings(dataset=dataset, num_clients=3, new_clients=2, validation=0.25)
+    plain, split = load_federation(usual, 1), load_federation(chosen, 1)
+    assert split.new_clients == ()
+    for before, after in zip(plain.clients, split.clients, strict=True):
+        assert len(after.y_train) + len(after.y_test) == len(before.y_train)
+        assert len(after.y_test) == round(0.25 * len(before.y_train))
+        if dataset == "digits":  # images are not standardised, so samples can be recognised
+            assert rows(after.x_train) | rows(after.x_test) == rows(before.x_train)
+            assert not rows(after.x_test) & (rows(before.x_test) - rows(before.x_train))
+        assert (load_client(chosen, 1, after.client).x_test == after.x_test).all()
+
+
+def test_validation_is_checked():
+    with pytest.raises(ConfigError, match=r"validation must be in \[0, 1\), got 1.5"):
+        DataSettings(validation=1.5)
+    with pytest.raises(ConfigError, match="validation must be in"):
+        Search({}, validation=0.0)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_has_a_range_that_parses(method):
+    space = ranges(method, {})
+    assert "lr" in space
+    for pick in (0, -1):
+        chosen = {name: values[pick] if isinstance(values, list) else values[("low", "high")[pick]] for name, values in space.items()}
+        parse(method, chosen)
+    assert "lr" not in ranges(method, {"lr": 0.1})
+
+
+def test_ranges_name_methods_and_their_settings():
+    content = tomllib.loads(RANGES.read_text())
+    for method, values in content.items():
+        if method != "every":
+            assert set(values) <= set(ranges(method, {})), method
+
+
+def test_a_search_goes_on_and_is_equal_for_all(tmp_path):
+    pytest.importorskip("optuna")
+    seen: list[float] = []
+
+    def run(prepared):
+        """A score that only the searched setting decides; the data it would be measured on are the validation part."""
+        assert prepared.run.data.validation == 0.2
+        assert prepared.federation.new_clients == ()
+        seen.append(prepared.run.options.sigma2)
+        return {"final": {"personal": {"accuracy": -abs(prepared.run.options.sigma2 - 30)}}}
+
+    say: list[str] = []
+    three = search("fedmap", Search({**SMALL, "lr": 0.01}, 3), tmp_path, say.append, run)
+    assert (len(seen), three["trials"]) == (3, 3)
+    five = search("fedmap", Search({**SMALL, "lr": 0.01}, 5), tmp_path, say.append, run)
+    assert (len(seen), five["trials"]) == (5, 5)
+    assert "fedmap: 3 of 5 trials are there; searching sigma2" in say
+    assert five["values"]["sigma2"] == min(seen, key=lambda value: abs(value - 30))
+    search("fedmap", Search({**SMALL, "lr": 0.02}, 1), tmp_path, say.append, run)
+    assert len(seen) == 6  # other settings are another search
+
+
+def test_the_file_of_chosen_values(tmp_path):
+    path = tmp_path / "tuned.toml"
+    write(path, "fedmap", {"dataset": "digits", "trials": 3, "score": 0.5, "values": {"sigma2": 12.5}})
+    write(path, "fedprox", {"dataset": "digits", "trials": 3, "score": 0.5, "values": {"mu": 0.1}})
+    entries = read(path)
+    assert entries["fedmap"]["values"] == {"sigma2": 12.5}
+    tuned = {method: entry["values"] for method, entry in entries.items()}
+    cells = {cell.spec.method: cell.spec.values() for cell in find("fedmap-1").cells("full", {}, tuned)}
+    assert cells["fedmap"]["sigma2"] == 12.5
+    assert cells["fedprox"]["mu"] == 0.1
+    assert "mu" not in cells["fedavg"]
+    path.write_text("[fedmap\n")
+    with pytest.raises(ConfigError, match="is no file of `bayflower tune`"):
+        read(path)
+
+
+def test_the_command(tmp_path):
+    pytest.importorskip("optuna")
+    call = [sys.executable, "-m", "bayflower", "tune", "fedmap", "--trials", "2", "--dataset", "synthetic", "--rounds", "1", "--set",
+            "num_clients=2", "--set", "local_epochs=1", "--device", "cpu", "--json", "--out", str(tmp_path)]  # fmt: skip
+    done = subprocess.run(call, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["fedmap"]
+    assert found["trials"] == 2
+    assert read(tmp_path / "tuned.toml")["fedmap"]["values"] == found["values"]
