@@ -66,8 +66,10 @@ def comparison_table(results: list[dict[str, Any]]) -> Table:
     """Return one row a method: the personal model, and what it cost."""
     first = results[0]
     title = f"{first['dataset']}, {first['num_clients']} clients, {len(first['rounds'])} rounds, seed {first['seed']}"
-    grid = plain(title, "personal models, last round; % but for NLL and CV; balanced: mean over clients")
-    for column in ("method", "accuracy", "balanced", "worst", "NLL", "ECE", "fair. CV", "up/round", "time"):
+    words = "personal models, last round; % but for NLL and CV; bal.: balanced accuracy, mean over clients; worst client; aECE: over all"
+    grid = plain(title, f"{words} classes' probabilities; CV: fairness; up, down: bytes a round; s: seconds")
+    grid.padding = 0  # eleven columns in eighty characters
+    for column in ("method", "acc.", "bal.", "worst", "NLL", "ECE", "aECE", "CV", "up", "down", "s"):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     best = max(result["final"]["personal"]["balanced_accuracy_mean"] for result in results)
     for result in results:
@@ -75,7 +77,8 @@ def comparison_table(results: list[dict[str, Any]]) -> Table:
         mark = "bold" if block["balanced_accuracy_mean"] == best else ""
         grid.add_row(
             result["method"], percent(block["accuracy"]), percent(block["balanced_accuracy_mean"]), percent(block["worst_client_accuracy"]),
-            number(block["nll"]), percent(block["ece"]), number(block["fairness_cv"]),
-            size(sum(r["bytes_up"] for r in rounds) / len(rounds)), f"{sum(r['seconds'] for r in rounds):.1f} s", style=mark,
+            number(block["nll"]), percent(block["ece"]), percent(block["ece_allclass"]), number(block["fairness_cv"]),
+            *(size(sum(r[key] for r in rounds) / len(rounds)) for key in ("bytes_up", "bytes_down")),
+            f"{sum(r['seconds'] for r in rounds):.1f}", style=mark,
         )  # fmt: skip
     return grid

@@ -183,7 +183,7 @@ def test_a_part_of_a_data_set_is_not_the_whole(tmp_path):
     assert cache.get(spec, 0, str(tmp_path)) is None
 
 
-def test_parts_are_disjoint_and_complete(tmp_path):
+def test_parts_are_disjoint_and_the_same_seeds_give_the_same_numbers(finished, tmp_path):
     from dataclasses import replace
 
     done: list[str] = []
@@ -191,7 +191,11 @@ def test_parts_are_disjoint_and_complete(tmp_path):
         folder = tmp_path / str(part[0])
         run_missing([find("fedmap-1")], replace(plan(), part=part), Cache(folder), lambda line: None)
         done += [path.name for path in folder.glob("*.json")]
+        for path in folder.glob("*.json"):
+            path.rename(tmp_path / path.name)
     assert len(done) == len(set(done)) == len(jobs(find("fedmap-1"), plan()))
+    again, before = (content(find("fedmap-1"), plan(), look(find("fedmap-1"), plan(), Cache(folder))) for folder in (tmp_path, finished))
+    assert again == before
 
 
 def command(folder: Path, *words: str) -> list[str]:
@@ -222,3 +226,21 @@ def test_names_that_are_not_known_have_a_hint():
     assert find("FedMAP Table 1").id == "fedmap-1"
     with pytest.raises(ConfigError, match="did you mean"):
         find("pfedvmp-11")
+
+
+def test_compare_has_every_column_that_decides_a_choice():
+    import io
+
+    from rich.console import Console
+
+    from bayflower.tables import comparison_table
+
+    metrics = {"accuracy": 0.5, "balanced_accuracy_mean": 0.41, "worst_client_accuracy": 0.12, "nll": 1.234, "ece": 0.031,
+               "ece_allclass": 0.0042, "fairness_cv": 0.077}  # fmt: skip
+    one = {"method": "pfedvmp-avg", "dataset": "digits", "num_clients": 3, "seed": 0, "final": {"personal": metrics},
+           "rounds": [{"bytes_up": 123_400, "bytes_down": 234_500_000, "seconds": 1501.5}]}  # fmt: skip
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(comparison_table([one]))
+    text = console.export_text()
+    for shown in ("50.00", "41.00", "12.00", "1.234", "3.10", "0.42", "0.077", "123.4 kB", "234.5 MB", "1501.5", "pfedvmp-avg"):
+        assert shown in text, shown

@@ -113,8 +113,8 @@ def unit(table: Table, metric: str) -> str:
     return table.metrics[metric or table.metric].unit
 
 
-def facts(table: Table, plan: Plan, found: list[Shown]) -> list[str]:
-    """Return sentences on form, runs, devices, data and errata."""
+def facts(table: Table, plan: Plan, found: list[Shown], folder: bool = True) -> list[str]:
+    """Return sentences on form, runs, devices, data (what the data folder lacks if `folder`) and errata."""
     form = table.form(plan.form)
     said = ", ".join(f"{key} {value}" for key, value in {**form, **plan.changes}.items())
     theirs = ", ".join(f"{key} {value or 'not stated'}" for key, value in table.paper.items()) or "not stated"
@@ -128,7 +128,7 @@ def facts(table: Table, plan: Plan, found: list[Shown]) -> list[str]:
         )
         notes = sorted({run["note"] for run in runs if run["note"]})
         lines += [f"* Data used: {'; '.join(notes)}."] if notes else []
-    absent = missing_data(jobs(table, plan), plan.data_dir)
+    absent = missing_data(jobs(table, plan), plan.data_dir) if folder else {}
     lines += [f"* Not in the data folder: {', '.join(absent)}."] if absent and any(one.state == NOT_RUN for one in found) else []
     lines += [f"* {text}" for text in (table.data, table.errata) if text]
     return lines
