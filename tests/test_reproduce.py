@@ -187,6 +187,13 @@ def test_parts_are_disjoint_and_the_same_seeds_give_the_same_numbers(finished, t
     from dataclasses import replace
 
     done: list[str] = []
+    late = tmp_path / "late"  # the second process starts when one of its runs and one of the first's are there
+    late.mkdir()
+    for path in sorted(finished.glob("*.json"))[:2]:
+        (late / path.name).write_bytes(path.read_bytes())
+    for part in ((1, 2), (2, 2)):
+        run_missing([find("fedmap-1")], replace(plan(), part=part), Cache(late), lambda line: None)
+    assert len(list(late.glob("*.json"))) == 5
     for part in ((1, 2), (2, 2)):
         folder = tmp_path / str(part[0])
         run_missing([find("fedmap-1")], replace(plan(), part=part), Cache(folder), lambda line: None)

@@ -98,14 +98,13 @@ def expected(job: Job, records: list[dict[str, Any]], device: str = "") -> float
 
 def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
     """Do the runs that are not there yet, each written when it is done; return how many failed."""
-    needed = unique(tables, plan, cache)
+    place, parts = plan.part
+    needed = unique(tables, plan, cache)[place - 1 :: parts]  # before looking what is there: a late process has the same part
     todo = [job for job in needed if cache.get(job.spec, job.seed, plan.data_dir, job.curve) is None]
     absent = missing_data(todo, plan.data_dir)
     for name, words in absent.items():
         say(f"no data: {name} is not in {plan.data_dir}; {words}")
     todo = [job for job in todo if job.spec.values().get("dataset") not in absent]
-    place, parts = plan.part
-    todo = todo[place - 1 :: parts]
     say(f"{len(needed)} runs, {len(todo)} to do{f' in part {place} of {parts}' if parts > 1 else ''}")
     end = time.monotonic() + 60 * plan.minutes if plan.minutes else math.inf
     failed = 0
