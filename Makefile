@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help docs demo test flower containers image lint types unit install clean soak
+.PHONY: help docs demo test flower hostile containers image lint types unit install clean soak flower-all
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
 	@echo "make test    style, types and tests"
@@ -12,6 +12,8 @@ help:
 	@echo "make image   the container image, bayflower:VERSION"
 	@echo "make containers  the tests that start containers (root and a Docker engine; about fifteen minutes)"
 	@echo "make docs    the documentation as a site, in site/"
+	@echo "make flower-all  every method in Flower's simulation and as processes, with the bits of the loop (about ten minutes)"
+	@echo "make hostile ten thousand mutated replies against every strategy (minutes)"
 	@echo "make soak    five hundred rounds with flat memory (minutes)"
 	@echo "make clean   remove the environment and caches"
 
@@ -32,6 +34,12 @@ test: lint types unit
 
 flower: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py tests/test_deploy_processes.py tests/test_ray_cluster.py tests/test_examples.py -m flower -n 2 --dist loadgroup
+
+flower-all: $(READY)
+	BAYFLOWER_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py -m flower -k "bits_of_the_loop" -n 2
+
+hostile: $(READY)
+	BAYFLOWER_TRIALS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_hostile.py -k mutated -n auto --maxprocesses 4
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_soak.py -m soak -s

@@ -1,9 +1,10 @@
-"""Ten thousand mutated replies, spread over every method: each is refused with a reason or harmless; none raises out of the strategy."""
+"""Mutated replies, spread over every method (`make hostile`: ten thousand): each is refused with a reason or harmless; none raises."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from bayflower.methods import METHODS
 from bayflower.tree import flatten
 from bayflower.types import BayflowerError, ConfigError
 
-TRIALS = 10_000
+TRIALS = int(os.environ.get("BAYFLOWER_TRIALS", "1000"))  # make hostile: 10,000
 VICTIM, OTHER = 2, 0
 SMALL = {"keep": 0.1, "local_epochs": 1, "evaluate_every": 1, "max_message_mb": 1}
 
