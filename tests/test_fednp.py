@@ -258,17 +258,20 @@ def test_a_lost_factor_is_subtracted():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_a_factor_the_ledger_does_not_know_makes_all_start_anew():
-    """A reply was lost after the client kept its state: its next change has a base that nobody knows."""
+def test_a_factor_the_ledger_does_not_know_is_refused_and_starts_anew():
+    """A client says it changed a factor that the server never saw. It is refused; without its factor it comes to the same end."""
     state, states = propagate(MIXED, rounds=5)
     want, _ = propagate(MIXED, rounds=100)
-    states[1] = states[1]._replace(turns=states[1].turns + 1, factor=Diagonal(*(2 * value for value in states[1].factor)))
-    after, states = propagate(MIXED, rounds=1, start=(state, states))
-    assert int(after.epoch) == 1
-    assert after.ledger == {}
-    assert [float(value) for value in after.total] == [1.0, 0.0]
-    final, _ = propagate(MIXED, rounds=100, start=(after, states))
-    assert int(final.epoch) == 1
+    half = server()
+    client = Client(half.config, Training(), build("mlp", (4,), 2))
+    lost = states[1]._replace(turns=states[1].turns + 1, factor=Diagonal(*(2 * value for value in states[1].factor)))
+    data = Batch(*(torch.ones(1, dtype=F64),) * 3)
+    work = client.begin(lost, half.broadcast(state, 1), data)._replace(survey=Survey({"f": torch.tensor([MIXED[1]], dtype=F64)}, {}))
+    _, sent = client.finish(lost, work, data)
+    assert "the ledger does not know" in half.check(state, 1, sent)
+    states[1] = client.rejoined(lost)
+    final, _ = propagate(MIXED, rounds=100, start=(half.forget(state, 1), states))
+    assert int(final.epoch) == 0
     for a, b in zip(final.total, want.total, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 

@@ -40,7 +40,7 @@ def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 
 def start(replies):
-    strategy = FedAvg()
+    strategy = FedAvg(min_available_nodes=1, min_train_nodes=1, min_evaluate_nodes=1)
     try:
         strategy.start(InProcessGrid(app, contexts(range(replies))), wire.to_arrays(layers), num_rounds=1)
     except BayflowerError as error:
