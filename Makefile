@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help docs demo test flower hostile containers image lint types unit install clean soak flower-all
+.PHONY: help docs demo test flower hostile containers image lint types unit install clean soak flower-all deployed
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
 	@echo "make test    style, types and tests"
@@ -12,6 +12,7 @@ help:
 	@echo "make image   the container image, bayflower:VERSION"
 	@echo "make containers  the tests that start containers (root and a Docker engine; about fifteen minutes)"
 	@echo "make docs    the documentation as a site, in site/"
+	@echo "make deployed  bayflower deploy as processes over TLS, a Ray cluster, the examples in a fresh environment (about ten minutes)"
 	@echo "make flower-all  every method in Flower's simulation and as processes, with the bits of the loop (about ten minutes)"
 	@echo "make hostile ten thousand mutated replies against every strategy (minutes)"
 	@echo "make soak    five hundred rounds with flat memory (minutes)"
@@ -33,7 +34,10 @@ demo: $(READY)
 test: lint types unit
 
 flower: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py tests/test_deploy_processes.py tests/test_ray_cluster.py tests/test_examples.py -m flower -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py -m flower
+
+deployed: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_deploy_processes.py tests/test_ray_cluster.py tests/test_examples.py -m flower
 
 flower-all: $(READY)
 	BAYFLOWER_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py -m flower -k "bits_of_the_loop" -n 2
@@ -50,7 +54,7 @@ image:
 	  $${BAYFLOWER_PIP_CONF:+--secret id=pip,src=$$BAYFLOWER_PIP_CONF} $${BAYFLOWER_TORCH_INDEX+--build-arg TORCH_INDEX=$$BAYFLOWER_TORCH_INDEX} .
 
 containers: $(READY) image
-	$(BIN)/python -m pytest tests/test_containers.py -m containers
+	$(BIN)/python -m pytest tests/test_containers.py -m containers $(CHOSEN)
 
 lint: $(READY)
 	$(BIN)/ruff check .
