@@ -179,7 +179,10 @@ def follow(
             break
         show(known)
         if time.monotonic() - asked > ASK_SECONDS:
-            state = state_of()
+            try:
+                state = state_of()
+            except BayflowerError as error:
+                raise BayflowerError(f"Flower does not answer ({error}): {said()}") from None
             asked = time.monotonic()
             if not known and state != "running" and time.monotonic() - begun > SILENT_SECONDS:
                 raise BayflowerError(f"the ServerApp did not start within {SILENT_SECONDS:.0f} s: {said()}")
@@ -246,7 +249,10 @@ def submit(flwr: Callable[..., Any], app: Path, config: Mapping[str, Any], *more
 
 def run_status(flwr: Callable[..., Any], run: str) -> str:
     """Return e.g. "running", "finished:completed" or "finished:failed"."""
-    return str(flwr("list", "--run-id", run)["runs"][0]["status"])
+    answer = flwr("list", "--run-id", run)
+    if not answer.get("runs"):
+        raise BayflowerError(f"flwr list does not know run {run}: {answer.get('error-message') or 'no answer'}")
+    return str(answer["runs"][0]["status"])
 
 
 def write_app(folder: Path, config: Mapping[str, Any]) -> Path:
