@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .replay import leaves
 from .store import load_tensors, save_tensors
-from .tree import flatten, map_tree, stack, take, to, unflatten, upload
+from .tree import Rows, flatten, map_tree, stack, take, to, unflatten
 
 FORMAT = "bayflower-states-1"
 MOST_FILES = 256
@@ -44,16 +44,9 @@ class DeviceBank:
     """All states stacked on the device."""
 
     def __init__(self, fresh: Any, clients: Sequence[int], device: torch.device) -> None:
-        self.row = {client: row for row, client in enumerate(clients)}
+        self.rows = Rows(clients, device)
         self.device = device
         self.tree = map_tree(lambda leaf: leaf.to(device).expand(len(clients), *leaf.shape).clone(), fresh)
-        self._last: tuple[tuple[int, ...], Tensor] | None = None
-
-    def _index(self, chosen: Sequence[int]) -> Tensor:
-        key = tuple(chosen)
-        if self._last is None or self._last[0] != key:
-            self._last = key, upload([self.row[client] for client in chosen], self.device)
-        return self._last[1]
 
     def load(self, known: Mapping[int, Any]) -> None:
         """Take over states from a checkpoint."""
@@ -61,11 +54,11 @@ class DeviceBank:
 
     def take(self, chosen: Sequence[int]) -> Any:
         """Return the stacked states of some clients."""
-        return take(self.tree, self._index(chosen))
+        return take(self.tree, self.rows.index(chosen))
 
     def put(self, chosen: Sequence[int], states: Any, round: int) -> None:
         """Keep the stacked states of some clients."""
-        index = self._index(chosen)
+        index = self.rows.index(chosen)
         for mine, new in zip(leaves(self.tree), leaves(states), strict=True):
             mine.index_copy_(0, index, new.detach().to(mine.dtype))
 
@@ -75,7 +68,7 @@ class DeviceBank:
     def states(self) -> Iterator[tuple[int, Any]]:
         """Yield (client, state), copied to the CPU."""
         there = to(self.tree, "cpu")
-        for client, row in self.row.items():
+        for client, row in self.rows.of.items():
             yield client, map_tree(lambda leaf, row=row: leaf[row].clone(), there)
 
 

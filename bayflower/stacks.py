@@ -16,7 +16,7 @@ from torch.func import vmap
 
 from .data import ClientData, batches
 from .replay import Fixed, Graphs, Replay, copy, leaves
-from .tree import map_tree, upload
+from .tree import Rows, map_tree, upload
 from .types import Batch, ClientHalf, Phase, Survey, Work
 
 MOST_SIZES = 128  # numbers of active clients that get a recording of their own; with more clients, numbers are rounded up
@@ -57,14 +57,14 @@ class Stack:
     def __init__(self, clients: Sequence[ClientData], device: torch.device, dtype: torch.dtype) -> None:
         ordered = sorted(clients, key=lambda data: (-len(data.y_train), data.client))
         self.clients = tuple(data.client for data in ordered)
-        self.row = {client: row for row, client in enumerate(self.clients)}
+        self.rows = Rows(self.clients, device)
+        self.row = self.rows.of
         self.sizes = np.array([len(data.y_train) for data in ordered])
         self.test_sizes = np.array([len(data.y_test) for data in ordered])
         self.device, self.dtype = device, dtype
         self.train = ragged([(data.x_train, data.y_train) for data in ordered], device, dtype)
         self.test = ragged([(data.x_test, data.y_test) for data in ordered], device, dtype)
         self._whole: tuple[tuple[int, ...], Batch] | None = None
-        self._index: tuple[tuple[int, ...], Tensor] | None = None
 
     def order(self, chosen: Sequence[int]) -> list[int]:
         """Return the clients in the stack's order."""
@@ -76,10 +76,7 @@ class Stack:
 
     def index(self, chosen: Sequence[int]) -> Tensor:
         """Return the rows of some clients."""
-        key = tuple(chosen)
-        if self._index is None or self._index[0] != key:
-            self._index = key, upload([self.row[client] for client in chosen], self.device)
-        return self._index[1]
+        return self.rows.index(chosen)
 
     def whole(self, chosen: Sequence[int]) -> Batch:
         """Return all training samples of some clients, padded to the longest: x (C, N, …), y and mask (C, N)."""

@@ -45,6 +45,22 @@ def upload(values: Any, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class Rows:
+    """Which row of a stack each client has, and the rows of some clients on the device, uploaded once while they stay the same."""
+
+    def __init__(self, clients: Sequence[int], device: torch.device) -> None:
+        self.of = {client: row for row, client in enumerate(clients)}
+        self.device = device
+        self._last: tuple[tuple[int, ...], Tensor] | None = None
+
+    def index(self, chosen: Sequence[int]) -> Tensor:
+        """Return the rows of some clients."""
+        key = tuple(chosen)
+        if self._last is None or self._last[0] != key:
+            self._last = key, upload([self.of[client] for client in key], self.device)
+        return self._last[1]
+
+
 def take(tree: T, index: Tensor | int) -> T:
     """Return the tree of leaf[index] along the leading axis."""
     return map_tree(lambda leaf: leaf[index], tree)

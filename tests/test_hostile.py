@@ -100,7 +100,7 @@ def test_mutated_replies_are_refused_or_harmless(method):
             if name.endswith(("precision", "running_var")):
                 assert float(leaf.min()) >= 0, f"{where}: {name}"
         json.dumps(siege.strategy.records, allow_nan=False)
-    assert counts["refused"] > sum(counts.values()) / 4, counts
+    assert 385 * counts["refused"] > 100 * sum(counts.values()), counts  # over 100 of the 385 that each method gets of ten thousand
     siege.strategy.half.pack(siege.strategy.half.broadcast(siege.state, VICTIM))  # the run could go on
 
 

@@ -108,20 +108,26 @@ def test_clients_with_another_network_than_the_settings_are_named(tmp_path, node
     assert "another network" in status["reason"]
 
 
+def saying(change):
+    """Return our app, but client 2 says something else of itself."""
+
+    def changed(message, context):
+        reply = app(message, context)
+        if message.metadata.message_type == "query" and context.node_config["partition-id"] == 2:
+            reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), **change})
+        return reply
+
+    return changed
+
+
 @pytest.mark.parametrize(("change", "words"), [
     ({"input_shape": "[7]"}, "clients 0, 1, 3 and 2 have inputs of different shapes; all must prepare their data alike"),
     ({"num_classes": 4}, "clients 0, 1, 3 and 2 have different numbers of classes"),
     ({"anatomy": json.dumps({name: [] for name in Anatomy._fields})}, "clients 0, 1, 3 and 2 have different networks"),
 ])  # fmt: skip
 def test_clients_that_disagree_are_named(tmp_path, nodes, change, words):
-    def other(message, context):
-        reply = app(message, context)
-        if message.metadata.message_type == "query" and context.node_config["partition-id"] == 2:
-            reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), **change})
-        return reply
-
     with pytest.raises(BayflowerError, match=words):
-        serve(InProcessGrid(other, nodes), config(tmp_path))
+        serve(InProcessGrid(saying(change), nodes), config(tmp_path))
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -137,13 +143,7 @@ def test_clients_that_disagree_are_named(tmp_path, nodes, change, words):
     ({"client": True}, "client must be a whole number below"),
 ])  # fmt: skip
 def test_facts_that_cannot_be_true_leave_the_client_out(tmp_path, nodes, change, words):
-    def liar(message, context):
-        reply = app(message, context)
-        if message.metadata.message_type == "query" and context.node_config["partition-id"] == 2:
-            reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), **change})
-        return reply
-
-    serve(InProcessGrid(liar, nodes), config(tmp_path, rounds=1))
+    serve(InProcessGrid(saying(change), nodes), config(tmp_path, rounds=1))
     result = json.loads((tmp_path / "server" / "result.json").read_text())
     assert result["num_clients"] == 2
     assert words in result["faults"][0]
