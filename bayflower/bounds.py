@@ -2,14 +2,16 @@
 
 A weighted mean has no defence of its own: one count, one precision or one enormous number can make it anybody's. These bounds keep an
 update within what training can give; they do not make the mean robust against a client that lies within them (`SECURITY.md`). What only one
-method can say is in an optional function of its server half: bounds(state, client, update, limits, training), the reason or None.
+method can say is in optional functions of its server half: bounds(state, client, update, limits, training), the reason or None; and, for
+what counts by its size next to that of others, claims(state, update), sizes by name, with reduced(state, update, factors), the update with
+some of them cut down.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,19 +82,42 @@ def negative_variance(update: Any) -> str | None:
     return None
 
 
-def caps(sizes: Mapping[int, int], share: float) -> dict[int, int]:
-    """Return how many samples each client of a round may count for, so that none has more than `share` of all; only those cut off."""
-    ordered = sorted(sizes.values(), reverse=True)
-    if not ordered:
-        return {}
+def level(sizes: Iterable[float], share: float) -> float:
+    """Return the largest size to which larger ones can be cut so that none has more than `share` of the sum."""
+    ordered = sorted(sizes, reverse=True)
     most = ordered[-1]  # with 1/share clients or fewer, equal weights are the best there is
     if share * len(ordered) > 1:
         for cut in range(len(ordered)):  # the largest `cut` clients are cut off
             if cut * share >= 1:
                 break
-            rest = sum(ordered[cut:])
-            most = int(share * rest / (1 - share * cut)) if cut else int(share * rest)
+            most = share * math.fsum(ordered[cut:]) / (1 - share * cut)
             if ordered[cut] <= most:
                 break
-    most = max(most, 1)
+    return most
+
+
+def caps(sizes: Mapping[int, int], share: float) -> dict[int, int]:
+    """Return how many samples each client of a round may count for, so that none has more than `share` of all; only those cut off."""
+    most = max(int(level(sizes.values(), share)), 1) if sizes else 0
     return {client: most for client, size in sizes.items() if size > most}
+
+
+class Cut(NamedTuple):
+    """A claim that was cut down: whose, of what, and what is left of it."""
+
+    client: int
+    name: str
+    factor: float
+
+
+def reduce(half: ServerHalf, state: Any, updates: Mapping[int, Any], share: float) -> tuple[dict[int, Any], list[Cut]]:
+    """Return the updates of a round with nobody's claim above `share` of what all claim under that name, and what was cut down."""
+    found = {client: half.claims(state, update) for client, update in sorted(updates.items())}  # type: ignore[attr-defined]
+    most = {name: level([claims[name] for claims in found.values() if name in claims], share)
+            for name in {name for claims in found.values() for name in claims}}  # fmt: skip
+    kept, cuts = {}, []
+    for client, claims in found.items():
+        factors = {name: most[name] / size for name, size in claims.items() if size > most[name]}
+        cuts += [Cut(client, name, factor) for name, factor in factors.items()]
+        kept[client] = half.reduced(state, updates[client], factors) if factors else updates[client]  # type: ignore[attr-defined]
+    return kept, cuts

@@ -17,7 +17,7 @@ class Limits:
     rejoin_seconds: float = 90.0  # how long a client whose node is lost is waited for before the round goes on without it
     max_message_mb: int = 2048  # largest content of a reply, in millions of bytes; a larger one is not unpacked
     max_examples: int = 100_000_000  # most training samples that a client may claim
-    max_share: float = 1.0  # largest share of a round's samples that one client may count for; more is cut off; 1 = no limit
+    max_share: float = 1.0  # largest share of a round's samples (pFedVMP: also of a class's precision) one client may have; 1 = no limit
     max_change: float = 1e4  # largest norm of a client's change of the model, as a multiple of 1 + the model's own norm
     max_precision: float = 1e6  # largest precision that a client may claim for one number (FedLA, FedNP)
     max_value: float = 1e12  # largest size of any other number in an update

@@ -78,6 +78,35 @@ def roots(packed: Tensors, present: list[int]) -> Iterator[Tensor]:
             row += rank[k]
 
 
+def sizes(centroid: str, message: Message) -> list[float]:
+    """Return by how much a message counts for each class it has: the trace of its precision, without alpha; or its samples."""
+    present = message.counts.nonzero()[:, 0].tolist()
+    if centroid == "precision":
+        return [float(half.square().sum()) for half in roots(message.spread, present)]
+    weight = message.spread["precision"].double().sum(1) if centroid == "diag" else message.counts[present]
+    return [float(value) for value in weight]
+
+
+def shrunk(centroid: str, message: Message, factors: list[float]) -> Message:
+    """Return the message with the size of each class it has multiplied by its factor, at most 1; of samples, at least one is left."""
+    present, spread, by = message.counts > 0, message.spread, torch.tensor(factors, dtype=torch.float64)
+    if centroid == "diag":
+        return message._replace(spread={"precision": shortened(spread["precision"], by[:, None])})
+    if centroid != "precision":
+        counts = message.counts.clone()
+        counts[present] = (counts[present] * by).floor().to(counts.dtype).clamp(min=1)
+        return message._replace(counts=counts)
+    dense, rank = dense_ranks(spread["ranks"][present], message.means.shape[1]), spread["ranks"][present]
+    rows = by[~dense].repeat_interleave(rank[~dense])
+    return message._replace(spread={**spread, "weight": shortened(spread["weight"], rows),
+                                    "triangle": shortened(spread["triangle"], by[dense].sqrt()[:, None])})  # fmt: skip
+
+
+def shortened(value: Tensor, factor: Tensor) -> Tensor:
+    """Return value * factor as `value` is stored."""
+    return (value.double() * factor).to(value.dtype)
+
+
 def blank(centroid: str, like: Any, dim: int, present: int = 0, rows: int = 0, triangles: int = 0) -> Message:
     """Return a message with the base, counts and dtype of `like` and these many classes, rows and triangles; values mean nothing."""
 

@@ -19,7 +19,7 @@ from .exchange import POLL_SECONDS, Member, query
 from .facts import Facts, Summary, agreed, disagreement, summary
 from .journal import Journal
 from .limits import Limits
-from .types import BayflowerError
+from .types import BayflowerError, ServerHalf
 
 QUERY_SECONDS = 60.0  # how long a node that appeared during a run is given to say who it is
 
@@ -53,6 +53,7 @@ class Roster:
         self.unused: set[int] = set()  # asked since then, without a reply that was used
         self.faults: dict[int, int] = {}  # replies in a row that could not be used
         self.silent: dict[int, int] = {}  # rounds in a row without any reply
+        self.moderated: set[tuple[int, str]] = set()  # clients and claims of which it was said that they were cut down
         self.capped: set[int] = set()  # clients of which it was said that they count for fewer samples than they have
         self.pause: dict[int, int] = {}  # rounds for which a client that left in silence is not asked, though its node is there
         self.refused: dict[int, int] = {}  # by node: how often it could not say who it is
@@ -184,6 +185,20 @@ class Roster:
             self.journal.fault(f"client {client} has {sizes[client]} samples and counts for {found[client]} (max_share is {share:g})")
         self.capped |= set(found)
         return found
+
+    def moderate(self, half: ServerHalf, state: Any, updates: dict[int, Any]) -> dict[int, Any]:
+        """Return the updates of a round with nobody's claims above `max_share` of all, and say once whose were cut down."""
+        if not updates:
+            return {}
+        kept, cuts = bounds.reduce(half, state, updates, self.limits.max_share)
+        for client in sorted({cut.client for cut in cuts}):
+            new = [cut for cut in cuts if cut.client == client and (client, cut.name) not in self.moderated]
+            self.moderated |= {(client, cut.name) for cut in new}
+            if new:
+                least = min(cut.factor for cut in new)
+                self.journal.fault(f"client {client} counts for less than it claims, {least:.2g} of it at the least, of "
+                                   f"{', '.join(cut.name for cut in new)} (max_share is {self.limits.max_share:g})")  # fmt: skip
+        return kept
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def memory(self) -> dict[str, Any]:

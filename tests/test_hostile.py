@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -197,6 +199,67 @@ def test_a_client_counts_for_its_share_at_most():
     name = "params/head.bias"
     mean = sum(first[client][name].double() * count for client, count in enumerate(counted)) / sum(counted)
     torch.testing.assert_close(cut.strategy.state.params["head.bias"].double(), mean, rtol=1e-6, atol=1e-7)
+
+
+CENTROIDS = {"precision": "spread/weight", "diag": "spread/precision", "count_mean": ""}
+
+
+def weights(siege: Siege, reply, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (what a reply claims of class k as a matrix, its mean), read the slow way."""
+    flat, option = tensors_of(reply), siege.strategy.options.centroid
+    place = int((flat["counts"][:k] > 0).sum())
+    mean = flat["means"][place].double()
+    if option != "precision":
+        given = flat["spread/precision"][place].double() if option == "diag" else flat["counts"][k].double().expand(len(mean))
+        return torch.diag(given), mean
+    ranks, dim = flat["spread/ranks"].tolist(), len(mean)
+    if 2 * ranks[k] > dim:
+        root = torch.zeros(dim, dim, dtype=torch.float64)
+        root[tuple(torch.triu_indices(dim, dim))] = flat["spread/triangle"][sum(2 * rank > dim for rank in ranks[:k])].double()
+        return root.T @ root, mean
+    start = sum(rank for rank in ranks[:k] if 2 * rank <= dim)
+    rows, weight = (flat[f"spread/{name}"][start : start + ranks[k]].double() for name in ("basis", "weight"))
+    return rows.T @ (weight[:, None] * rows), mean
+
+
+@pytest.mark.parametrize("centroid", list(CENTROIDS))
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
+    """pFedVMP: whoever claims a precision ten thousand times the others' has the share that max_share leaves, and the result says so."""
+    siege = Siege("pfedvmp", keep=1.0, centroid=centroid, max_message_mb=8, min_count=2)
+    siege.strategy.limits = siege.strategy.roster.limits = dataclasses.replace(siege.strategy.limits, max_share=share)
+    reply = copied(siege.replies[VICTIM])
+    flat = wire.arrays(reply, wire.UPDATE)
+    other = siege.replies[OTHER]
+    both = ((flat["counts"] > 0) & (tensors_of(other)["counts"] > 0)).nonzero()[:, 0].tolist()
+    if centroid != "count_mean":
+        for name in (CENTROIDS[centroid], "spread/triangle"):
+            if name in flat:
+                flat[name] *= 1e4 if name != "spread/triangle" else 1e2
+        flat["means"] += 5.0
+    else:
+        flat["counts"].clamp_(max=1)
+        flat["counts"][both[0]] = int(flat["num_examples"]) - int(flat["counts"].sum())
+    reply.content[wire.UPDATE] = wire.to_arrays(flat)
+    state, faults = siege.after([copied(reply)])
+    told = {int(k) for fault in faults if fault.startswith(f"client {VICTIM} counts for less") for k in re.findall(r"class (\d+)", fault)}
+    alpha = siege.strategy.options.alpha * (centroid == "precision")
+    for k in both:
+        (mine, mean), (theirs, other_mean) = weights(siege, reply, k), weights(siege, other, k)
+        sizes = [float(mine.trace()), float(theirs.trace())]
+        factors = [min(1.0, share / (1 - share) * rest / own) if share < 1 else 1.0 for own, rest in (sizes, reversed(sizes))]
+        assert (k in told) == (factors[0] < 1)
+        if centroid == "count_mean":
+            counts = [float(mine[0, 0]), float(theirs[0, 0])]
+            factors = [max(1, int(factor * count + 1e-9)) / count for factor, count in zip(factors, counts, strict=True)]
+        mine, theirs = (matrix * factor + alpha * torch.eye(len(mean), dtype=torch.float64)
+                        for matrix, factor in ((mine, factors[0]), (theirs, factors[1])))  # fmt: skip
+        want = torch.linalg.solve(mine + theirs, mine @ mean + theirs @ other_mean)
+        torch.testing.assert_close(state.centroids[k].double(), want, rtol=1e-4, atol=1e-4)
+        assert share == 1 or centroid == "count_mean" or float(mine.trace() / (mine + theirs).trace()) <= share + 1e-6
+    assert told or share == 1
+    _, again = siege.after([copied(reply)])
+    assert not any("counts for less" in fault for fault in again)  # it is said once
 
 
 @pytest.mark.parametrize(("key", "value"), [("max_share", 0.0), ("max_change", math.nan), ("max_faults", 0), ("max_message_mb", 0)])

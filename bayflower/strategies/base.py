@@ -234,12 +234,17 @@ class BayflowerStrategy(Strategy):
         answered: set[int] = set()
         tested: Views = {}
         expected = self._expected(server_round)
+        held: dict[int, Any] = {}  # updates whose weight depends on what the others claim
+        wait = self.limits.max_share < 1 and hasattr(half, "claims")
         for reply in incoming:
             try:
                 replies.sender(reply, expected)
                 size = wire.num_bytes(reply.content)  # before `accept` takes the arrays out
                 client, update, tallies, loss = replies.accept(reply, expected, half, self.state, losses)
-                total.add(half.statistic(self.state, client, update))
+                if wait:
+                    held[client] = update
+                else:
+                    total.add(half.statistic(self.state, client, update))
                 count = int(update.num_examples)
             except Exception as error:  # whatever a client sends, it must not end the others' run
                 self._fault(reply, server_round, error)
@@ -254,6 +259,8 @@ class BayflowerStrategy(Strategy):
             del update, reply  # before the next one comes
             for view, tally in tallies.items():
                 tested.setdefault(view, {})[client] = tally
+        for client, update in self.roster.moderate(half, self.state, held).items():
+            total.add(half.statistic(self.state, client, update))
         for client in sorted(set(self._sent) - set(losses) - self.journal.blamed):
             self.journal.fault(f"round {server_round}, client {client}: no reply in time; left out of this round", client)
         if tested and self.records:

@@ -32,6 +32,7 @@ E-P1, E-P3, E-P10 and E-P12 are the client's. A class that nobody sent keeps its
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from ..classwise import class_sums, from_triangle, to_triangle
 from ..gaussian import solve_precision, solve_without_waiting
-from ..messages import Message, blank, received, roots
+from ..messages import Message, blank, received, roots, shrunk, sizes
 from ..tree import upload
 from ..types import Anatomy, BayflowerError, ConfigError, ServerHalf, Statistic, Sum, Tensors
 from . import fedper
@@ -133,6 +134,18 @@ class Server(ServerHalf):
     def check(self, state: State, client: int, update: Message) -> str | None:
         """Return why the base cannot be averaged, or None; the rest was checked by `unpack`."""
         return self.base.check(state, client, update)
+
+    def claims(self, state: State, update: Message) -> dict[str, float]:
+        """Return by how much the message counts for each class it has; nothing where all clients count alike."""
+        if self.config.centroid == "mean":
+            return {}
+        present = update.counts.nonzero()[:, 0].tolist()
+        return {f"class {k}": size for k, size in zip(present, sizes(self.config.centroid, update), strict=True)}
+
+    def reduced(self, state: State, update: Message, factors: Mapping[str, float]) -> Message:
+        """Return the message with the precision of some classes multiplied by a factor; alpha I, which all have, stays."""
+        present = update.counts.nonzero()[:, 0].tolist()
+        return shrunk(self.config.centroid, update, [factors.get(f"class {k}", 1.0) for k in present])
 
     def expects(self, state: State) -> Message:
         """Return the shape of a message without any class."""
