@@ -58,8 +58,8 @@ def query(grid: Grid, nodes: list[int], timeout: float, refused: Callable[[int, 
 
 
 def reason(reply: Message) -> str:
-    """Return why a client failed, in one line."""
-    lines = (reply.error.reason or "").strip().splitlines()
+    """Return why a client failed, in one line: the last that has words."""
+    lines = [line.strip() for line in (reply.error.reason or "").splitlines() if any(letter.isalpha() for letter in line)]
     return lines[-1] if lines else f"error code {reply.error.code}"
 
 

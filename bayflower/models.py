@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from .losses import mean_nll, nll
 from .masked import MASKABLE, mask_norms, real_samples
-from .networks import cnn, cnn3, lenet, mlp, resnet
+from .networks import cnn, cnn3, lenet, mlp, resnet, resnet18
 from .stackable import for_stacks
 from .types import Anatomy, ConfigError, Tensors, masked_mean
 
@@ -293,6 +293,7 @@ MODELS: dict[str, str] = {
     "cnn3": "three 3×3 convolutions of 64 maps, 256 and 128 hidden units (MetaVD); images of at least 16×16",
     "lenet5": "LeNet-5: convolutions of 6 and 16 maps, 120 and 84 hidden units (FedBPS: MNIST); images of at least 16×16",
     "lenet-wide": "the same with 64 and 64 maps, 384 and 192 hidden units (FedBPS: CIFAR-10); images of at least 16×16",
+    "resnet18": "ResNet-18 with a 3×3 stem and BatchNorm (FedNP), 11 million weights; images of at least 16×16",
     **{f"resnet{depth}": f"CIFAR ResNet of {depth} layers with BatchNorm (FedBPS); images of at least 16×16" for depth in (20, 32, 44, 56)},
 }
 NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
@@ -302,6 +303,7 @@ NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "cnn3": cnn3,
     "lenet5": lenet,
     "lenet-wide": partial(lenet, maps=(64, 64), widths=(384, 192)),
+    "resnet18": resnet18,
     **{f"resnet{depth}": partial(resnet, depth=depth) for depth in (20, 32, 44, 56)},
 }
 

@@ -66,18 +66,35 @@ def resnet(shape: tuple[int, ...], num_classes: int, depth: int = 20) -> nn.Modu
     return model
 
 
-class Block(nn.Module):
-    """Two 3×3 convolutions and a shortcut; where the maps double, the shortcut drops every other pixel and adds maps of zeros."""
+def resnet18(shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return ResNet-18 for small images (FedNP): a 3×3 stem without pooling, 64 to 512 maps, two blocks each, projected shortcuts."""
+    blocks: list[nn.Module] = [nn.Conv2d(shape[0], 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    for before, after in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        blocks += [Block(before, after, projected=True), Block(after, after)]
+    model = BaseHead(nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(512, num_classes))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
 
-    def __init__(self, before: int, after: int) -> None:
+
+class Block(nn.Module):
+    """Two 3×3 convolutions and a shortcut; where the maps double, it drops every other pixel and adds maps of zeros, or is projected."""
+
+    def __init__(self, before: int, after: int, projected: bool = False) -> None:
         super().__init__()
         self.more, self.stride = after - before, 1 if after == before else 2
         self.conv1, self.norm1 = nn.Conv2d(before, after, 3, self.stride, padding=1, bias=False), nn.BatchNorm2d(after)
         self.conv2, self.norm2 = nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)
+        self.shortcut: nn.Sequential | None = None
+        if projected and self.more:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, self.stride, bias=False), nn.BatchNorm2d(after))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
-        if self.more:
+        if self.shortcut is not None:
+            x = self.shortcut(x)
+        elif self.more:
             x = nn.functional.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, self.more // 2, self.more - self.more // 2))
         return torch.relu(y + x)
 

@@ -4,7 +4,9 @@ The convention. In ```bash blocks, lines that start with "bayflower " are run as
 (make, pip) are what CI does on a clean checkout. ```python blocks are run in a namespace of their own, in the same folder as the
 commands of their page. A Python block whose first line is a comment with a path is a file of the example in docs/add-a-method.md: its
 test, the contract's promises and the engines' agreement are run on it.
-```sh blocks are run by tests/test_flower.py, because they start Flower's own programs; ```diff blocks by tests/test_examples.py.
+```sh blocks are run by tests/test_flower.py, test_deploy_processes.py and test_examples.py, because they start Flower's own programs;
+```diff blocks by tests/test_examples.py. Plain blocks are pictures, printed output, or commands that need hours or several machines; these
+are parsed.
 """
 
 from __future__ import annotations
@@ -80,6 +82,34 @@ def test_the_convention_finds_what_it_should():
     assert set(files(EXAMPLE)) == {
         f"bayflower/strategies/{STEM}.py", f"bayflower/clients/{STEM}.py", "bayflower/methods.py", f"tests/test_{STEM}.py"
     }  # fmt: skip
+
+
+def spelled_out(text: str) -> list[list[str]]:
+    """Return the words of every `bayflower` command in a block, wherever in a line it stands."""
+    text = text.replace("\\\n", " ")
+    found = (shlex.split(part.split("#")[0].split(" & ")[0]) for line in text.splitlines() for part in re.findall(r"\bbayflower .*", line))
+    return [words[1:] for words in found]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_that_need_more_than_a_test_has_are_understood(page):
+    """Plain blocks show what needs hours, a GPU or several machines: their commands and options exist and take those values."""
+    from typer.main import get_command
+
+    from bayflower.cli import app
+
+    for language, text in blocks(page):
+        for words in spelled_out(text) if not language else []:
+            command, rest = get_command(app), words
+            context = command.make_context("bayflower", [], resilient_parsing=True)
+            while hasattr(command, "commands"):
+                command, rest = command.commands[rest[0]], rest[1:]
+            command.make_context(" ".join(words), list(rest), parent=context)
+
+
+def test_the_parser_of_plain_blocks_can_fail():
+    assert spelled_out("for k in 1 2; do bayflower reproduce a --part $k/2 & done; wait") == [["reproduce", "a", "--part", "$k/2"]]
+    assert spelled_out("RAY_ADDRESS=a:1 bayflower run fedmap  # words") == [["run", "fedmap"]]
 
 
 def test_every_command_that_is_named_exists():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.personal import load_personal
+from bayflower.processes import Flower
 from bayflower.trial import importable, try_app
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +122,39 @@ def test_what_is_no_app_is_refused(tmp_path):
     (tmp_path / "app" / "stockapp" / "client_app.py").unlink()
     with pytest.raises(BayflowerError, match="client_app:app cannot be loaded"):
         try_app(tmp_path / "app", 1)
+
+
+def finished(flower: Flower, run: str) -> str:
+    """Return how a run ended."""
+    end = time.monotonic() + 240
+    while not (status := flower.status(run)).startswith("finished") and time.monotonic() < end:
+        flower.watch()
+        time.sleep(1)
+    return status
+
+
+@pytest.mark.flower
+def test_flwr_run_on_each_example(tmp_path):
+    """The three apps as Flower itself starts them: `flwr run DIR` in its simulation."""
+    with Flower("ray", 4, tmp_path) as flower:
+        for name in ("fedavg_app", "resnet_images", "heart_hospitals"):
+            shutil.copytree(EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+            run = flower.submit(tmp_path / name, {"num-server-rounds": 1})
+            assert finished(flower, run) == "finished:completed", (name, (tmp_path / "logs" / "superlink.log").read_text()[-3000:])
+
+
+@pytest.mark.flower
+def test_the_flwr_run_of_the_documentation(tmp_path):
+    """The command of docs/running.md as it stands, but for fewer rounds and its folder."""
+    page = (ROOT / "docs" / "running.md").read_text()
+    (block,) = [text for text in re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if text.startswith("flwr run")]
+    command = block.replace("rounds=5", "rounds=1").replace("/full/path/to/a/folder", str(tmp_path / "out"))
+    with Flower("ray", 10, tmp_path) as flower:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, env=flower.env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["method"] == "fedmap"
 
 
 @pytest.mark.flower

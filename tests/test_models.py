@@ -11,6 +11,7 @@ from bayflower.models import MODELS, NETWORKS, build
 SIZES = {  # FedBPS: LeNet-5 (P = 61,706); He et al. 2016, Table 6: 0.27, 0.46, 0.66 and 0.85 million
     "lenet5": ((1, 28, 28), 61_706), "lenet-wide": ((3, 32, 32), 1_068_298), "resnet20": ((3, 32, 32), 269_722),
     "resnet32": ((3, 32, 32), 464_154), "resnet44": ((3, 32, 32), 658_586), "resnet56": ((3, 32, 32), 853_018),
+    "resnet18": ((3, 32, 32), 11_168_832 + 5_130),  # FedNP: the backbone without the classifier, as printed
 }  # fmt: skip
 
 
@@ -39,6 +40,17 @@ def test_a_shortcut_where_maps_double_drops_pixels_and_adds_zeros():
     assert torch.equal(y[:, 8:24], torch.relu(x[:, :, ::2, ::2]))
     assert not y[:, :8].any()
     assert not y[:, 24:].any()
+
+
+def test_a_projected_shortcut_is_a_convolution_of_one_pixel():
+    """With the second normalisation at zero only the shortcut is left (He et al. 2016, option B); equal maps have none."""
+    base = build("resnet18", (3, 32, 32), 10).factory().base.eval()
+    block = base[5]
+    torch.nn.init.zeros_(block.norm2.weight)
+    x = torch.randn(2, 64, 8, 8)
+    wanted = torch.einsum("oi,bihw->bohw", block.shortcut[0].weight[:, :, 0, 0], x[:, :, ::2, ::2]) / (1 + 1e-5) ** 0.5
+    assert torch.allclose(block(x), torch.relu(wanted), atol=1e-5)
+    assert [part.shortcut is None for part in base[3:11]] == [True, True, False, True, False, True, False, True]
 
 
 def test_every_model_that_is_listed_can_be_built():

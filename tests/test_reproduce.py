@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 ASKED = {
     "fedmap": ("1", "2", "3", "4", "figure-1"),
-    "fednp": ("1", "4", "5", "6", "figure-1", "figure-3", "figure-5"),
+    "fednp": ("1", "2", "4", "5", "6", "figure-1", "figure-3", "figure-5"),
     "pfedvmp": ("1", "2", "3", "5", "6", "7", "figure-2", "figure-3", "figure-4"),
     "metavd": ("1", "2", "3", "6", "7", "8", "10", "11", "12", "16", "17", "figure-2", "figure-3", "figure-4", "figure-5"),
     "fedbps": ("1", "2", "3", "figure-3"),

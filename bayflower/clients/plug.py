@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ from .base import Site
 
 FEW = 8  # samples of a rehearsal
 KEPT = 64  # clients whose data a process keeps
+SITES: dict[tuple[str, int], Site] = {}  # by plug and client: what this process has loaded
+LOADING = threading.Lock()
 NEED_BASE = ("fedper", "fedrep", "lgfedavg", "pfedvmp")  # a head, and something before it
 
 
@@ -60,8 +63,7 @@ class Plug:
         self.export, self.mods = tuple(export), list(mods)
         if unknown := sorted(set(export) - {"pt2", "onnx"}):
             raise ConfigError(f"export must name pt2 or onnx, got {unknown[0]!r}")
-        self.sites: dict[int, Site] = {}
-        self.lock = threading.Lock()
+        self.name = uuid.uuid4().hex  # in a simulation every message brings a copy of this object: the copies share what is loaded
         self.plain = base.client_app(self.site)
 
     # -- what Flower calls -----------------------------------------------------------------------------------------
@@ -107,12 +109,12 @@ class Plug:
         if "partition-id" not in config:
             raise ConfigError("the node's configuration has no partition-id; start it with --node-config 'partition-id=0 num-partitions=N'")
         client = int(config["partition-id"])
-        with self.lock:
-            if client not in self.sites:
-                if len(self.sites) == KEPT:
-                    self.sites.pop(next(iter(self.sites)))
-                self.sites[client] = self.load(client, context)
-            return self.sites[client]
+        with LOADING:
+            if (self.name, client) not in SITES:
+                if len(SITES) == KEPT:
+                    SITES.pop(next(iter(SITES)))
+                SITES[self.name, client] = self.load(client, context)
+            return SITES[self.name, client]
 
     def load(self, client: int, context: Context) -> Site:
         """Return the client with its data on the device and its network checked."""

@@ -62,4 +62,6 @@ def section(table: Table, plan: Plan, found: list[Shown]) -> list[str]:
     lines.append("|---" * (width + 1) + "|")
     for place, row in enumerate(table.rows):
         lines.append(f"| {row.name} | " + " | ".join(words(one) for one in found[place * width : (place + 1) * width]) + " |")
+    if table.picture:
+        lines += ["", f"![{table.title}]({table.picture})"]
     return [*lines, "", *facts(table, plan, found, folder=False), ""]

@@ -104,6 +104,7 @@ class Table:
     runner: str = "engine"
     data: str = ""
     errata: str = ""
+    picture: str = ""  # a file of the repository that draws what the numbers cannot
 
     def form(self, name: str) -> dict[str, Any]:
         """Return the settings of a form, and its `seeds`."""
