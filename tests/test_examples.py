@@ -9,12 +9,17 @@ import subprocess
 import sys
 import time
 import venv
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from bayflower.clients import make_client_app
 from bayflower.errors import BayflowerError, ConfigError
+from bayflower.loop import contexts
 from bayflower.personal import load_personal
 from bayflower.processes import Flower
 from bayflower.trial import importable, try_app
@@ -122,6 +127,23 @@ def test_what_is_no_app_is_refused(tmp_path):
     (tmp_path / "app" / "stockapp" / "client_app.py").unlink()
     with pytest.raises(BayflowerError, match="client_app:app cannot be loaded"):
         try_app(tmp_path / "app", 1)
+
+
+def test_the_app_travels_as_a_simulation_sends_it(tmp_path):
+    """Ray sends a copy of the whole ClientApp with every message; the copies answer, and share the data that one of them has loaded."""
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    app = make_client_app("fedmap", model=partial(nn.Linear, 2, 2), data=two_points, state=tmp_path)
+    copies = [cloudpickle.loads(cloudpickle.dumps(app)) for _ in range(2)]
+    plugs = [copy._registered_funcs["train.default"].__self__ for copy in copies]
+    assert plugs[0].name == plugs[1].name
+    (context,) = contexts([0])
+    assert plugs[0].site(context) is plugs[1].site(context)
+
+
+def two_points(context):
+    """Data of a client: as few as can be."""
+    part = torch.eye(2), torch.tensor([0, 1])
+    return part, part
 
 
 def finished(flower: Flower, run: str) -> str:

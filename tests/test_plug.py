@@ -393,14 +393,3 @@ def test_both_sides_must_name_the_same_method(tmp_path):
         run(make_client_app("fedmap", model=Net, data=load, state=tmp_path), "fedavg")
     with pytest.raises(ConfigError, match="method 'fedmapp' is not known; did you mean 'fedmap'"):
         make_client_app("fedmapp", model=Net, data=load)
-
-
-def test_the_app_travels_as_a_simulation_sends_it(tmp_path):
-    """Ray sends a copy of the whole ClientApp with every message; the copies answer, and share the data that one of them has loaded."""
-    cloudpickle = pytest.importorskip("ray.cloudpickle")
-    app = make_client_app("fedmap", model=Net, data=load, state=tmp_path)
-    copies = [cloudpickle.loads(cloudpickle.dumps(app)) for _ in range(2)]
-    plugs = [copy._registered_funcs["train.default"].__self__ for copy in copies]
-    assert plugs[0].name == plugs[1].name
-    (context,) = contexts([0])
-    assert plugs[0].site(context) is plugs[1].site(context)
