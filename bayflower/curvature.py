@@ -11,7 +11,10 @@ Kinds of curvature
     fisher     S_c = √p_c (e_c − p), one column a class (one logit: √(p(1−p)), one column): the expectation of squared gradients over the
                model's own labels. It is the diagonal of the generalised Gauss-Newton matrix, and of the Hessian itself where the output is
                piecewise linear in each single weight (ReLU, LeakyReLU, max-pooling, BatchNorm in evaluation mode).
-    empirical  S = e_y − p, one column: squared gradients at the true labels. A tenth of the work for ten classes, and not the Hessian.
+    sketch     S = Σ_c ±√p_c (e_c − p), one column with signs that differ from sample to sample: its square is that of `fisher` plus
+               products of two classes, which cancel on average over signs. A tenth of the work for ten classes; the error falls as
+               1/√samples.
+    empirical  S = e_y − p, one column: squared gradients at the true labels. The work of `sketch`, and not the Hessian.
 
 Squares must be taken sample by sample. In a Linear, Conv2d or BatchNorm layer a sample's gradient is a product of the layer's input and
 the gradient at its output, so one backward pass to the outputs, for all columns at once, is enough: Linear layers never form a gradient,
@@ -32,7 +35,7 @@ from .models import Model
 from .stackable import StackedConv2d
 from .types import Batch, Tensors
 
-Kind = Literal["fisher", "empirical"]
+Kind = Literal["fisher", "sketch", "empirical"]
 Rule = Callable[[nn.Module, Tensors, Tensors, Tensor, Tensor], Tensors]
 
 
@@ -76,12 +79,24 @@ def factor(logits: Tensor, y: Tensor, kind: Kind) -> Tensor:
     """Return the columns S, (C, B, K)."""
     if logits.shape[-1] == 1:
         p = torch.sigmoid(logits)
-        return (p * torch.sigmoid(-logits)).sqrt()[None] if kind == "fisher" else (y[:, None] - p)[None]
+        return (y[:, None] - p)[None] if kind == "empirical" else (p * torch.sigmoid(-logits)).sqrt()[None]
     p = torch.softmax(logits, dim=-1)
     one = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
     if kind == "empirical":
         return (one[y] - p)[None]
+    if kind == "sketch":
+        weight = signs(p) * p.sqrt()
+        return (weight - p * weight.sum(-1, keepdim=True))[None]
     return p.mT.sqrt()[..., None] * (one[:, None] - p)
+
+
+def signs(like: Tensor) -> Tensor:
+    """Return 1 and −1 in the shape of `like`, (B, K): mixed bits of the place's number, the same every time, made where they are used."""
+    number = torch.arange(like.shape[-2] * like.shape[-1], device=like.device).reshape(like.shape[-2:])
+    for factor, shift in ((0x045D9F3B, 16), (0x045D9F3B, 15)):
+        number = ((number + 1) * factor) & 0x7FFFFFFF
+        number = number ^ (number >> shift)
+    return (1 - 2 * (number & 1)).to(like.dtype)
 
 
 def by_sample(model: Model, params: Tensors, buffers: Tensors, x: Tensor, columns: Tensor, names: tuple[str, ...]) -> Tensors:

@@ -35,7 +35,7 @@ from bayflower.tree import map_tree
 from bayflower.types import Batch, Work
 
 NETWORKS = {"lenet5": (1, 28, 28), "resnet20": (3, 32, 32)}
-WAYS = ("epoch", "fisher", "empirical", "laplace-torch")
+WAYS = ("epoch", "fisher", "sketch", "empirical", "laplace-torch")
 BATCH = 128
 
 
@@ -153,12 +153,13 @@ def table(result: dict[str, Any]) -> str:
         "# The curvature pass of FedBPS against one epoch of training",
         "",
         f"{result['clients']} client(s) × {result['samples']} samples of random data, 10 classes, float32, {result['device']}, torch "
-        f"{result['torch']}. Epoch: SGD, batches of {BATCH}; pass: chunks of 19 samples (`empirical`: 64).",
+        f"{result['torch']}. Epoch: SGD, batches of {BATCH}; pass: chunks of 19 samples (`sketch`, `empirical`: 64).",
         "",
         "| network | what | time, ms | in epochs | memory, MB | in epochs' |",
         "|---|---|---:|---:|---:|---:|",
     ]
     names = {"epoch": "one epoch of training", "fisher": "curvature `fisher` (exact, 10 columns)",
+             "sketch": "curvature `sketch` (1 column)",
              "empirical": "curvature `empirical` (1 column)", "laplace-torch": "laplace-torch's diagonal GGN"}  # fmt: skip
     for row in result["rows"]:
         lines.append(
@@ -170,7 +171,7 @@ def table(result: dict[str, Any]) -> str:
         "Counting products: an epoch is one pass forward, two back (to weights, to inputs); the exact diagonal is one forward and two back",
         "for each class. With 10 classes that is (1 + 20)/3 = 7 epochs where both run at the machine's peak. A matrix of rank 9 a sample",
         "needs 9 passes back, so no exact way is much cheaper. Less is due to Linear layers, which form no gradients, and to training that",
-        "does not reach the peak (small batches, the optimiser, launches of kernels on a GPU). `empirical` is one column.",
+        "does not reach the peak (small batches, the optimiser, launches of kernels on a GPU). `sketch` and `empirical` are one column.",
         *(["On a CPU shared with other work these times vary by a third from run to run."] if "CPU" in result["device"] else []),
         "",
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from conftest import worst_difference
 from torch import nn
 from torch.func import functional_call, vmap
 
-from bayflower.curvature import diagonal, make_plan
+from bayflower.curvature import diagonal, make_plan, signs
 from bayflower.models import Model, build
 from bayflower.tree import map_tree, stack, take, to
 from bayflower.types import Batch
@@ -214,3 +214,36 @@ def test_equals_laplace_torch(name):
     names = [f"base.{key}" if f"base.{key}" in got else f"head.{key.split('.')[-1]}" for key, _ in plain.named_parameters()]
     mine = torch.cat([got[key].reshape(-1) for key in names])
     torch.testing.assert_close(mine, flat, rtol=1e-4, atol=1e-7)
+
+
+def test_the_sketch_is_fisher_on_average_over_signs(monkeypatch):
+    """Over all sign patterns of three classes the mean is exact; a single pattern is not."""
+    model, shape = CASES["small"]
+    params, buffers, batch = problem(model, shape, samples=4)
+    found = []
+    for pattern in product((1.0, -1.0), repeat=3):
+        monkeypatch.setattr("bayflower.curvature.signs", lambda like, pattern=pattern: like.new_tensor(pattern).expand_as(like))
+        found.append(diagonal(model, params, buffers, batch, "sketch"))
+    exact = diagonal(model, params, buffers, batch)
+    assert worst_difference(map_tree(lambda *parts: sum(parts) / 8, *found), exact) < 1e-12
+    assert worst_difference(found[0], exact) > 1e-3
+
+
+def test_the_sketch_comes_close_with_many_samples():
+    model, shape = CASES["lenet5"]
+    params, buffers, batch = problem(model, shape, samples=256)
+    exact, sketch = (
+        torch.cat([value.reshape(-1) for value in diagonal(model, params, buffers, batch, kind).values()]) for kind in ("fisher", "sketch")
+    )
+    assert float((sketch - exact).norm() / exact.norm()) < 0.15
+    size = len(exact) // 2  # what FedBPS takes from it: the weights of lowest curvature
+    chosen, wanted = (set(torch.topk(-value, size).indices.tolist()) for value in (sketch, exact))
+    assert len(chosen & wanted) / size > 0.95
+
+
+def test_signs_are_balanced_and_independent():
+    drawn = signs(torch.zeros(2000, 10, dtype=torch.float64))
+    assert set(drawn.unique().tolist()) == {1.0, -1.0}
+    products = drawn.mT @ drawn / 2000
+    assert float(drawn.mean(0).abs().max()) < 0.08
+    assert float((products - torch.eye(10)).abs().max()) < 0.08

@@ -56,7 +56,7 @@ class Client(ClientHalf):
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
-        columns = 1 if config.curvature == "empirical" or model.num_classes == 2 else model.num_classes
+        columns = 1 if config.curvature != "fisher" or model.num_classes == 2 else model.num_classes
         some = min(training.batch_size // 2, 3 * training.batch_size // (2 * columns))  # below twice a step's memory
         self.surveys = max(some, min(8, training.batch_size))  # but where a step is small, single samples would only take time
 
