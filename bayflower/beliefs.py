@@ -38,7 +38,7 @@ def begin(config: Any, seed: str, weight: Tensor, clients: tuple[int, ...]) -> B
     embeddings = {str(client): start for client in clients}
     if config.posterior == "hyper":
         size = 1 + len(clients) // 4
-        psi = hypernet.initial(seed, size, config.hyper_width, weight.numel(), config.log_alpha_start, weight.dtype)
+        psi = hypernet.initial(seed, size, config.hyper_width, weight.numel(), weight.dtype)
         embeddings = {str(client): hypernet.embedding(seed, client, size, weight.dtype) for client in clients}
     elif config.posterior == "global":
         embeddings = {ALL: start}
@@ -83,7 +83,7 @@ def log_alpha(config: Any, belief: Belief, client: int, size: int) -> Tensor:
         names = sorted(known, key=int)
         trained = [name for name in names if int(belief.seen[name]) > 0] or names
         own = torch.stack([known[name] for name in trained]).mean(0)
-    return dropout.limited(hypernet.output(belief.psi, own) if belief.psi else own)
+    return dropout.limited(config.log_alpha_start + hypernet.output(belief.psi, own) if belief.psi else own)
 
 
 def followed(config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: Mapping[int, Tensor]) -> Belief:
@@ -98,9 +98,13 @@ def followed(config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: M
         to_psi, to_own = hypernet.ascent(belief.psi, torch.stack(list(own.values())), moved, share)
         common: dict[str, float] = {"rate": config.server_lr, "decay": config.hyper_decay, "clip": config.hyper_clip}
         psi, psi_velocity = hypernet.stepped(belief.psi, to_psi, belief.psi_velocity, momentum=config.hyper_momentum, **common)
-        own, velocity = hypernet.stepped(own, dict(zip(names, to_own.unbind(), strict=True)), belief.embedding_velocity,
+        now, velocity = hypernet.stepped(own, dict(zip(names, to_own.unbind(), strict=True)), belief.embedding_velocity,
                                          momentum=config.embedding_momentum, **common)  # fmt: skip
-        return Belief(psi, psi_velocity, {**belief.embeddings, **own}, {**belief.embedding_velocity, **velocity}, seen)
+        part = hypernet.within(config.hyper_reach, (belief.psi, own), (psi, now))
+        if part < 1:  # the velocity is that of the step that was taken, or the next one would make up for it
+            psi, now = partly(part, belief.psi, psi), partly(part, own, now)
+            psi_velocity, velocity = ({name: part * value for name, value in going.items()} for going in (psi_velocity, velocity))
+        return Belief(psi, psi_velocity, {**belief.embeddings, **now}, {**belief.embedding_velocity, **velocity}, seen)
     if config.posterior == "global":
         names, moved = [ALL], (share[:, None] * moved).sum(0, keepdim=True)
     after = {
@@ -108,3 +112,8 @@ def followed(config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: M
         for name, step in zip(names, moved, strict=True)
     }
     return belief._replace(embeddings={**belief.embeddings, **after}, seen=seen)
+
+
+def partly(part: float, before: Tensors, after: Tensors) -> Tensors:
+    """Return where `part` of the step from `before` to `after` leads."""
+    return {name: (value.double() + part * (after[name].double() - value.double())).to(value.dtype) for name, value in before.items()}

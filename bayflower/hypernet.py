@@ -3,13 +3,15 @@
     paper      here          shape
     psi        psi           by name: three linear layers with LeakyReLU between them
     e^m        embedding     (d,)
-    h_psi(e)   output        (K,): log alpha before its limits
+    h_psi(e)   output        (K,): log alpha before its limits, less where it began
 
 A client returns how far its log alpha moved; the hypernetwork takes a step by which its outputs follow:
 
     psi ← psi + rate Σ_m g^m (∂h^m/∂psi)ᵀ Delta^m,      e^m ← e^m + rate (∂h^m/∂e^m)ᵀ Delta^m
 
-which is descent on Σ_m g^m ½‖h(e^m) − (old h^m + Delta^m)‖²: products of a vector with the Jacobian, which is never formed.
+which is descent on Σ_m g^m ½‖h(e^m) − (old h^m + Delta^m)‖²: products of a vector with the Jacobian, which is never formed. Its curvature
+grows with K: the outputs move by J Jᵀ Delta, and a common part of the last layer's K rows, however small, makes that hundreds of times
+Delta. `within` says how much of a step to take.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ def generator(*words: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(seal[:7], "big"))
 
 
-def initial(seed: str, inputs: int, hidden: int, outputs: int, start: float, dtype: torch.dtype) -> Tensors:
-    """Return psi: uniform as torch's linear layers, but the last bias is `start`."""
+def initial(seed: str, inputs: int, hidden: int, outputs: int, dtype: torch.dtype) -> Tensors:
+    """Return psi: uniform as torch's linear layers, but the last bias is 0, which is where weight decay pulls it."""
     draw, psi = generator(seed, "psi"), {}
     for number, (before, after) in enumerate(((inputs, hidden), (hidden, hidden), (hidden, outputs))):
         for name, shape in (("weight", (after, before)), ("bias", (after,))):
             psi[f"{number}.{name}"] = ((2 * torch.rand(shape, dtype=torch.float64, generator=draw) - 1) / before**0.5).to(dtype)
-    psi["2.bias"] = torch.full_like(psi["2.bias"], start)
+    psi["2.bias"] = torch.zeros_like(psi["2.bias"])
     return psi
 
 
@@ -84,3 +86,22 @@ def stepped(
         after[name] = (value.double() + rate * move).to(value.dtype)
         going[name] = move.to(value.dtype)
     return after, going if momentum else {}
+
+
+def within(reach: float, before: tuple[Tensors, Tensors], after: tuple[Tensors, Tensors]) -> float:
+    """Return the share 1, ½, ¼, … of a step at which the outputs move by at most `reach`, root mean square over clients and weights.
+
+    `before` and `after` are (psi, embeddings by client); a reach of 0 is no limit.
+    """
+
+    def outputs(share: float) -> Tensor:
+        psi, own = (
+            {name: value.double() + share * (new[name].double() - value.double()) for name, value in old.items()}
+            for old, new in zip(before, after, strict=True)
+        )
+        return output(psi, torch.stack(list(own.values())))
+
+    start, share = outputs(0.0), 1.0
+    while reach and share > 1e-12 and not float((outputs(share) - start).square().mean().sqrt()) <= reach:
+        share /= 2
+    return share

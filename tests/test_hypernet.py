@@ -36,7 +36,7 @@ def test_golden_step(golden):
 
 
 def test_products_with_the_jacobian_against_the_jacobian():
-    psi = hypernet.initial("seed", 3, 5, 7, -1.0, torch.float64)
+    psi = hypernet.initial("seed", 3, 5, 7, torch.float64)
     draw = torch.Generator().manual_seed(0)
     embeddings, steps = (torch.randn(4, n, dtype=torch.float64, generator=draw) for n in (3, 7))
     shares = double([0.1, 0.2, 0.3, 0.4])
@@ -76,8 +76,40 @@ def test_an_embedding_belongs_to_a_client_and_a_seed():
     assert not torch.equal(one, hypernet.embedding("t", 17, 4, torch.float32))
 
 
-def test_outputs_begin_near_the_start():
-    psi = hypernet.initial("seed", 3, 200, 500, -3.0, torch.float64)
-    found = hypernet.output(psi, hypernet.embedding("seed", 0, 3, torch.float64))
-    assert float(found.mean()) == pytest.approx(-3, abs=0.1)
+def test_outputs_begin_near_zero_and_decay_leaves_them_there():
+    """The start of log alpha is added outside: without a word from the clients weight decay must not make dropout of none."""
+    psi = hypernet.initial("seed", 3, 200, 500, torch.float64)
+    e = hypernet.embedding("seed", 0, 3, torch.float64)
+    found = hypernet.output(psi, e)
+    assert float(found.mean()) == pytest.approx(0, abs=0.1)
     assert float(found.std()) < 1
+    still = {name: torch.zeros_like(value) for name, value in psi.items()}
+    for _ in range(300):
+        psi, _ = hypernet.stepped(psi, still, {}, rate=0.9, momentum=0.0, decay=5e-3, clip=100)
+    assert float(hypernet.output(psi, e).square().mean()) < float(found.square().mean())
+
+
+@pytest.mark.parametrize("asked", [1e-5, 0.02])
+def test_outputs_move_no_further_than_the_reach(asked):
+    """Clients ask for a little; J Jᵀ and what the last layer's rows have in common make it much. Where it is less, nothing is cut."""
+    psi = hypernet.initial("seed", 3, 200, 2048, torch.float64)
+    own = {str(client): hypernet.embedding("seed", client, 3, torch.float64) for client in range(5)}
+    velocity, moves, parts = {}, [], []
+    for _ in range(3):
+        e = torch.stack(list(own.values()))
+        to_psi, _ = hypernet.ascent(psi, e, torch.full((5, 2048), asked, dtype=torch.float64), double([0.2] * 5))
+        after, velocity = hypernet.stepped(psi, to_psi, velocity, rate=1.0, momentum=0.6, decay=0.0, clip=100)
+        moves.append(float((hypernet.output(after, e) - hypernet.output(psi, e)).square().mean().sqrt()))
+        parts.append(hypernet.within(0.1, (psi, own), (after, own)))
+        assert hypernet.within(0.0, (psi, own), (after, own)) == 1
+        mixed = {name: value + parts[-1] * (after[name] - value) for name, value in psi.items()}
+        moved = float((hypernet.output(mixed, e) - hypernet.output(psi, e)).square().mean().sqrt())
+        assert moved <= 0.1
+        assert parts[-1] == 1 or moved > 0.02
+        psi = after
+    if asked == 0.02:
+        assert parts[0] < 1
+        assert max(moves) > 100 * asked
+    else:
+        assert parts == [1, 1, 1]
+        assert moves[0] > 5 * asked

@@ -30,7 +30,7 @@ LAYER = "base.3.weight"
 LR, INNER, DELTA, ALPHA_RATE, KL, RAMP, FLOOR, ETA, MU = 0.05, 0.3, 0.05, 5.0, 3.0, 3, 1e-3, 0.7, 0.3
 SETTINGS = {"optimizer": "sgd", "lr": LR, "dtype": "float64", "server_lr": ETA, "server_momentum": MU, "inner_lr": INNER,
             "hf_delta": DELTA, "alpha_rate": ALPHA_RATE, "kl_weight": KL, "ramp_rounds": RAMP, "variance_floor": FLOOR,
-            "log_alpha_start": -1.0}  # fmt: skip
+            "log_alpha_start": -1.0, "hyper_reach": 0}  # fmt: skip
 
 
 def double(values) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_two_rounds_equal_plain_torch(base, posterior):
             fresh, broadcast = client.init(params, buffers), half.broadcast(state, data.client)
             update = solo.train(client, fresh, broadcast, samples, seed=0, client=data.client, round=round).update
             total.add(half.statistic(state, data.client, update))
-            log_alpha = (hyper(own[data.client]) if posterior == "hyper" else own[data.client]).detach().reshape(shape)
+            log_alpha = (hyper(own[data.client]) - 1 if posterior == "hyper" else own[data.client]).detach().reshape(shape)
             mine, step = theta, torch.zeros(shape, dtype=torch.float64)
             phase = client.phases("train")[0]
             shapes = client.noise("local", phase.batch_size)
@@ -246,7 +246,7 @@ def test_a_new_client_has_the_mean_of_the_trained_embeddings():
     seen = {int(client) for client, count in belief.belief.seen.items() if int(count)}
     assert 0 < len(seen) < 5
     mean = torch.stack([belief.belief.embeddings[str(client)] for client in sorted(seen)]).mean(0)
-    want = hypernet.output(belief.belief.psi, mean).reshape(half.log_alpha(belief, 99).shape)
+    want = (-3 + hypernet.output(belief.belief.psi, mean)).reshape(half.log_alpha(belief, 99).shape)
     assert torch.equal(half.broadcast(belief, 99).log_alpha, want)
     still = small_prepared("metavd", ood="deterministic").halves.server
     assert bool((still.broadcast(belief, 99).log_alpha == -8.5).all())

@@ -15,11 +15,12 @@
 `posterior=hyper` is MetaVD; `global` is the paper's VD, `own` its EnsembleVD (beliefs.py). `base` is what the add-on rides on.
 
 Departs:
-  E-V1  no further 1/M in [eq. 5]: the weights already sum to 1.
-  E-V2  g^m over the clients of the round; no 1/M in the step of psi either.
+  E-V1, E-V2  no further 1/M in [eq. 5], where weights already sum to 1, nor in the step of psi; g^m over the clients of the round.
   E-V3  the paper's update of e^m does not type; the chain rule gives (∂h/∂e)ᵀ Delta.
   E-V5  everything is in log alpha, within ±8.5; a client sends its change. Steps of psi ignore the limits, or outputs stay beyond.
   E-V8  `variance_floor` in v^m: a weight of 0 would have infinite precision. `weighting=alpha` weighs by g/alpha alone.
+  E-V14 (ours) a step of psi and e moves log alpha by J Jᵀ Delta, hundreds of times Delta where K is large; `hyper_reach` bounds it.
+  E-V15 (ours) log alpha's start is added to h and no bias in it, or weight decay would pull every dropout rate to one half.
   E-V10 with `drop_above` weights of a larger dropout rate neither travel, in either direction, nor count, from round `drop_after` on.
   E-V11 a client that never trained has alpha from the mean of the trained embeddings, or nearly none (`ood=deterministic`).
   psi and e move with momentum, weight decay and clipping as in the authors' code; the weight of the KL ramps up along a sigmoid.
@@ -56,17 +57,18 @@ class Config:
     base: Base = "reptile"  # what MetaVD is added to; fedavg does not adapt before a test
     posterior: Posterior = "hyper"  # hyper: alpha from a hypernetwork; global: one for all (VD); own: one a client (EnsembleVD)
     dropout_layer: str = ""  # name of the linear layer with dropout; empty = the last one before the head
-    kl_weight: float = 1.0  # weight of the mean KL over the layer's weights; much above 1 alpha can grow until little is left of the layer
+    kl_weight: float = 1.0  # weight of the mean KL over the layer's K weights; 10 in the authors' code, where K is 32,768
     ramp_rounds: int = 20  # rounds in which the weight of the KL rises from 0
     log_alpha_start: float = -3.0  # log alpha before the first round, about
     alpha_rate: float = 1.0  # rate of log alpha on the client, as a multiple of lr
-    variance_floor: float = 1e-4  # added to the variances by which the layer is averaged
+    variance_floor: float = 1e-3  # added to the variances by which the layer is averaged
     weighting: Weighting = "variance"  # variance: 1/(alpha theta²); alpha: 1/alpha
     hyper_width: int = 200  # hidden units of the hypernetwork
     hyper_momentum: float = 0.6  # momentum of the hypernetwork's steps
     embedding_momentum: float = 0.3  # momentum of the embeddings' steps
     hyper_decay: float = 5e-4  # weight decay of hypernetwork and embeddings
     hyper_clip: float = 100.0  # largest norm of a step's gradient
+    hyper_reach: float = 0.1  # most that a round's step moves log alpha, root mean square over clients and weights; 0 = no limit
     ood: Ood = "mean"  # alpha of clients that never trained: of the mean embedding, or nearly none (deterministic)
     predict_samples: int = 0  # weight samples of the view `sampled`; 0 = no such view
     drop_above: float = 0.0  # weights with a larger dropout rate are dropped; 0 = none
@@ -86,7 +88,7 @@ class Config:
         for name in ("variance_floor", "hyper_clip", "hyper_width"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("kl_weight", "ramp_rounds", "alpha_rate", "hyper_decay", "predict_samples", "drop_after"):
+        for name in ("kl_weight", "ramp_rounds", "alpha_rate", "hyper_decay", "hyper_reach", "predict_samples", "drop_after"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("hyper_momentum", "embedding_momentum", "drop_above"):
@@ -135,8 +137,7 @@ class Server(beliefs.Admitting, reptile.Server):
 
     def layer(self, params: Tensors) -> str:
         """Return the name of the MetaVD layer's weights."""
-        shapes = {name: tuple(value.shape) for name, value in params.items()}
-        return dropout.find_layer(self.anatomy, params, shapes, self.config.dropout_layer)
+        return dropout.find_layer(self.anatomy, params, {key: tuple(one.shape) for key, one in params.items()}, self.config.dropout_layer)
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
         """Return the initial model and the first belief, whose seed is the model's initialisation."""
@@ -159,9 +160,8 @@ class Server(beliefs.Admitting, reptile.Server):
 
     def broadcast(self, state: Any, client: int) -> Any:
         """Return the model and the client's own dropout; dropped entries are 0."""
-        name = self.layer(state.params)
+        name, log_alpha = self.layer(state.params), self.log_alpha(state, client)
         weight = state.params[name]
-        log_alpha = self.log_alpha(state, client)
         beta = torch.full((), self.kl_weight(state), dtype=weight.dtype, device=weight.device)
         if not self.config.drop_above:
             return Broadcast(state.params, state.buffers, log_alpha, beta, {})
