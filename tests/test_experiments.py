@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -94,3 +97,50 @@ def test_sentences_follow_the_numbers(tables):
     assert "standard error of about 3.00 points" in lines[-1]
     assert difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.0, 1: 2.0, 2: 1.0, 3: 9.0}) == "+1.00 [-1.48, +3.48], 0 is inside; above in 2 of 3"
     assert difference({0: 1.0}, {1: 1.0}) == "not run"
+
+
+def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Return what a script of experiments/ said."""
+    call = [sys.executable, str(ROOT / "experiments" / name), *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(call, capture_output=True, text=True, timeout=200, env=environment)
+
+
+def test_fedbps_figure_is_drawn_from_the_finished_runs(tmp_path):
+    done = script("fedbps_pictures.py", "--figure", str(tmp_path / "a.svg"))
+    assert done.returncode == 0, done.stderr
+    committed = (ROOT / "experiments" / "pictures" / "fedbps_personal.svg").read_text()
+    assert (tmp_path / "a.svg").read_text().count("<path") == committed.count("<path")
+    done = script("fedbps_pictures.py", "--results", str(tmp_path / "none"))
+    assert done.returncode == 1
+    assert "make them by: bayflower reproduce fedbps-2" in done.stderr
+
+
+def test_fednp_figures_from_run_to_picture(tmp_path):
+    for method in ("fedavg", "fednp"):
+        run_command = [
+            "-m",
+            "bayflower",
+            "run",
+            method,
+            "--clients",
+            "3",
+            "--rounds",
+            "2",
+            "--set",
+            "keep=0.2",
+            "--out",
+            str(tmp_path / method),
+        ]
+        subprocess.run([sys.executable, *run_command], check=True, capture_output=True, cwd=ROOT, timeout=200)
+    found = script("fednp_pictures.py", "gather", str(tmp_path / "fedavg"), str(tmp_path / "fednp"), "--npz", str(tmp_path / "a.npz"))
+    assert found.returncode == 0, found.stderr
+    with np.load(tmp_path / "a.npz") as file:
+        assert file["rows/drawn"].shape == (3, 5, 10, 32)
+        spread = np.abs(file["rows/drawn"] - file["rows/mean"][:, None]).mean()
+        assert 0 < spread < 10
+        assert len(file["fedavg/features"]) == len(file["fednp/labels"]) > 50
+    drawn = script("fednp_pictures.py", "draw", "--npz", str(tmp_path / "a.npz"), "--folder", str(tmp_path))
+    assert drawn.returncode == 0, drawn.stderr
+    assert "silhouette" in (tmp_path / "fednp_features.svg").read_text()
+    assert (tmp_path / "fednp_classifier.svg").exists()
