@@ -53,12 +53,12 @@ def crash_clientapp(lab: Lab, position: str, process: Any) -> Callable[[], None]
     return None
 
 
-def cut_for(seconds: float) -> Callable[[Lab, str, Any], Callable[[], None]]:
-    """Return a fault: the client is off the network for so long."""
+def cut_for(seconds: float, client: int = 0) -> Callable[[Lab, str, Any], Callable[[], None]]:
+    """Return a fault: a client is off the network for so long."""
 
     def cut(lab: Lab, position: str, process: Any) -> Callable[[], None]:
         def work() -> None:
-            with lab.cut(0):
+            with lab.cut(client):
                 time.sleep(seconds)
 
         thread = threading.Thread(target=work)
@@ -123,7 +123,7 @@ class Reference:
             self.want = execute(prepare(parse("fedmap", {**lab.settings, "checkpoint_every": 1}), "loop"), out=Path(name))
             known = checkpoint.read(Path(name))
         assert known is not None
-        assert known.round == SETTINGS["rounds"]
+        assert known.round == lab.settings["rounds"]
         self.states = known.clients
 
     def equal(self, lab: Lab, name: str) -> bool:
@@ -141,7 +141,7 @@ def intact(lab: Lab, name: str, reference: Reference, equal: bool, missed: tuple
     victim, left_out = missed
     for client, wanted in reference.states.items():
         own = left_out if client == victim else []
-        last = max(set(range(1, SETTINGS["rounds"] + 1)) - set(own))
+        last = max(set(range(1, lab.settings["rounds"] + 1)) - set(own))
         mine = {round: store.read(path) for round, path in lab.states(client, name).items()}
         if max(mine, default=0) != last or mine[last].state.keys() != wanted.keys():
             return False

@@ -25,7 +25,7 @@ from bayflower.errors import BayflowerError
 
 POSITIONS = ("before", "during", "after")  # local training of the victim in the round
 IMPORT_SECONDS = 5.0  # CPU time after which a ClientApp has imported torch and is training
-WAIT_SECONDS = 240.0
+WAIT_SECONDS = 360.0
 
 
 class Lab:

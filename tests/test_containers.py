@@ -15,12 +15,13 @@ import pytest
 from test_deploy import SETS, WORK, deploy
 from test_deploy_processes import same_as_the_loop
 
-from bayflower.deploy import engine, layout
+from bayflower.deploy import engine, keys, layout
 from bayflower.errors import BayflowerError
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import faults  # noqa: E402
+from lab import Lab  # noqa: E402
 
 pytestmark = pytest.mark.containers
 
@@ -55,6 +56,33 @@ def test_the_image_has_what_it_needs_and_no_more(docker):
     assert "fedmap" in run(docker, "bayflower", "methods", "--json")
 
 
+def refusals(docker, made: layout.Deployment, folder: Path) -> dict[str, tuple[int, str]]:
+    """Return exit code and words of SuperNodes on the federation's network that have no business there."""
+    folder.mkdir()
+    keys.make_authority(folder, "another", 10)
+    keys.make_node_key(folder, "stranger")
+    for file in folder.iterdir():
+        os.chown(file, *(int(number) for number in made.user.split(":")))
+    own = ["--auth-supernode-private-key", "/files/node.key"]
+    strangers = {
+        "unregistered": ["--root-certificates", "/trusted.crt", *own],
+        "no key": ["--root-certificates", "/trusted.crt"],
+        "wrong certificate": ["--root-certificates", "/files/ca.crt", *own],
+        "plain text": ["--insecure"],
+    }
+    mounts = {str(folder): {"bind": "/files", "mode": "ro"}, str(made.folder / "ca" / "ca.crt"): {"bind": "/trusted.crt", "mode": "ro"}}
+    running = {
+        name: docker.containers.run(made.image, ["flower-supernode", "--superlink", made.address(), "--max-retries", "1", *words],
+                                    detach=True, network=f"{made.name}_federation", user=made.user, volumes=mounts)
+        for name, words in strangers.items()
+    }  # fmt: skip
+    try:
+        return {name: (container.wait(timeout=120)["StatusCode"], container.logs().decode()) for name, container in running.items()}
+    finally:
+        for container in running.values():
+            container.remove(force=True)
+
+
 def test_from_nothing_to_a_finished_run(docker, tmp_path):
     """`docker compose up`, TLS, authenticated nodes, three clients; the result is the loop engine's."""
     tmp_path.chmod(0o755)
@@ -85,21 +113,57 @@ def test_from_nothing_to_a_finished_run(docker, tmp_path):
         check = "import socket, sys; sys.exit(socket.socket().connect_ex(('superlink', 9091)))"
         assert engine.container(made, "supernode-0").exec_run(["python", "-c", check]).exit_code  # not even its name is known there
         assert not engine.container(made, "serverapp").exec_run(["python", "-c", check]).exit_code
+        said = refusals(docker, made, tmp_path / "stranger")
+        assert all(code for code, _ in said.values()), said
+        assert all("305" in said[name][1] for name in ("unregistered", "no key")), said
+        assert "certificate" in said["wrong certificate"][1].lower(), said
+        assert json.loads(deploy("status", folder, "--json").stdout)["clients"] == {f"client-{k}": "online" for k in range(3)}
     finally:
         engine.compose(made, "down", "--volumes", "--timeout", "5")
 
 
-def test_every_fault_during_local_training(docker, tmp_path):
-    """One position of benchmarks/faults.py: rounds lost, client states, final results."""
+def test_one_run_through_every_fault(docker, tmp_path):
+    """One position of benchmarks/faults.py, all in one run: it ends with the loop engine's bits, and every client with its own state."""
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents[:3]:
         parent.chmod(0o755)
-    rows: list[dict] = []
-    faults.matrix(list(faults.FAULTS), ["during"], tmp_path / "fed", rows.append)
-    assert [row for row in rows if not row["ok"]] == []
-    assert {row["fault"] for row in rows} == set(faults.FAULTS)
-    by_name = {row["fault"]: row for row in rows}
-    assert by_name["superlink"]["resumed"]
-    assert by_name["serverapp"]["resumed"]
-    assert by_name["disk"]["left_out"] == [faults.ROUND]
-    assert any("space" in fault for fault in by_name["disk"]["faults"]), by_name["disk"]
+    with Lab(tmp_path / "fed", 2, {**faults.SETTINGS, "rounds": 6}, small={1: faults.SMALL_DISK}) as lab:
+        reference, name = faults.Reference(lab), "course"
+        process = lab.submit(name)
+
+        def meet(round: int, *injections, client: int = 0) -> list:
+            """Inject faults while `client` trains in `round`; return what ends them."""
+            lab.wait_for_position("during", name, client, round, process)
+            return [end for inject in injections if (end := inject(lab, "during", process)) is not None]
+
+        (back,) = meet(2, faults.crash_clientapp, faults.cut_for(10.0, client=1))
+        back()
+        (healed,) = meet(3, faults.slow_link)
+        lab.wait_for(lambda: lab.round(name) >= 3, process)
+        healed()
+        (back,) = meet(4, faults.crash_supernode, faults.cut_for(faults.LONG_SECONDS, client=1))
+        back()
+        for round, fault in ((5, faults.crash_serverapp), (6, faults.crash_superlink)):
+            meet(round, fault)
+            code, said = lab.finish(process)
+            assert code == 1, said
+            assert "--resume" in said
+            assert lab.round(name) == round - 1  # nothing is lost but the round in flight
+            process = lab.submit(name, "--resume")
+        code, said = lab.finish(process)
+        assert code == 0, said
+        assert [record["num_clients"] for record in lab.result(name)["rounds"]] == [2] * 6
+        assert reference.equal(lab, name)
+        assert faults.intact(lab, name, reference, True, (0, []))
+
+        # whoever cannot keep a state misses a round: a run of its own
+        lab.settings["rounds"], lab.name, name = faults.ROUND, "disk", "disk"
+        process = lab.submit(name)
+        (emptied,) = meet(faults.ROUND, faults.full_disk, client=1)
+        code, said = lab.finish(process)
+        emptied()
+        assert code == 0, said
+        result = lab.result(name)
+        assert [record["num_clients"] for record in result["rounds"]] == [2, 1]
+        assert any("space" in fault for fault in result["faults"]), result["faults"]
+        assert faults.intact(lab, name, reference, False, (1, [faults.ROUND]))
