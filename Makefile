@@ -34,7 +34,7 @@ demo: $(READY)
 test: lint types unit
 
 flower: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py -m flower
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py -m flower $(CHOSEN)
 
 deployed: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_deploy_processes.py tests/test_ray_cluster.py tests/test_examples.py -m flower
