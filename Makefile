@@ -10,7 +10,7 @@ help:
 	@echo "make test    style, types and tests"
 	@echo "make flower  the tests that start Flower's own programs (about ten minutes)"
 	@echo "make image   the container image, bayflower:VERSION"
-	@echo "make containers  the tests that start containers (root and a Docker engine; about fifteen minutes)"
+	@echo "make containers  the tests that start containers (root and a Docker engine; about ten minutes)"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make deployed  bayflower deploy as processes over TLS, a Ray cluster, the examples in a fresh environment (about ten minutes)"
 	@echo "make flower-all  every method in Flower's simulation and as processes, with the bits of the loop (about ten minutes)"
