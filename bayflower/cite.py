@@ -88,6 +88,11 @@ DATA: dict[str, Entry] = {
                     "EMNIST: Extending MNIST to Handwritten Letters", 2017, **at("IJCNN")),
     "officecaltech": paper("inproceedings", "gong2012office", "Gong, Boqing and Shi, Yuan and Sha, Fei and Grauman, Kristen",
                            "Geodesic Flow Kernel for Unsupervised Domain Adaptation", 2012, **at("CVPR")),
+    "femnist": paper("misc", "caldas2018leaf", "Caldas, Sebastian and Duddu, Sai Meher Karthik and Wu, Peter and Li, Tian and "
+                     "Kone{\\v{c}}n{\\'y}, Jakub and McMahan, H. Brendan and Smith, Virginia and Talwalkar, Ameet",
+                     "LEAF: A Benchmark for Federated Settings", 2018, **arxiv("1812.01097")),
+    "celeba": paper("inproceedings", "liu2015celeba", "Liu, Ziwei and Luo, Ping and Wang, Xiaogang and Tang, Xiaoou",
+                    "Deep Learning Face Attributes in the Wild", 2015, **at("ICCV")),
     "heart": paper("misc", "janosi1988heart", "Janosi, Andras and Steinbrunn, William and Pfisterer, Matthias and Detrano, Robert",
                    "Heart Disease", 1988, howpublished="UCI Machine Learning Repository"),
     "digits": paper("misc", "alpaydin1998digits", "Alpaydin, E. and Kaynak, C.", "Optical Recognition of Handwritten Digits", 1998,
@@ -109,7 +114,7 @@ def entries(words: Sequence[str]) -> list[Entry]:
     for word in words:
         method, dataset = used(word)
         stem = methods.get(method).stem
-        for entry in (METHODS.get(stem), DATA.get(SAME_DATA.get(dataset, dataset))):
+        for entry in (METHODS.get(stem), *(DATA.get(SAME_DATA.get(name, name)) for name in dataset.split("+"))):
             if entry is not None:
                 found[entry[1]] = entry
         if stem == "metavd":  # an add-on: what it rides on is used too

@@ -40,7 +40,8 @@ LINE_SECONDS = 15.0  # between two lines of progress where there is no terminal
 Dataset = Annotated[
     str | None,
     typer.Option(
-        help="digits, synthetic, fmnist, mnist, cifar10, cifar100, emnist, emnist47, officecaltech, heart, or a path to an .npz file"
+        help="digits, synthetic, fmnist, mnist, cifar10, cifar100, emnist, emnist47, officecaltech, heart, femnist, celeba, "
+        "several as A+B, or a path to an .npz file"
     ),
 ]
 Clients = Annotated[int | None, typer.Option(help="number of clients that train")]

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from .data.folders import FOLDERS
 from .data.settings import KNOWN
 
 NEEDED = ("flwr", "numpy", "safetensors", "scikit-learn", "torch", "torchvision", "typer")
@@ -79,8 +80,9 @@ def data(folder: Path) -> list[Finding]:
     for name, (_, kind, _) in KNOWN.items():
         npz, torchvisions = folder / f"{name}.npz", folder / (kind or "-")
         cifar = folder / {"CIFAR10": "cifar-10-batches-py", "CIFAR100": "cifar-100-python"}.get(kind, "-")
-        there = next((path for path in (npz, torchvisions, cifar) if path.exists()), None)
-        remedy = "set download=true once" if kind else f"put {name}.npz there"
+        own = folder / FOLDERS.get(name, "-")
+        there = next((path for path in (npz, torchvisions, cifar, own) if path.exists()), None)
+        remedy = "set download=true once" if kind else f"put its files into {own}" if name in FOLDERS else f"put {name}.npz there"
         found.append(
             Finding(f"data: {name}", "ok", str(there)) if there else Finding(f"data: {name}", "missing", f"not in {folder}", remedy)
         )

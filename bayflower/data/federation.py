@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..types import ConfigError
-from . import partition, synthetic
+from . import domains, partition, synthetic
 from .batches import rng
 from .settings import DataSettings
 from .sources import Source, load_source
@@ -113,14 +113,19 @@ def _layout(settings: DataSettings, seed: int) -> _Layout:
     kept = np.arange(len(source.y))
     if settings.keep < 1:
         kept = np.sort(rng(seed, "keep").choice(len(kept), size=max(1, int(settings.keep * len(kept) + 0.5)), replace=False))
-    parts, numbers = _parts(source, kept, settings, rng(seed, "partition"))
+    draw = rng(seed, "partition")
+    if source.domain is not None:
+        parts, members, numbers = domains.deal(source, kept, settings, draw, rng(seed, "members"))
+    else:
+        parts, numbers = _parts(source, kept, settings, draw)
+        members = []
     if len(parts) < total:
         raise ConfigError(
             f"num_clients + new_clients must be at most {len(parts)}, the natural clients of {source.name!r}, got {total}; "
             f"lower num_clients or new_clients"
         )
     parts = [kept[part] for part in parts]
-    members = _members(len(parts), settings, seed)
+    members = members or _members(len(parts), settings, seed)
     for client, member in enumerate(members):
         if len(parts[member]) < settings.min_size:
             raise ConfigError(

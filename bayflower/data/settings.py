@@ -17,6 +17,8 @@ KNOWN: dict[str, tuple[int, str, str]] = {
     "emnist47": (18_800, "", "EMNIST-47 subset: 47 classes drawn from the test split of EMNIST ByMerge, not the official Balanced split"),
     "officecaltech": (2_533, "", "Office-Caltech-10 at 64x64: a stand-in for Office-31"),
     "heart": (920, "", ""),
+    "femnist": (805_263, "", ""),
+    "celeba": (202_599, "", ""),
 }
 DATASETS = ("digits", "synthetic", *KNOWN)
 PARTITIONS = ("dirichlet", "iid", "pathological", "major-minor", "quantity", "natural")
@@ -28,7 +30,7 @@ SCENARIOS = ("feature", "quantity", "label")
 class DataSettings:
     """Which data each client has. Equal settings and seed give equal clients, whatever else changes."""
 
-    dataset: str = "digits"  # a name in DATASETS, or a path to an .npz file with x, y and optionally test, client, num_classes
+    dataset: str = "digits"  # a name in DATASETS, several as A+B, or an .npz file with x, y and optionally test, client, num_classes
     data_dir: str = "data"  # where data sets lie: <data_dir>/<dataset>.npz, or torchvision's own folders
     download: bool = False  # let torchvision fetch what is not there
     num_clients: int = 10  # clients that train
@@ -49,7 +51,9 @@ class DataSettings:
     nuisance_variance: float = 9.0  # synthetic: variance s^2 of the 26 directions without information (erratum E-M6)
 
     def __post_init__(self) -> None:
-        if self.dataset not in DATASETS and not self.dataset.endswith(".npz"):
+        if self.domains:
+            self._check_domains()
+        elif self.dataset not in DATASETS and not self.dataset.endswith(".npz"):
             raise ConfigError(
                 f"dataset must be one of {', '.join(DATASETS)}, got {self.dataset!r}; a path to an .npz file with arrays x and y works too"
             )
@@ -81,6 +85,22 @@ class DataSettings:
             raise ConfigError("partition must not be 'natural' for dataset 'digits', which has no natural clients; try 'dirichlet'")
         if self.dataset == "digits" and self.test_fraction == 0:
             raise ConfigError("test_fraction must be in (0, 1) for dataset 'digits', got 0; it marks no samples as test")
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Return the data sets of a federation of several; () of one."""
+        return tuple(self.dataset.split("+")) if "+" in self.dataset and not self.dataset.endswith(".npz") else ()
+
+    def _check_domains(self) -> None:
+        names = self.domains
+        if unknown := [name for name in names if name not in KNOWN]:
+            raise ConfigError(f"dataset must be names joined by +, each one of {', '.join(KNOWN)}, got {unknown[0]!r} in {self.dataset!r}")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"dataset must name each data set once, got {self.dataset!r}")
+        if self.partition not in ("dirichlet", "natural", "iid"):
+            raise ConfigError(f"partition must be dirichlet, natural or iid for several data sets, got {self.partition!r}")
+        if self.num_clients < len(names):
+            raise ConfigError(f"num_clients must be at least {len(names)}, one for each data set, got {self.num_clients}")
 
     def _check_synthetic(self) -> None:
         if self.partition not in ("dirichlet", "natural"):  # the default, and what it is

@@ -1,4 +1,4 @@
-"""Data sets as pooled arrays: scikit-learn's digits, .npz files, and torchvision's MNIST and CIFAR families.
+"""Data sets as pooled arrays: scikit-learn's digits, .npz files, torchvision's MNIST and CIFAR families, FEMNIST's and CelebA's own files.
 
 An .npz file holds x, y and optionally test (which samples the original marks as test), client (natural owner, negative = none) and a 0-d
 num_classes. Images of type uint8 are (N, H, W) or (N, H, W, C); floating-point images are taken as they are, (N, C, H, W); anything (N, D)
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..types import ConfigError
+from .folders import FOLDERS, folder_of, read_folder
 from .settings import KNOWN, DataSettings
 
 KEYS = ("x", "y", "test", "client", "num_classes")
@@ -26,12 +27,13 @@ class Source:
     """A pooled data set. `x` is as stored (images of type uint8 stay so: a quarter of the memory); `samples` gives what a network sees."""
 
     name: str
-    x: np.ndarray  # (N, ...)
+    x: Any  # (N, ...): an array, or what looks like one and gives the samples that are asked for
     y: np.ndarray  # (N,) int64
     num_classes: int
     client: np.ndarray | None = None  # (N,) int64 natural owner, negative = none
     test: np.ndarray | None = None  # (N,) bool
     note: str = ""  # what a table must say beside the name, such as "stand-in for ..."
+    domain: np.ndarray | None = None  # (N,) of several data sets in one: which of them a sample is from
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Return float32 samples: uint8 images as (x/255 - 0.5)/0.5 in NCHW, everything else as it is."""
@@ -44,12 +46,22 @@ class Source:
 
 def load_source(settings: DataSettings) -> Source:
     """Return the pooled data set (train and test together) that `settings` names; `synthetic` has none."""
+    if settings.domains:
+        from .domains import joined  # which needs what is here
+
+        return joined(
+            [load_source(replace(settings, dataset=name, partition="dirichlet", test_fraction=None)) for name in settings.domains]
+        )
     if settings.dataset == "digits":
         return _digits()
     if settings.dataset not in KNOWN:
         return read_npz(Path(settings.dataset))
     path = Path(settings.data_dir) / f"{settings.dataset}.npz"
-    source = read_npz(path) if path.exists() else _torchvision(settings, path)
+    folder = folder_of(settings.dataset, settings.data_dir)
+    if path.exists():
+        source = read_npz(path)
+    else:
+        source = Source("", *read_folder(settings.dataset, folder)) if folder else _torchvision(settings, path)
     full, _, note = KNOWN[settings.dataset]
     if not note and len(source.y) != full:
         note = f"{len(source.y)} samples of {settings.dataset}'s {full}"
@@ -144,7 +156,8 @@ def _torchvision(settings: DataSettings, path: Path) -> Source:
 
     kind = KNOWN[settings.dataset][1]
     if not kind:
-        raise ConfigError(f"dataset {settings.dataset!r} was not found: no file {path}; set data_dir to the folder that holds it")
+        own = f" and no folder {path.with_name(FOLDERS[settings.dataset])}" if settings.dataset in FOLDERS else ""
+        raise ConfigError(f"dataset {settings.dataset!r} was not found: no file {path}{own}; set data_dir to the folder that holds it")
     extra: dict[str, Any] = {"split": "balanced"} if kind == "EMNIST" else {}
     make = getattr(import_torchvision().datasets, kind)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..data.folders import FOLDERS, folder_of
 from ..data.settings import KNOWN
 from ..errors import ConfigError
 
@@ -18,6 +19,9 @@ def pooled(dataset: str, data_dir: str) -> int | None:
     """Return how many samples of a data set are here; 0 where there is nothing to count, None where it is not here."""
     if dataset in ("digits", "synthetic", ""):
         return 0
+    if "+" in dataset and not dataset.endswith(".npz"):
+        each = [pooled(name, data_dir) for name in dataset.split("+")]
+        return None if None in each else sum(number or 0 for number in each)
     path = Path(data_dir) / (dataset if dataset.endswith(".npz") else f"{dataset}.npz")
     if path.exists():
         try:
@@ -25,7 +29,7 @@ def pooled(dataset: str, data_dir: str) -> int | None:
                 return len(arrays["y"])
         except (OSError, ValueError, KeyError, zipfile.BadZipFile):
             return None  # what is wrong with it is said when it is loaded
-    if dataset not in KNOWN or not KNOWN[dataset][1]:
+    if dataset not in KNOWN or not (KNOWN[dataset][1] or folder_of(dataset, data_dir)):
         return None
     from ..data.settings import DataSettings
     from ..data.sources import load_source
@@ -52,6 +56,10 @@ def remedy(dataset: str, data_dir: str) -> str:
     """Return what a person can do about a data set that is not here."""
     if dataset.endswith(".npz"):
         return f"put {dataset} with x and y (docs/data.md) into {data_dir}"
+    if "+" in dataset:
+        return "; ".join(remedy(name, data_dir) for name in dataset.split("+") if pooled(name, data_dir) is None)
+    if dataset in FOLDERS:
+        return f"put the files of {dataset} (docs/data.md) into {data_dir}/{FOLDERS[dataset]}, or name the folder above by --data-dir"
     if KNOWN[dataset][1]:
         return f"put {dataset}.npz or torchvision's folders into {data_dir}, or name their folder by --data-dir"
     return f"put {dataset}.npz (docs/data.md) into {data_dir}, or name its folder by --data-dir"
