@@ -101,7 +101,9 @@ def within(reach: float, before: tuple[Tensors, Tensors], after: tuple[Tensors, 
         )
         return output(psi, torch.stack(list(own.values())))
 
+    if not reach:
+        return 1.0
     start, share = outputs(0.0), 1.0
-    while reach and share > 1e-12 and not float((outputs(share) - start).square().mean().sqrt()) <= reach:
+    while share > 1e-12 and not float((outputs(share) - start).square().mean().sqrt()) <= reach:
         share /= 2
     return share

@@ -1,7 +1,7 @@
 """MetaVD on the digits of scikit-learn, small enough for a CPU: each base with and without it, and dropping against a threshold.
 
     python experiments/metavd_digits.py run --jobs 2      # every run that is not in the results file yet
-    python experiments/metavd_digits.py report            # the page, from the runs that are there
+    python experiments/metavd_digits.py report            # the page and its picture (matplotlib), from the runs that are there
 
 Ten clients and four that never train, Dir(0.3), 10 local steps of 32 samples, SGD 0.05 clipped at 5, 100 rounds. All rows
 share these numbers. The defaults of `kl_weight`, `hyper_reach` and `variance_floor` were chosen by looking at such runs, so this page is
@@ -19,6 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "metavd_digits.json", HERE / "metavd_digits.md"
+PICTURE = HERE / "pictures" / "metavd_digits_drop.svg"
 COMMON = {"dataset": "digits", "num_clients": 10, "new_clients": 4, "beta": 0.3, "optimizer": "sgd", "lr": 0.05, "clip_norm": 5.0,
           "batch_size": 32, "local_steps": 10, "rounds": 100, "evaluate_every": 0, "device": "cpu", "stacking": "yes"}  # fmt: skip
 BASES = {
@@ -95,8 +96,22 @@ def page(runs: list[dict[str, Any]]) -> str:
             f"Written by `experiments/metavd_digits.py`; means over {seeds} seed(s), last round.", "",
             "## Bases with and without MetaVD", "", *table(runs, BASES, quality), "", "## Dropped weights", "",
             "Bytes of the last round, all clients; weights are dropped from round 81 on. Sparsity is that of the layer of 64 × 32 weights.",
-            "", *table(runs, DROPS, sizes), "", READING]  # fmt: skip
+            "", *table(runs, DROPS, sizes), "", "![accuracy over megabytes](pictures/metavd_digits_drop.svg)", "", READING]  # fmt: skip
     return "\n".join(text)
+
+
+def picture(runs: list[dict[str, Any]]) -> None:
+    """Draw accuracy over the bytes of the last round, one point a threshold."""
+    from metavd_drop import Point, draw
+
+    found = []
+    for row in DROPS:
+        mine = [run for run in runs if run["row"] == row]
+        name = "nothing dropped" if row == "Reptile + MetaVD" else row.removeprefix("Reptile + MetaVD, ").removesuffix(" dropped")
+        values = [(sum(run["last"][key] for key in ("bytes_up", "bytes_down")) / 1e6,
+                   *(100 * run["final"][view]["accuracy"] for view in ("personal", "new_clients"))) for run in mine]  # fmt: skip
+        found.append(Point(name.removeprefix("Reptile + "), *(statistics.mean(column) for column in zip(*values, strict=True))))
+    draw(found, "digits, 10 clients, 4 new ones", PICTURE)
 
 
 READING = """## How to read it
@@ -128,6 +143,7 @@ def main() -> None:
                 RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
                 print(done["row"], done["settings"]["seed"], round(done["final"]["personal"]["accuracy"], 4), flush=True)
     PAGE.write_text(page(runs))
+    picture(runs)
 
 
 if __name__ == "__main__":

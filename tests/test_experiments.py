@@ -144,3 +144,26 @@ def test_fednp_figures_from_run_to_picture(tmp_path):
     assert drawn.returncode == 0, drawn.stderr
     assert "silhouette" in (tmp_path / "fednp_features.svg").read_text()
     assert (tmp_path / "fednp_classifier.svg").exists()
+
+
+def test_dropped_weights_as_table_and_picture(tmp_path):
+    """Runs, table and picture by one command; a second time from the finished runs alone."""
+    draw = np.random.default_rng(0)
+    np.savez(tmp_path / "cifar10.npz", x=draw.integers(0, 256, (300, 16, 16, 3)).astype(np.uint8), y=np.arange(300) % 10)
+    places = {"data-dir": ".", "results": "runs", "page": "page.md", "figure": "drop.svg"}
+    given = [word for name, place in places.items() for word in (f"--{name}", str(tmp_path / place))]
+    script = [sys.executable, str(ROOT / "experiments" / "metavd_drop.py"), "--quick", "--rounds", "2", "--device", "cpu", *given]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    nothing = subprocess.run([*script, "--no-run"], capture_output=True, text=True, env=environment, check=False)
+    assert (nothing.returncode, nothing.stdout) == (1, "no finished run, nothing written\n")
+    done = subprocess.run(script, capture_output=True, text=True, env=environment, check=True)
+    assert "9 runs, 9 to do" in done.stdout
+    page, picture = (tmp_path / "page.md").read_text(), (tmp_path / "drop.svg").read_text()
+    assert "| nothing dropped |" in page
+    assert "| p > 0.8 |" in page
+    assert "<svg" in picture
+    again = subprocess.run([*script, "--no-run"], capture_output=True, text=True, env=environment, check=True)
+    assert "to do" not in again.stdout
+    assert (tmp_path / "drop.svg").read_text() == picture
+    (row,) = [line for line in page.splitlines() if line.startswith("| SNIP")]
+    assert "70.0" in row  # of the layer
