@@ -1,7 +1,7 @@
 """FedNP's Figures 3 and 5: features in the plane, and the classifier's distribution as the latent predicts it. Needs matplotlib.
 
-    bayflower run fednp --dataset cifar10 --set model=resnet18 … --out runs/np/fednp          # likewise fedavg, …: one folder a method
-    python experiments/fednp_pictures.py gather runs/np/fedavg runs/np/fednp --npz runs/np.npz
+    bayflower reproduce fednp-figure-3 --data-dir data --keep runs/np        # or any runs made with --out; one folder a method
+    python experiments/fednp_pictures.py gather runs/np/* --data-dir data --npz runs/np.npz
     python experiments/fednp_pictures.py draw --npz runs/np.npz --folder experiments/pictures
 
 Figure 3: t-SNE of the features of test images, of all clients, by each run's global model; the silhouette (−1 to 1) of the true classes in

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from bayflower.config import parse
 from bayflower.errors import ConfigError
 from bayflower.methods import METHODS
+from bayflower.personal.runs import open_run
 from bayflower.reproduce import Cache, find, load_tables
 from bayflower.reproduce.cache import engine_values, key_of, resolved
 from bayflower.reproduce.show import content, look, markdown
@@ -142,6 +144,21 @@ def test_a_table_shows_ours_the_papers_and_the_difference(finished):
     text = markdown(table, plan(), found)
     assert f"{average.mean:.2f} (1); *80.39*; {average.difference:+.2f}" in text
     assert "rounds 1" in text  # a changed form is said
+
+
+def test_only_some_runs_are_done_and_their_folders_kept(finished, tmp_path):
+    said: list[str] = []
+    some = replace(plan(), where=(("method", "local"), ("seed", "0")), keep=str(tmp_path / "kept"))
+    assert run_missing([find("fedmap-1")], some, Cache(tmp_path / "runs"), said.append) == 0
+    assert said[0] == "1 runs, 1 to do"
+    (file,) = (tmp_path / "runs").glob("*.json")
+    assert json.loads(file.read_text())["checksum"] != ""
+    (folder,) = (tmp_path / "kept").iterdir()
+    assert open_run(folder).run.method == "local"
+    whole = json.loads((finished / file.name).read_text())["result"]["final"]
+    assert json.loads(file.read_text())["result"]["final"] == whole  # keeping changes no number
+    with pytest.raises(ConfigError, match="no run of these tables has method=fedavgg"):
+        run_missing([find("fedmap-1")], replace(plan(), where=(("method", "fedavgg"),)), Cache(tmp_path), said.append)
 
 
 def test_methods_that_do_not_exist_say_so(tmp_path):

@@ -27,6 +27,10 @@ def reproduce(
     device: Device = "auto",
     minutes: Annotated[float, typer.Option(min=0, help="time for this call; what is left is done by the next; 0 = no limit")] = 0.0,
     part: Annotated[str, typer.Option(help="the K-th of N parts of the runs, as K/N, for N processes that share a device")] = "1/1",
+    where: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="only runs with this setting, e.g. method=fednp or beta=0.5; repeatable")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="keep the folder of each run in this one, for `bayflower report` and pictures")] = None,
     tuned: Annotated[Path | None, typer.Option(help="file of `bayflower tune` whose values the methods take")] = None,
     results: Annotated[
         Path | None, typer.Option(help="folder of finished runs [experiments/results/runs in a checkout, else runs/reproduce]")
@@ -51,7 +55,8 @@ def reproduce(
 
     logging.getLogger("bayflower").setLevel(logging.ERROR)
     changes = {"rounds": rounds} if rounds else {}
-    plan = Plan("quick" if quick else "full", seeds, changes, read_tuned(tuned), data_dir, device, engine, minutes, parts(part))
+    form, only = "quick" if quick else "full", pairs(where or [])
+    plan = Plan(form, seeds, changes, read_tuned(tuned), data_dir, device, engine, minutes, parts(part), only, str(keep or ""))
     cache = Cache(results or default_folder(), say)
     chosen = list(load_tables().values()) if everything or not tables else [find(name) for name in tables]
     if imports:
@@ -137,6 +142,14 @@ def tune(
 def say(line: str) -> None:
     """Print a line of progress where results are not."""
     typer.echo(line, err=True)
+
+
+def pairs(texts: list[str]) -> tuple[tuple[str, str], ...]:
+    """Return KEY=VALUE as pairs."""
+    for text in texts:
+        if "=" not in text:
+            raise ConfigError(f"--where must be KEY=VALUE, got {text!r}; e.g. --where method=fednp")
+    return tuple((text.partition("=")[0], text.partition("=")[2]) for text in texts)
 
 
 def default_folder() -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import BayflowerError, ConfigError
-from .cache import Cache, Say, engine_values
+from .cache import Cache, Say, engine_values, key_of
 from .data import pooled, remedy
 from .tables import Cell, Spec, Table
 
@@ -39,6 +39,13 @@ class Plan:
     engine: str = "fused"
     minutes: float = 0.0
     part: tuple[int, int] = (1, 1)
+    where: tuple[tuple[str, str], ...] = ()  # only runs that have these settings; method and seed count as settings
+    keep: str = ""  # a folder for the folders of runs
+
+    def wants(self, job: Job) -> bool:
+        """Return whether a run is among those that are to be done."""
+        values = {**job.spec.values(), "method": job.spec.method, "seed": job.seed}
+        return all(str(values.get(key)) == value for key, value in self.where)
 
     def cells(self, table: Table) -> list[Cell]:
         """Return the table's cells in this form."""
@@ -100,7 +107,11 @@ def expected(job: Job, records: list[dict[str, Any]], device: str = "") -> float
 def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
     """Do the runs that are not there yet, each written when it is done; return how many failed."""
     place, parts = plan.part
-    needed = unique(tables, plan, cache)[place - 1 :: parts]  # before looking what is there: a late process has the same part
+    chosen = [job for job in unique(tables, plan, cache) if plan.wants(job)]
+    if not chosen and plan.where:
+        said = " ".join(f"{key}={value}" for key, value in plan.where)
+        raise ConfigError(f"no run of these tables has {said}; `method`, `seed` and the settings in the tables' files can be named")
+    needed = chosen[place - 1 :: parts]  # before looking what is there: a late process has the same part
     todo = [job for job in needed if cache.get(job.spec, job.seed, plan.data_dir, job.curve) is None]
     absent = missing_data(todo, plan.data_dir)
     for name, words in absent.items():
@@ -144,10 +155,12 @@ def run_one(job: Job, plan: Plan, words: str, say: Say, end: float = math.inf) -
 
     if plan.engine not in ("fused", "loop"):
         raise ConfigError(f"engine must be fused or loop for tables, got {plan.engine!r}; `bayflower run` has the others")
-    chosen = parse(job.spec.method, engine_values(job.spec, job.seed, plan.data_dir, plan.device))
+    values = engine_values(job.spec, job.seed, plan.data_dir, plan.device)
+    out = Path(plan.keep) / f"{job.spec.method}-{key_of(job.spec, job.seed)}" if plan.keep else None
+    chosen = parse(job.spec.method, {**values, **({"checkpoint_every": values.get("rounds", 50)} if out else {})})
     started = time.monotonic()
     try:
-        result = run_to_result(prepare(chosen, plan.engine), progress=speaker(words, chosen.settings.rounds, say, end))
+        result = run_to_result(prepare(chosen, plan.engine), out, speaker(words, chosen.settings.rounds, say, end))
     finally:
         gc.collect()
         free_device()
