@@ -26,6 +26,7 @@ from starlette.routing import Route
 CALLS = ("activate-node", "deactivate-node", "send-node-heartbeat", "pull-messages", "push-messages", "get-run", "get-fab", "push-object",
          "pull-object", "confirm-message-received")  # fmt: skip
 HOP = {"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"}  # between two neighbours only
+AGAIN = {500: 503}  # a SuperLink whose database is busy answers 500, on which a SuperNode drops a client's reply; on 503 it tries again
 LARGEST = 64 * 2**20  # bytes of one request; Flower sends arrays in pieces of 5 MiB
 
 
@@ -55,7 +56,8 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
         except httpx.HTTPError as error:
             return PlainTextResponse(f"the SuperLink does not answer: {type(error).__name__}\n", 503)
         kept = {key: value for key, value in answer.headers.items() if key not in HOP}
-        return StreamingResponse(answer.aiter_raw(), answer.status_code, kept, background=BackgroundTask(answer.aclose))
+        code = AGAIN.get(answer.status_code, answer.status_code)
+        return StreamingResponse(answer.aiter_raw(), code, kept, background=BackgroundTask(answer.aclose))
 
     def route(path: str, *ways: str) -> Route:
         async def to(request: Request) -> Response:

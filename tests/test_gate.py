@@ -1,0 +1,81 @@
+"""The gate over real connections: what a busy SuperLink says, and what Flower's own SuperNode makes of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+import uvicorn
+from flwr.supercore.retry import make_simple_http_retry_invoker
+
+from bayflower.deploy import gate
+from bayflower.processes import free_port
+
+
+class Superlink(BaseHTTPRequestHandler):
+    """Answers 500 as often as it is told to, as Flower does while its database is locked, then what it was sent."""
+
+    busy = 0
+
+    def do_POST(self) -> None:
+        body = self.rfile.read1() if "content-length" not in self.headers else self.rfile.read(int(self.headers["content-length"]))
+        kind = type(self)
+        kind.busy, code = kind.busy - 1, 500 if kind.busy > 0 else 200
+        self.send_response(code)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """Yield the address of a gate in front of such a SuperLink."""
+    superlink = ThreadingHTTPServer(("127.0.0.1", 0), Superlink)
+    threading.Thread(target=superlink.serve_forever, daemon=True).start()
+    port = free_port()
+    app = gate.make_app(f"http://127.0.0.1:{superlink.server_port}", False)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", ws="none"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.05)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        superlink.shutdown()
+        superlink.server_close()
+
+
+def push(address: str) -> bytes:
+    answer = httpx.post(f"{address}/v1/fleet/push-messages", content=b"a reply", timeout=30)
+    answer.raise_for_status()
+    return answer.content
+
+
+def test_a_reply_is_not_lost_while_the_database_is_busy():
+    """What a SuperNode sends with Flower's own rules of trying again arrives in the end; without the gate, 500 is the end."""
+    with served() as address:
+        Superlink.busy = 2
+        assert make_simple_http_retry_invoker().invoke(push, address) == b"a reply"
+        assert Superlink.busy == -1
+        Superlink.busy = 2
+        with pytest.raises(httpx.HTTPStatusError, match="503"):
+            push(address)
+
+
+def test_what_is_no_fault_of_the_moment_stays_as_it_is():
+    with served() as address:
+        Superlink.busy = 0
+        assert httpx.post(f"{address}/v1/control/start-run", content=b"x").status_code == 404
+        assert push(address) == b"a reply"
