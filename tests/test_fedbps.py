@@ -369,7 +369,7 @@ def test_the_report_has_the_share_of_every_layer():
     ("personal_share", 1.2, "personal_share must be in"),
     ("delta", 0, "delta must be positive"),
     ("delta", "inf", "delta must be positive"),
-    ("curvature", "kfac", "curvature must be one of fisher, empirical"),
+    ("curvature", "kfac", "curvature must be one of fisher, sketch, empirical"),
     ("ranking", "best", "ranking must be one of paper, balanced"),
     ("threshold", "layer", "threshold must be one of global, tensor"),
     ("statistics", "none", "statistics must be one of local, average"),
