@@ -79,3 +79,25 @@ def test_what_is_no_fault_of_the_moment_stays_as_it_is():
         Superlink.busy = 0
         assert httpx.post(f"{address}/v1/control/start-run", content=b"x").status_code == 404
         assert push(address) == b"a reply"
+
+
+def test_the_superlink_waits_for_its_database(tmp_path, monkeypatch):
+    """Flower's own connections, opened after our start, have our patience: a lock held for longer than theirs is no fault."""
+    from flwr.supercore import sql_mixin
+    from flwr.superlink import cli
+    from sqlalchemy import create_engine, event, text
+
+    from bayflower.deploy import superlink
+
+    started = []
+    monkeypatch.setattr(cli, "flower_superlink", lambda: started.append(True))
+    monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", sql_mixin.SQLITE_PRAGMAS)
+    monkeypatch.setattr("sys.argv", ["superlink"])
+    superlink.main()
+    assert started
+    engine = create_engine(f"sqlite:///{tmp_path / 'superlink.db'}")
+    event.listen(engine, "connect", sql_mixin._set_sqlite_pragmas)
+    with engine.connect() as connection:
+        assert connection.execute(text("PRAGMA busy_timeout")).scalar() == int(superlink.PATIENCE)
+        assert connection.execute(text("PRAGMA journal_mode")).scalar() == "wal"
+    engine.dispose()

@@ -14,7 +14,7 @@ from bayflower.config import groups
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "bayflower"
 MAY_IMPORT_FLWR = {"strategies/base.py", "clients/base.py", "clients/plug.py", "wire.py", "exchange.py", "roster.py", "replies.py",
-                   "guest.py", "loop.py", "remote.py", "server_app.py"}  # fmt: skip
+                   "guest.py", "loop.py", "remote.py", "server_app.py", "deploy/superlink.py"}  # fmt: skip
 SHARED = {"__init__.py", "base.py", "plug.py"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

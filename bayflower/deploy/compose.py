@@ -124,8 +124,8 @@ class Maker:
         secret = ["--superexec-auth-secret-file", "/server/executor.secret"] if self.secure else []
         tls = ["--ssl-ca-certfile", "/server/ca.crt", "--ssl-certfile", "/server/server.crt", "--ssl-keyfile", "/server/server.key"]
         superlink = self.service(
-            ["flower-superlink", "--host", "0.0.0.0", "--port", str(SUPERLINK_PORT), "--isolation", "process", "--database",
-             "/database/superlink.db", *(["--enable-supernode-auth", *tls, *secret] if self.secure else ["--insecure"])],
+            ["python", "-m", "bayflower.deploy.superlink", "--host", "0.0.0.0", "--port", str(SUPERLINK_PORT), "--isolation", "process",
+             "--database", "/database/superlink.db", *(["--enable-supernode-auth", *tls, *secret] if self.secure else ["--insecure"])],
             health=f"localhost:{SUPERLINK_PORT}", networks=["core"], volumes=[*folder, "database:/database"], memory="1g",
         )  # fmt: skip
         trust = ["--root-certificates", "/server/ca.crt", *secret] if self.secure else ["--insecure"]
