@@ -25,6 +25,7 @@ from .types import BayflowerError, Tensors
 log = logging.getLogger("bayflower")
 KEPT = 2
 FORMAT = "bayflower-client-1"
+REREADS = 20  # times that a file may be replaced while it is read
 
 
 class Saved(NamedTuple):
@@ -178,13 +179,41 @@ def seal(tensors: Tensors, head: Mapping[str, str]) -> str:
 
 
 def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors and the head of a file of the format `kind`; `what` is what a person calls it."""
+    """Return the tensors and the head of a file of the format `kind`; `what` is what a person calls it.
+
+    safetensors opens a file twice, for its head and for its numbers. A run that goes on may replace the file in between: then it is
+    read again, however the first attempt ended.
+    """
+    for last in (*(False,) * REREADS, True):
+        before = place(path)
+        try:
+            found = load_once(path, kind, what)
+        except BayflowerError:
+            if last or place(path) == before:
+                raise
+            continue
+        if last or place(path) == before:
+            break
+    return found
+
+
+def place(path: Path) -> tuple[int, int, int] | None:
+    """Return what distinguishes a file from another one of the same name; None if there is none."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
+
+
+def load_once(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors and the head, if the file stays the same meanwhile."""
     try:
         with safe_open(path, framework="pt") as file:
             head = file.metadata() or {}
             # clones, because a file's tensors lie anywhere, and alignment decides how torch splits sums, hence bits
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last is torch's, of a file that is shorter than its head says
         raise BayflowerError(f"{what} {path} cannot be read ({error}); restore it from a back-up, or remove it to start anew") from None
     if "checksum" in head and head["checksum"] != seal(tensors, head):
         raise BayflowerError(f"{what} {path} is damaged (its checksum is wrong); restore it from a back-up, or remove it to start anew")

@@ -105,7 +105,7 @@ def test_one_command_goes_on_after_a_kill(running, victim):
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if (b"flower-superlink" if victim == "superlink" else b"flwr-serverapp") in line:
+        if (b"bayflower.deploy.superlink" if victim == "superlink" else b"flwr-serverapp") in line:
             os.kill(pid, signal.SIGKILL)
     _, said = process.communicate(timeout=200)
     assert process.returncode == 1, said

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import shutil
+import subprocess
+import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +18,7 @@ from test_roster import Town
 
 from bayflower import checkpoint, journal, status
 from bayflower.outcome import RoundRecord
-from bayflower.store import DiskStore, Saved
+from bayflower.store import DiskStore, Saved, load_tensors, save_tensors
 from bayflower.types import BayflowerError
 
 STATE = {"head.weight": torch.arange(5000.0), "count": torch.tensor(3)}
@@ -125,6 +129,35 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 
 
 # -- what can be watched ---------------------------------------------------------------------------------------------
+REPLACE = """
+import itertools, os, shutil, sys, time
+folder = sys.argv[1]
+for number in itertools.cycle(range(7)):
+    shutil.copyfile(f"{folder}/{number}", f"{folder}/part")
+    os.replace(f"{folder}/part", f"{folder}/a.safetensors")
+    time.sleep(0.0002)
+"""
+
+
+def test_a_checkpoint_can_be_read_while_a_run_replaces_it(tmp_path):
+    """Every read is one file or another one, never the head of one with the numbers of the next."""
+    for number in range(7):
+        tensors = {"x": torch.full((3000 + number,), float(number)), "y": torch.tensor(float(number))}
+        save_tensors(tmp_path / str(number), tensors, {"format": "f"}, sealed=True)
+    shutil.copyfile(tmp_path / "0", tmp_path / "a.safetensors")
+    writer = subprocess.Popen([sys.executable, "-c", REPLACE, str(tmp_path)])
+    try:
+        seen, end = set(), time.monotonic() + 4
+        while time.monotonic() < end:
+            tensors, _ = load_tensors(tmp_path / "a.safetensors", "f", "file")
+            assert bool((tensors["x"] == tensors["y"]).all())
+            seen.add(int(tensors["y"]))
+    finally:
+        writer.kill()
+        writer.wait()
+    assert seen == set(range(7))
+
+
 def test_log_lines_have_run_round_and_client(monkeypatch, capsys):
     monkeypatch.setenv("BAYFLOWER_LOG", "json")
     logger = logging.getLogger("bayflower")

@@ -27,6 +27,7 @@ CALLS = ("activate-node", "deactivate-node", "send-node-heartbeat", "pull-messag
          "pull-object", "confirm-message-received")  # fmt: skip
 HOP = {"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"}  # between two neighbours only
 AGAIN = {500: 503}  # a SuperLink whose database is busy answers 500, on which a SuperNode drops a client's reply; on 503 it tries again
+PATIENCE = 90.0  # seconds for an answer: more than the SuperLink waits for its database
 LARGEST = 64 * 2**20  # bytes of one request; Flower sends arrays in pieces of 5 MiB
 
 
@@ -36,7 +37,7 @@ class TooLargeError(Exception):
 
 def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGEST) -> Starlette:
     """Return the gate in front of the SuperLink at the URL `superlink`."""
-    client = httpx.AsyncClient(base_url=superlink, verify=verify, timeout=30.0)
+    client = httpx.AsyncClient(base_url=superlink, verify=verify, timeout=PATIENCE)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -107,8 +107,8 @@ class Local:
         """Return a program's command line."""
         if name == "superlink":
             own = self.deployment.server
-            return ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.facts["superlink"]), "--database",
-                    str(self.folder / "superlink.db"), "--enable-supernode-auth", "--ssl-ca-certfile", str(own / "ca.crt"),
+            return [sys.executable, "-m", "bayflower.deploy.superlink", "--host", "127.0.0.1", "--port", str(self.facts["superlink"]),
+                    "--database", str(self.folder / "superlink.db"), "--enable-supernode-auth", "--ssl-ca-certfile", str(own / "ca.crt"),
                     "--ssl-certfile", str(own / "server.crt"), "--ssl-keyfile", str(own / "server.key")]  # fmt: skip
         if name == "gate":
             own = self.deployment.server
