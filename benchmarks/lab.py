@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,12 @@ from bayflower.errors import BayflowerError
 POSITIONS = ("before", "during", "after")  # local training of the victim in the round
 IMPORT_SECONDS = 5.0  # CPU time after which a ClientApp has imported torch and is training
 WAIT_SECONDS = 360.0
+TOOLS = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}  # where ip and tc are, for whoever calls
+
+
+def lacking() -> list[str]:
+    """Return which programs for slowing links are not on this machine."""
+    return [tool for tool in ("nsenter", "ip", "tc") if shutil.which(tool, path=TOOLS["PATH"]) is None]
 
 
 class Lab:
@@ -181,16 +188,16 @@ class Lab:
         container = self.container(f"supernode-{client}")
         address = container.attrs["NetworkSettings"]["Networks"][f"{self.deployment.name}_federation"]["IPAddress"]
         enter = ["nsenter", "-t", str(container.attrs["State"]["Pid"]), "-n"]
-        links = json.loads(subprocess.run([*enter, "ip", "-j", "addr"], capture_output=True, text=True, check=True).stdout)
+        links = json.loads(subprocess.run([*enter, "ip", "-j", "addr"], capture_output=True, text=True, check=True, env=TOOLS).stdout)
         device = next(link["ifname"] for link in links if any(one.get("local") == address for one in link["addr_info"]))
         subprocess.run([*enter, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, "burst", "4kb", "latency", "2s"],
-                       check=True)  # fmt: skip
+                       check=True, env=TOOLS)  # fmt: skip
 
     def fast(self, client: int) -> None:
         """Take the limit off again."""
         enter = ["nsenter", "-t", str(self.container(f"supernode-{client}").attrs["State"]["Pid"]), "-n"]
         for device in ("eth0", "eth1"):
-            subprocess.run([*enter, "tc", "qdisc", "del", "dev", device, "root"], capture_output=True)
+            subprocess.run([*enter, "tc", "qdisc", "del", "dev", device, "root"], capture_output=True, env=TOOLS)
 
     def fill(self, client: int) -> Path:
         """Fill a client's disk; return the file to remove."""
