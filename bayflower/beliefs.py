@@ -115,5 +115,5 @@ def followed(config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: M
 
 
 def partly(part: float, before: Tensors, after: Tensors) -> Tensors:
-    """Return where `part` of the step from `before` to `after` leads."""
-    return {name: (value.double() + part * (after[name].double() - value.double())).to(value.dtype) for name, value in before.items()}
+    """Return where `part` of the step from `before` to `after` leads, in the dtypes of `before`."""
+    return {name: value.to(before[name].dtype) for name, value in hypernet.between(part, before, after).items()}

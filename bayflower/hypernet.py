@@ -95,10 +95,7 @@ def within(reach: float, before: tuple[Tensors, Tensors], after: tuple[Tensors, 
     """
 
     def outputs(share: float) -> Tensor:
-        psi, own = (
-            {name: value.double() + share * (new[name].double() - value.double()) for name, value in old.items()}
-            for old, new in zip(before, after, strict=True)
-        )
+        psi, own = (between(share, old, new) for old, new in zip(before, after, strict=True))
         return output(psi, torch.stack(list(own.values())))
 
     if not reach:
@@ -107,3 +104,8 @@ def within(reach: float, before: tuple[Tensors, Tensors], after: tuple[Tensors, 
     while share > 1e-12 and not float((outputs(share) - start).square().mean().sqrt()) <= reach:
         share /= 2
     return share
+
+
+def between(share: float, before: Tensors, after: Tensors) -> Tensors:
+    """Return where `share` of the step from `before` to `after` leads, in float64."""
+    return {name: value.double() + share * (after[name].double() - value.double()) for name, value in before.items()}

@@ -184,17 +184,17 @@ def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, s
     safetensors opens a file twice, for its head and for its numbers. A run that goes on may replace the file in between: then it is
     read again, however the first attempt ended.
     """
-    for last in (*(False,) * REREADS, True):
+    for _ in range(REREADS):
         before = place(path)
         try:
             found = load_once(path, kind, what)
         except BayflowerError:
-            if last or place(path) == before:
+            if place(path) == before:
                 raise
-            continue
-        if last or place(path) == before:
-            break
-    return found
+        else:
+            if place(path) == before:
+                return found
+    return load_once(path, kind, what)
 
 
 def place(path: Path) -> tuple[int, int, int] | None:

@@ -53,9 +53,7 @@ class Config:
 
     personal_share: float = 0.7  # share p of the entries that are personal; 0 is FedAvg, 1 is local training
     delta: float | None = None  # prior precision added to the curvature; none = weight_decay · n_i, or 1 without weight decay
-    curvature: Kind = (
-        "fisher"  # fisher: expected over the model's labels, the Hessian's for ReLU; sketch: its cheap estimate; empirical: true labels
-    )
+    curvature: Kind = "fisher"  # fisher: over the model's own labels, the Hessian's for ReLU; sketch: its estimate; empirical: true labels
     ranking: Ranking = "paper"  # paper: variance within plus between clients; balanced: each divided by its median first
     threshold: Threshold = "global"  # global: one threshold for all tensors; tensor: the share p in each of them
     statistics: Statistics = "local"  # BatchNorm's running statistics: kept by each client, or averaged
