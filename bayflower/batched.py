@@ -25,9 +25,9 @@ def has_kernels(x: Tensor) -> bool:
     return x.is_cuda and importlib.util.find_spec("triton") is not None
 
 
-def padded(rows: int) -> int:
-    """Return the rows of a patch matrix: one more for the bias, then up to a multiple of 4, which products of matrices like."""
-    return -(-(rows + 1) // 4) * 4
+def padded(rows: int, multiple: int = 4) -> int:
+    """Return the rows of a patch matrix: one more for the bias, then up to a multiple of 16 bytes, which products of matrices like."""
+    return -(-(rows + 1) // multiple) * multiple
 
 
 def out_size(x: Tensor, size: Size, stride: int, pad: int) -> Size:

@@ -21,8 +21,8 @@ from .types import ConfigError, Tensors
 
 FORMAT = "bayflower-run-1"
 FILE = "checkpoint.safetensors"
-FREE = {"rounds", "evaluate_every", "device", "max_fused", "stacking", "cuda_graphs", "tf32", "checkpoint_every", "min_replies", "data_dir",
-        "download", *(field.name for field in fields(Limits))}  # may differ  # fmt: skip
+FREE = {"rounds", "evaluate_every", "device", "max_fused", "stacking", "cuda_graphs", "tf32", "bf16", "checkpoint_every", "min_replies",
+        "data_dir", "download", *(field.name for field in fields(Limits))}  # may differ  # fmt: skip
 
 
 class Checkpoint(NamedTuple):

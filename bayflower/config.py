@@ -78,6 +78,7 @@ class Settings:
     device: str = "auto"  # cpu, cuda or cuda:N; auto = a GPU if there is one
     dtype: Literal["float32", "float64"] = "float32"  # of parameters, data and messages
     tf32: bool = False  # let a GPU round the inputs of float32 products to 10 bits: faster, and no longer equal to a CPU's numbers
+    bf16: bool = False  # training passes with products and activations of bfloat16; parameters, messages and tests stay in float32
     max_fused: int = 0  # fused engine: most clients trained together; 0 = as many as fit into memory
     stacking: Literal["auto", "yes", "no"] = "auto"  # fused engine: train clients as a stack; auto = on a CPU where it is measured to pay
     cuda_graphs: bool = True  # fused engine on a GPU: record a training step once and replay it
@@ -96,6 +97,8 @@ class Settings:
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {getattr(self, name)!r}")
+        if self.bf16 and self.dtype != "float32":
+            raise ConfigError(f"bf16 goes with dtype=float32, got dtype={self.dtype}; leave one of them out")
         if self.device != "auto":
             self.torch_device()
 

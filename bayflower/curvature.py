@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 
+from .masked import MaskedBatchNorm
 from .models import Model
 from .stackable import StackedConv2d
 from .types import Batch, Tensors
@@ -147,7 +148,7 @@ def named(own: Tensors, weight: Tensor, bias: Tensor) -> Tensors:
     return {name: value for name, value in (("weight", weight), ("bias", bias)) if name in own}
 
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, MaskedBatchNorm)
 RULES: dict[type, Rule] = {nn.Linear: linear, nn.Conv2d: convolution, StackedConv2d: convolution, **dict.fromkeys(NORMS, normalisation)}
 
 

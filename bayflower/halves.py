@@ -22,6 +22,7 @@ def make_halves(run: Run, input_shape: tuple[int, ...], num_classes: int) -> Hal
     """Return the halves of `run.method` on the model named in the settings."""
     row = methods.get(run.method)
     model = models.build(run.settings.model, input_shape, num_classes, run.settings.features)
+    model.bf16 = run.settings.bf16
     server = row.server(run.options, model.anatomy)
     client = row.client(run.options, run.training, model)
     return Halves(server, client, model, model.initial(run.settings.seed, run.settings.torch_dtype()))

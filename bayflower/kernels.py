@@ -35,14 +35,14 @@ def _patches(x, cols, sa, sb, sc, sh, sw, samples, ca, cb, ck, used, padded, ROW
 
 @triton.jit
 def _image(cols, x, channels, samples, ca, cb, ck, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
-           KH: tl.constexpr, KW: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+           KH: tl.constexpr, KW: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, SUM: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     """x[a, c, b, h, w] = Σ of the entries of cols that `_patches` would read from there."""
     program = tl.program_id(0)
     a, c = (program // channels).to(tl.int64), program % channels
     n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     b, h, w = n // (ROWS * COLUMNS), (n // COLUMNS) % ROWS, n % COLUMNS
     good = b < samples
-    value = tl.zeros((SIZE,), dtype=x.dtype.element_ty)
+    value = tl.zeros((SIZE,), dtype=SUM)
     for i in tl.static_range(KH):
         for j in tl.static_range(KW):
             p, q = h + PAD - i, w + PAD - j
@@ -94,6 +94,11 @@ def _unpool(g, index, x, sa, su, sv, sh, sw, outer, inner, SLOPE: tl.constexpr, 
     tl.store(x + program.to(tl.int64) * inner * (ROWS * COLUMNS) + n, value, mask=good)
 
 
+def sum_type(x: Tensor) -> tl.dtype:
+    """Return the type that sums of such numbers are kept in."""
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
 def out_size(shape: tuple[int, ...], size: tuple[int, int], stride: int, pad: int) -> tuple[int, int]:
     """Return rows and columns of a convolution's output."""
     return (shape[-2] + 2 * pad - size[0]) // stride + 1, (shape[-1] + 2 * pad - size[1]) // stride + 1
@@ -124,7 +129,7 @@ def image(cols: Tensor, shape: tuple[int, ...], size: tuple[int, int], stride: i
     x = cols.new_empty(clients, channels, samples, height, width)
     grid = (clients * channels, triton.cdiv(samples * height * width, BLOCK))
     _image[grid](cols, x, channels, samples, *strides(samples, cols.shape[1], out_h * out_w, whole), ROWS=height, COLUMNS=width,
-                 OUT_H=out_h, OUT_W=out_w, KH=size[0], KW=size[1], STRIDE=stride, PAD=pad, SIZE=BLOCK)  # fmt: skip
+                 OUT_H=out_h, OUT_W=out_w, KH=size[0], KW=size[1], STRIDE=stride, PAD=pad, SUM=sum_type(cols), SIZE=BLOCK)  # fmt: skip
     return x.transpose(1, 2)
 
 
@@ -258,3 +263,102 @@ def pull(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> 
     _pull[(max(clients, 1),)](z, centres, known, y, mask, out, slope, centres.stride(0), known.stride(0), samples, dim, ROWS=rows,
                               WIDTH=width, num_warps=8)  # fmt: skip
     return out, slope
+
+
+@triton.jit
+def _norm(x, mask, weight, bias, y, mean, variance, xa, xb, xc, ya, yb, yc, channels, samples, EPS: tl.constexpr, AREA: tl.constexpr,
+          SAMPLES: tl.constexpr, SUM: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """The formulas of `masked.py` for one channel of one client: once over x for m and v, once more for y."""
+    a, c = (tl.program_id(0) // channels).to(tl.int64), (tl.program_id(0) % channels).to(tl.int64)
+    lanes, rows = tl.arange(0, SIZE), tl.arange(0, SAMPLES)
+    x, y = x + a * xa + c * xc, y + a * ya + c * yc
+    count = tl.maximum(tl.sum(tl.load(mask + a * samples + rows, mask=rows < samples, other=0.0).to(SUM), 0) * AREA, 1.0)
+    shift = tl.load(x).to(SUM)  # a number like the others, so that the difference of squares loses nothing
+    one, two = tl.zeros((SIZE,), dtype=SUM), tl.zeros((SIZE,), dtype=SUM)
+    for start in range(0, samples * AREA, SIZE):
+        n = start + lanes
+        b = n // AREA
+        real = tl.load(mask + a * samples + b, mask=b < samples, other=0.0)
+        value = tl.load(x + b * xb + n % AREA, mask=real > 0, other=0.0).to(SUM) - shift
+        value = tl.where(real > 0, value, 0.0)
+        one += value
+        two += value * value
+    near = tl.sum(one, 0) / count
+    spread = tl.maximum(tl.sum(two, 0) / count - near * near, 0.0)
+    middle = shift + near
+    tl.store(mean + a * channels + c, middle)
+    tl.store(variance + a * channels + c, spread)
+    scale = tl.load(weight + a * channels + c).to(SUM) / tl.sqrt(spread + EPS)
+    offset = tl.load(bias + a * channels + c).to(SUM)
+    for start in range(0, samples * AREA, SIZE):
+        n = start + lanes
+        b = n // AREA
+        value = tl.load(x + b * xb + n % AREA, mask=b < samples, other=0.0).to(SUM)
+        tl.store(y + b * yb + n % AREA, (value - middle) * scale + offset, mask=b < samples)
+
+
+@triton.jit
+def _norm_slopes(g, x, mask, weight, mean, variance, to_x, to_weight, to_bias, ga, gb, gc, xa, xb, xc, ta, tb, tc, channels, samples,
+                 EPS: tl.constexpr, AREA: tl.constexpr, SAMPLES: tl.constexpr, SUM: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """The gradients for one channel of one client: once over g and x for the sums, once more for the gradient of x."""
+    a, c = (tl.program_id(0) // channels).to(tl.int64), (tl.program_id(0) % channels).to(tl.int64)
+    lanes, rows = tl.arange(0, SIZE), tl.arange(0, SAMPLES)
+    g, x, to_x = g + a * ga + c * gc, x + a * xa + c * xc, to_x + a * ta + c * tc
+    count = tl.maximum(tl.sum(tl.load(mask + a * samples + rows, mask=rows < samples, other=0.0).to(SUM), 0) * AREA, 1.0)
+    middle = tl.load(mean + a * channels + c).to(SUM)
+    scale = 1.0 / tl.sqrt(tl.load(variance + a * channels + c).to(SUM) + EPS)
+    one, two = tl.zeros((SIZE,), dtype=SUM), tl.zeros((SIZE,), dtype=SUM)
+    for start in range(0, samples * AREA, SIZE):
+        n = start + lanes
+        b = n // AREA
+        slope = tl.load(g + b * gb + n % AREA, mask=b < samples, other=0.0).to(SUM)
+        value = tl.load(x + b * xb + n % AREA, mask=b < samples, other=0.0).to(SUM)
+        one += slope
+        two += slope * ((value - middle) * scale)
+    total, product = tl.sum(one, 0), tl.sum(two, 0)
+    tl.store(to_bias + a * channels + c, total)
+    tl.store(to_weight + a * channels + c, product)
+    factor = tl.load(weight + a * channels + c).to(SUM) * scale
+    for start in range(0, samples * AREA, SIZE):
+        n = start + lanes
+        b = n // AREA
+        slope = tl.load(g + b * gb + n % AREA, mask=b < samples, other=0.0).to(SUM)
+        value = tl.load(x + b * xb + n % AREA, mask=b < samples, other=0.0).to(SUM)
+        share = tl.load(mask + a * samples + b, mask=b < samples, other=0.0).to(SUM) / count
+        found = factor * (slope - share * (total + (value - middle) * scale * product))
+        tl.store(to_x + b * tb + n % AREA, found, mask=b < samples)
+
+
+def norm(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y, m, v) of `masked.py`, x (A, B, C, H, W) in any memory order, y in the same."""
+    x, mask, weight, bias = by_image(x), mask.contiguous(), weight.contiguous(), bias.contiguous()
+    y, mean, variance = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    clients, samples, channels = x.shape[:3]
+    _norm[(max(clients * channels, 1),)](x, mask, weight, bias, y, mean, variance, *x.stride()[:3], *y.stride()[:3], channels, samples,
+                                         EPS=eps, **sizes(x))  # fmt: skip
+    return y, mean, variance
+
+
+def norm_slopes(
+    g: Tensor, x: Tensor, mask: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `norm` with respect to x, weight and bias."""
+    g, x, mask, weight = by_image(g), by_image(x), mask.contiguous(), weight.contiguous()
+    to_x, to_weight, to_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    clients, samples, channels = x.shape[:3]
+    _norm_slopes[(max(clients * channels, 1),)](g, x, mask, weight, mean.contiguous(), variance.contiguous(), to_x, to_weight, to_bias,
+                                                *g.stride()[:3], *x.stride()[:3], *to_x.stride()[:3], channels, samples,
+                                                EPS=eps, **sizes(x))  # fmt: skip
+    return to_x, to_weight, to_bias
+
+
+def by_image(x: Tensor) -> Tensor:
+    """Return x (A, B, C, H, W) with each image in one piece of memory."""
+    return x if x.stride(4) == 1 and x.stride(3) == x.shape[4] else x.contiguous()
+
+
+def sizes(x: Tensor) -> dict[str, object]:
+    """Return what the kernels of normalisation are compiled for."""
+    area = x.shape[3] * x.shape[4]
+    return {"AREA": area, "SAMPLES": triton.next_power_of_2(x.shape[1]), "SUM": sum_type(x),
+            "SIZE": min(4096, triton.next_power_of_2(x.shape[1] * area)), "num_warps": 8}  # fmt: skip

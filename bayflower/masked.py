@@ -1,6 +1,15 @@
 """BatchNorm that leaves padding out: the statistics of a padded batch are those of its real samples, exactly.
 
-torch's own layer would count the padding, so that clients with a short last batch could not be stacked with others.
+torch's own layer would count the padding, so that clients with a short last batch could not be stacked with others. Written with torch's
+functions, the layer and its derivative read the batch some forty times; `Norm` has them as one kernel each on a GPU.
+
+    symbol   here       meaning
+    k_i      mask       1 where sample i is real, 0 where it is padding
+    n        count      Σ k_i · positions of a sample
+    m, v     mean, variance   Σ k_i x_i / n, Σ k_i (x_i − m)² / n
+    x̂_i      normal     (x_i − m) / √(v + ε)
+    y_i      out        w x̂_i + b, for padding too (something finite)
+    ∂x_i     slopes     w (g_i − k_i/n · (Σ g + x̂_i Σ g x̂)) / √(v + ε)
 """
 
 from __future__ import annotations
@@ -11,7 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.func import vjp
 
+from .batched import front, has_kernels, on_stacks
 from .errors import BayflowerError
 
 MASKABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -42,17 +54,11 @@ class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(x)
         if not _masks:
             raise BayflowerError("a stacked network with BatchNorm needs to know which samples are real: pass mask to Model.forward")
-        shape = (-1,) + (1,) * (x.ndim - 1)
-        channel = (1, -1) + (1,) * (x.ndim - 2)
-        axes = [axis for axis in range(x.ndim) if axis != 1]
-        weight = _masks[-1].to(x.dtype).reshape(shape)
-        count = weight.sum() * (x[0, 0].numel() if x.ndim > 2 else 1)
-        mean = (x * weight).sum(axes) / count
-        centred = x - mean.reshape(channel)
-        variance = (centred.square() * weight).sum(axes) / count
-        self._remember(mean.detach(), variance.detach(), count)
-        out = centred * torch.rsqrt(variance + self.eps).reshape(channel)
-        return out * self.weight.reshape(channel) + self.bias.reshape(channel) if self.affine else out
+        weight, bias = (self.weight, self.bias) if self.affine else (x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]))
+        mask = _masks[-1].to(weight.dtype)
+        out, mean, variance = Norm.apply(x, mask, weight, bias, self.eps)
+        self._remember(mean.detach(), variance.detach(), mask.sum() * (x[0, 0].numel() if x.ndim > 2 else 1))
+        return out  # type: ignore[no-any-return]
 
     def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         """Update the running statistics, the variance without bias, as torch does."""
@@ -74,3 +80,115 @@ def mask_norms(module: nn.Module) -> nn.Module:
         if type(part) in MASKABLE:
             part.__class__ = MaskedBatchNorm
     return module
+
+
+class Norm(Function):
+    """(y, m, v) of x (B, C, …), the mask (B,), w and b (C,); m and v have no derivative, as they only become running statistics."""
+
+    @staticmethod
+    def forward(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        out, mean, variance = stacked_norm(x[None], mask[None], weight[None], bias[None], eps)
+        return out[0], mean[0], variance[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, mask, weight, _, ctx.eps = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, mask, weight, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if g is None:
+            return (None,) * 5
+        to_x, to_weight, to_bias = Slopes.apply(g, *ctx.saved_tensors, ctx.eps)
+        return to_x, None, to_weight, to_bias, None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        tensors = tuple(front(one, dim, info.batch_size) for one, dim in zip(inputs[:4], dims, strict=False))
+        return on_stacks(stacked_norm, tensors, inputs[4]), (0, 0, 0)
+
+
+class Slopes(Function):
+    """The gradients of `Norm` with respect to x, w and b; its own derivative is that of the plain formula, m and v included."""
+
+    @staticmethod
+    def forward(g: Tensor, x: Tensor, mask: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, ...]:
+        found = stacked_slopes(g[None], x[None], mask[None], weight[None], mean[None], variance[None], eps)
+        return tuple(one[0] for one in found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        g, x, mask, weight, _, _, ctx.eps = inputs
+        ctx.save_for_backward(g, x, mask, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gg: Tensor) -> tuple[Any, ...]:
+        g, x, mask, weight = ctx.saved_tensors
+
+        def plain(g: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            mean, variance = moments(x[None], mask[None])
+            return tuple(one[0] for one in slopes(g[None], x[None], mask[None], weight[None], mean, variance, ctx.eps))
+
+        _, pull = vjp(plain, g, x, weight)  # type: ignore[misc]
+        to_g, to_x, to_weight = pull(gg)
+        return to_g, to_x, None, to_weight, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        tensors = tuple(front(one, dim, info.batch_size) for one, dim in zip(inputs[:6], dims, strict=False))
+        return on_stacks(stacked_slopes, tensors, inputs[6]), (0, 0, 0)
+
+
+def stacked_norm(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y, m, v) of x (A, B, C, …), mask (A, B), weight and bias (A, C); sums in the weights' dtype, y in that of x."""
+    if has_kernels(x) and x.ndim == 5:
+        from . import kernels
+
+        return kernels.norm(x, mask, weight, bias, eps)
+    mean, variance = moments(x.to(weight.dtype), mask)
+    normal = (x - around(mean, x)) * around(torch.rsqrt(variance + eps), x)
+    return (normal * around(weight, x) + around(bias, x)).to(x.dtype), mean, variance
+
+
+def stacked_slopes(
+    g: Tensor, x: Tensor, mask: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients with respect to x, weight and bias."""
+    if has_kernels(x) and x.ndim == 5:
+        from . import kernels
+
+        return kernels.norm_slopes(g, x, mask, weight, mean, variance, eps)
+    return slopes(g, x, mask, weight, mean, variance, eps)
+
+
+def slopes(g: Tensor, x: Tensor, mask: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients by the formula of the module's table."""
+    axes = [axis for axis in range(x.ndim) if axis not in (0, 2)]
+    scale = torch.rsqrt(variance + eps)
+    normal = (x - around(mean, x)) * around(scale, x)
+    g = g.to(weight.dtype)
+    to_bias, to_weight = g.sum(axes), (g * normal).sum(axes)
+    share = (mask / counts(x, mask)[:, None]).reshape(*mask.shape, *(1,) * (x.ndim - 2))
+    to_x = around(weight * scale, x) * (g - share * (around(to_bias, x) + normal * around(to_weight, x)))
+    return to_x.to(x.dtype), to_weight, to_bias
+
+
+def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return m and v (A, C) of x (A, B, C, …)."""
+    axes = [axis for axis in range(x.ndim) if axis not in (0, 2)]
+    real = mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
+    count = counts(x, mask)[:, None]
+    mean = (x * real).sum(axes) / count
+    return mean, ((x - around(mean, x)).square() * real).sum(axes) / count
+
+
+def counts(x: Tensor, mask: Tensor) -> Tensor:
+    """Return n (A,), at least 1: a client without real samples gets numbers, which nobody uses."""
+    return (mask.sum(1) * (x[0, 0, 0].numel() if x.ndim > 3 else 1)).clamp(min=1)
+
+
+def around(values: Tensor, x: Tensor) -> Tensor:
+    """Return values (A, C) in a shape that goes with x (A, B, C, …)."""
+    return values.reshape(len(values), 1, -1, *(1,) * (x.ndim - 3))

@@ -45,6 +45,7 @@ class Model:
             raise ConfigError(f"model {name or 'given'} has no trainable parameters; nothing could be learned")
         self._head = head
         self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}  # the constants, by device and dtype
+        self.bf16 = False  # whether training passes have products of bfloat16
         self.stacked = False  # whether layers have the form for stacks on a GPU
         self.recipe: dict[str, Any] = {}  # what `build` needs to make it again; empty for a network that is not ours
 
@@ -96,8 +97,12 @@ class Model:
         if self.constants:
             fixed = self.fixed(next(iter(params.values())))
             params = {**{name: value for name, value in fixed.items() if name not in buffers}, **params}
-        with real_samples(mask):
-            return functional_call(module, (params, buffers), (x,)), buffers
+        if not (train and self.bf16):
+            with real_samples(mask):
+                return functional_call(module, (params, buffers), (x,)), buffers
+        with real_samples(mask), torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+            logits = functional_call(module, (params, buffers), (x,))
+        return logits.to(next(iter(params.values())).dtype), buffers
 
     def for_stacks(self, gpu: bool) -> Model:
         """Return this model for stacks of clients: BatchNorm leaves padding out, and on a GPU layers have a form made for stacks."""
@@ -124,15 +129,20 @@ class Model:
             handle.remove()
         if not seen:
             raise ConfigError(f"model {self.name or 'given'} never calls its head {self.head!r}, so it has no features; name another layer")
-        return logits, seen[-1], buffers
+        return logits, seen[-1].to(logits.dtype), buffers
 
     def forward_through(
         self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, layer: str, change: Callable[[Tensor, Tensor], Tensor],
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensors]:  # fmt: skip
         """Return what `forward` does, with the output of `layer` replaced by change(its input, its output)."""
-        module = (self._train if train else self._eval).get_submodule(layer)
-        handle = module.register_forward_hook(lambda _, args, out: change(args[0], out))
+        module, dtype = (self._train if train else self._eval).get_submodule(layer), next(iter(params.values())).dtype
+
+        def replaced(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            with torch.autocast(out.device.type, enabled=False):
+                return change(args[0].to(dtype), out.to(dtype))
+
+        handle = module.register_forward_hook(replaced)
         try:
             return self.forward(params, buffers, x, train, mask)
         finally:

@@ -158,6 +158,7 @@ def site_of(context: Context) -> Site:
     if context.node_config.get("data-dir"):
         source = dataclasses.replace(source, data_dir=str(context.node_config["data-dir"]))
     data, model = client_data(source, run.settings.seed, client, str(device), run.settings.dtype, network)
+    model.bf16 = run.settings.bf16
     origin = describe(source, run.settings.seed)
     prepare = partial(client_scaling, source, run.settings.seed, client)
     return Site(client, client >= run.data.num_clients, model, data, DiskStore(Path(str(root))), origin, prepare)

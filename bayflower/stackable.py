@@ -14,10 +14,13 @@ class StackedConv2d(nn.Conv2d):
     """torch's convolution, as a product of matrices."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, rows = self.weight, padded(self.weight[0].numel())
+        low = in_bfloat16(x)
+        weight, rows = self.weight, padded(self.weight[0].numel(), 8 if low else 4)
         bias = self.bias if self.bias is not None else weight.new_zeros(weight.shape[0])
         filler = weight.new_zeros(weight.shape[0], rows - weight[0].numel() - 1)
         weights = torch.cat([weight.flatten(1), bias[:, None], filler], 1)
+        if low:  # as torch's own layers do
+            x, weights = x.bfloat16(), weights.bfloat16()
         return Conv.apply(x, weights, tuple(self.kernel_size), self.stride[0], int(self.padding[0]))[0]  # type: ignore[no-any-return]
 
 
@@ -28,6 +31,11 @@ class StackedMaxPool2d(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         return Pool.apply(x, pair(self.kernel_size), self.slope)[0]  # type: ignore[no-any-return]
+
+
+def in_bfloat16(x: Tensor) -> bool:
+    """Return whether autocast is on for `x`; Bayflower only uses it with bfloat16."""
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
 def pair(size: int | tuple[int, ...]) -> Size:

@@ -25,18 +25,19 @@ from bayflower.personal.runs import Opened, client_state, open_run
 from bayflower.report.special import in_plane
 from bayflower.solo import samples
 from bayflower.strategies.fednp import EXTRA, classifier
-from bayflower.tree import unflatten
+from bayflower.tree import to, unflatten
 
 POINTS, SHOWN, DRAWS, CHUNK = 1000, 10, 5, 256  # test images, classes, samples of a client's Gaussian, images at a time
 
 
-def gather(folders: list[Path], data_dir: str) -> dict[str, np.ndarray]:
+def gather(folders: list[Path], data_dir: str, device: str = "cpu") -> dict[str, np.ndarray]:
     """Return features and labels of each run, and of FedNP's the rows of classifiers."""
     found: dict[str, np.ndarray] = {}
     for folder in folders:
         opened = open_run(folder, data_dir)
+        opened = opened._replace(server=to(opened.server, device))
         data = load_federation(opened.run.data, opened.run.settings.seed).clients
-        owned = [samples(one, torch.device("cpu"), torch.float32) for one in data]
+        owned = [samples(one, torch.device(device), torch.float32) for one in data]
         with torch.no_grad():
             found[f"{opened.run.method}/features"], found[f"{opened.run.method}/labels"] = features(opened, owned)
             if opened.run.method == "fednp":
@@ -53,7 +54,7 @@ def features(opened: Opened, owned: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     chosen = (y < SHOWN).nonzero()[:, 0]
     chosen = chosen[torch.linspace(0, len(chosen) - 1, min(POINTS, len(chosen))).long()]
     out = [model.forward_features(server.params, server.buffers, part, train=False)[1].flatten(1) for part in x[chosen].split(CHUNK)]
-    return torch.cat(out).numpy(), y[chosen].numpy()
+    return torch.cat(out).cpu().numpy(), y[chosen].cpu().numpy()
 
 
 def rows(opened: Opened, owned: list[Any]) -> dict[str, np.ndarray]:
@@ -63,7 +64,7 @@ def rows(opened: Opened, owned: list[Any]) -> dict[str, np.ndarray]:
     drawn, mean = [], []
     for client, one in enumerate(owned[: opened.run.data.num_clients]):
         broadcast = opened.halves.server.broadcast(opened.server, client)
-        work = half.begin(unflatten(half.state_type, client_state(opened, client)), broadcast, one.train)
+        work = half.begin(to(unflatten(half.state_type, client_state(opened, client)), one.train.x.device), broadcast, one.train)
         parts = [half.survey(work, type(one.train)(*part)) for part in zip(*(field.split(CHUNK) for field in one.train), strict=True)]
         f = sum(part.total["f"] for part in parts) / one.train.mask.sum()
         z = half.tilted(f, work.memo.cavity)
@@ -71,9 +72,10 @@ def rows(opened: Opened, owned: list[Any]) -> dict[str, np.ndarray]:
         q = npn.forward(layers, npn.Gauss(z.mean, z.variance))
         own = work.params[classifier(work.params, model.head_names)]
         shape = (DRAWS, *own.shape)
-        drawn.append((q.mean + q.var.sqrt() * torch.randn(DRAWS, q.mean.numel(), generator=generator)).reshape(shape)[:, :SHOWN])
+        noise = torch.randn(DRAWS, q.mean.numel(), generator=generator).to(q.mean.device)
+        drawn.append((q.mean + q.var.sqrt() * noise).reshape(shape)[:, :SHOWN])
         mean.append(q.mean.reshape(own.shape)[:SHOWN])
-    return {"drawn": torch.stack(drawn).numpy(), "mean": torch.stack(mean).numpy(), "own": own[:SHOWN].numpy()}
+    return {name: value.cpu().numpy() for name, value in (("drawn", torch.stack(drawn)), ("mean", torch.stack(mean)), ("own", own[:SHOWN]))}
 
 
 def draw(found: dict[str, np.ndarray], folder: Path) -> None:
@@ -146,6 +148,7 @@ def main() -> None:
     first = commands.add_parser("gather", help="features and classifiers of finished runs")
     first.add_argument("runs", nargs="+", type=Path)
     first.add_argument("--data-dir", default="")
+    first.add_argument("--device", default="cpu")
     second = commands.add_parser("draw", help="the pictures")
     second.add_argument("--folder", type=Path, default=Path(__file__).parent / "pictures")
     for command in (first, second):
@@ -153,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "gather":
         args.npz.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(args.npz, **gather(args.runs, args.data_dir))
+        np.savez_compressed(args.npz, **gather(args.runs, args.data_dir, args.device))
         print(f"written: {args.npz}")
     else:
         with np.load(args.npz) as file:
