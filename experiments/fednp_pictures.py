@@ -54,7 +54,7 @@ def features(opened: Opened, owned: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     chosen = (y < SHOWN).nonzero()[:, 0]
     chosen = chosen[torch.linspace(0, len(chosen) - 1, min(POINTS, len(chosen))).long()]
     out = [model.forward_features(server.params, server.buffers, part, train=False)[1].flatten(1) for part in x[chosen].split(CHUNK)]
-    return torch.cat(out).cpu().numpy(), y[chosen].cpu().numpy()
+    return torch.cat(out).half().cpu().numpy(), y[chosen].cpu().numpy()  # half precision is enough for a picture
 
 
 def rows(opened: Opened, owned: list[Any]) -> dict[str, np.ndarray]:
@@ -106,8 +106,8 @@ def feature_figure(found: dict[str, np.ndarray], pyplot: Any) -> Any:
         return None
     figure, axes = pyplot.subplots(1, len(methods), figsize=(4.2 * len(methods), 4.4), squeeze=False)
     for axis, method in zip(axes[0], methods, strict=True):
-        points, labels = found[f"{method}/features"], found[f"{method}/labels"]
-        plane = in_plane(points.astype(np.float64))
+        points, labels = found[f"{method}/features"].astype(np.float64), found[f"{method}/labels"]
+        plane = in_plane(points)
         scatter(axis, plane, labels, pyplot)
         axis.set_title(f"{method}: silhouette {silhouette_score(points, labels):+.3f}")
     figure.suptitle("t-SNE of test images' features, all clients; digits are classes")

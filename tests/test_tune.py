@@ -17,7 +17,8 @@ from bayflower.data import DataSettings, load_client, load_federation
 from bayflower.errors import ConfigError
 from bayflower.methods import METHODS
 from bayflower.reproduce import find
-from bayflower.reproduce.tune import RANGES, Search, ranges, read, search, write
+from bayflower.reproduce.tables import PAPERS, load_tables
+from bayflower.reproduce.tune import RANGES, Search, ranges, read, rows_of, search, write, write_table
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"dataset": "synthetic", "num_clients": 2, "rounds": 1, "local_epochs": 1, "device": "cpu"}
@@ -113,3 +114,86 @@ def test_the_command(tmp_path):
     found = json.loads(done.stdout)["fedmap"]
     assert found["trials"] == 2
     assert read(tmp_path / "tuned.toml")["fedmap"]["values"] == found["values"]
+
+
+def test_every_row_of_a_table_is_searched_with_what_it_states(tmp_path):
+    table = find("metavd-8")
+    with pytest.raises(
+        ConfigError, match=r"metavd-8's columns differ in beta, and a row gets one set of values; choose, e\.g\. with --where"
+    ):
+        rows_of(table, lambda cell: True)
+    rows = rows_of(table, lambda cell: cell.spec.values()["beta"] == 0.5)
+    assert list(rows) == [row.name for row in table.rows if row.method]
+    method, stay = rows["MAML+MetaVD (ours)"]
+    assert (method, stay["base"], stay["beta"]) == ("metavd", "maml", 0.5)
+    assert not {"kl_weight", "lr", "server_lr"} & set(stay)
+
+
+def test_chosen_values_of_rows_are_taken_in_the_form_full_alone(tmp_path):
+    for path in PAPERS.glob("*.toml"):
+        (tmp_path / path.name).write_text(path.read_text())
+    table, wanted = find("metavd-8"), Search({}, 6)
+    entries = {"Reptile+MetaVD (ours)": {"trials": 6, "values": {"kl_weight": 3.5, "lr": 0.025}}, "FedAvg": {"values": {"lr": 0.03}}}
+    write_table(tmp_path / "tuned" / "metavd-8.toml", table, wanted, entries, {"beta": 0.5, "rounds": 60})
+    again = load_tables(tmp_path)["metavd-8"]
+    assert "Every row had 6 trials (beta = 0.5, rounds = 60), scored by accuracy on 20% of the training clients'" in again.tuning
+    for form, kl, rates in (("full", 3.5, (0.025, 0.03)), ("quick", 10.0, (0.1, 0.1))):
+        cells = {cell.row.name: cell.spec.values() for cell in again.cells(form) if cell.spec}
+        assert cells["Reptile+MetaVD (ours)"]["kl_weight"] == kl
+        assert (cells["Reptile+MetaVD (ours)"]["lr"], cells["FedAvg"]["lr"]) == rates
+    write_table(tmp_path / "tuned" / "metavd-8.toml", table, wanted, {"Nobody": {"values": {}}}, {})
+    load_tables.cache_clear()
+    with pytest.raises(ConfigError, match="has values for 'Nobody', which is no row of metavd-8"):
+        load_tables(tmp_path)
+
+
+SMALL_TABLE = """
+paper = "ours"
+source = "ours"
+[metrics.accuracy]
+view = "personal"
+key = "accuracy"
+unit = "%"
+[[table]]
+id = "ours-1"
+title = "ours"
+caption = "ours"
+metric = "accuracy"
+paper = {}
+quick = { seeds = 1 }
+full = { rounds = 1, seeds = 1 }
+settings = { dataset = "synthetic", num_clients = 2, local_epochs = 1 }
+columns = [{ name = "a", settings = { batch_size = 32 } }, { name = "b", settings = { batch_size = 64 } }]
+rows = [{ name = "FedAvg, ours", method = "fedavg", published = ["", ""] }, { name = "FedMAP", method = "fedmap", published = ["", ""] },
+        { name = "not here", published = ["", ""] }]
+"""
+
+
+def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("optuna")
+    from bayflower import reproduce
+    from bayflower.commands.evidence import tune
+
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "ours.toml").write_text(SMALL_TABLE)
+    monkeypatch.setattr(reproduce, "find", lambda name: load_tables(tmp_path / "papers")[name])
+    options = {"table": "ours-1", "trials": 1, "device": "cpu", "out": tmp_path / "papers" / "tuned"}
+    tune(None, part="2/2", where=["batch_size=32"], **options)
+    assert "the same command without --part writes the file" in capsys.readouterr().out
+    tune(None, where=["batch_size=32"], **options)
+    said = capsys.readouterr()
+    assert "FedMAP: 1 of 1 trials are there" in said.err  # not done again
+    assert "written:" in said.out
+    load_tables.cache_clear()
+    chosen = {row.name: row.tuned for row in load_tables(tmp_path / "papers")["ours-1"].rows}
+    assert set(chosen["FedMAP"]) == {"lr", "sigma2"}
+    assert set(chosen["FedAvg, ours"]) == {"lr"}
+    assert chosen["not here"] == {}
+    with pytest.raises(ConfigError, match="name either methods or one --table"):
+        tune(["fedmap"], **options)
+    with pytest.raises(ConfigError, match="no column of ours-1 has beta=7; `bayflower reproduce ours-1 --no-run` shows them"):
+        tune(None, where=["beta=7"], **options)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="the methods of fedmap-1 are its columns, not its rows; name methods instead"):
+        tune(None, **{**options, "table": "fedmap-1"})
+    load_tables.cache_clear()

@@ -130,7 +130,7 @@ def facts(table: Table, plan: Plan, found: list[Shown], folder: bool = True) -> 
         lines += [f"* Data used: {'; '.join(notes)}."] if notes else []
     absent = missing_data(jobs(table, plan), plan.data_dir) if folder else {}
     lines += [f"* Not in the data folder: {', '.join(absent)}."] if absent and any(one.state == NOT_RUN for one in found) else []
-    lines += [f"* {text}" for text in (table.data, table.errata) if text]
+    lines += [f"* {text}" for text in (table.data, table.tuning if plan.form == "full" else "", table.errata) if text]
     return lines
 
 

@@ -1,7 +1,8 @@
 """Published tables as data. A file in `papers/` is one paper; a table is rows × columns of cells, each a run and a number of it.
 
 A cell's settings are the table's, then its column's, its row's, and those of the form (`quick` or `full`) that its method has. Its method
-is named by its row or column; where neither names one, the method does not exist here and the cell says "not yet".
+is named by its row or column; where neither names one, the method does not exist here and the cell says "not yet". In the form `full` a row
+takes the values that `bayflower tune --table` chose for it, where `papers/tuned` has a file for the table.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..errors import ConfigError
 
 PAPERS = Path(__file__).parent / "papers"
 FORMS = ("full", "quick")
+TUNED, ABOUT = "tuned", "about"  # the folder of chosen values in that of the papers; the entry that is no row
 PUBLISHED = re.compile(r"([-+]?\d+(?:\.\d+)?)(?: ± (\d+(?:\.\d+)?))?")
 Settings = Mapping[str, Any]
 
@@ -51,6 +53,7 @@ class Line:
     at: float | None = None  # a column that is a point of the curve, as a share of the rounds
     extra: bool = False  # a column that the paper does not have
     missing: str = ""  # why a method cannot be run here, beyond "not yet"
+    tuned: dict[str, Any] = field(default_factory=dict)  # of a row: values chosen by `bayflower tune --table`, for the form full
     published: tuple[str, ...] = ()  # of a row: what the paper prints, "" where it has nothing
 
 
@@ -104,6 +107,7 @@ class Table:
     runner: str = "engine"
     data: str = ""
     errata: str = ""
+    tuning: str = ""  # how the rows' values were chosen
     picture: str = ""  # a file of the repository that draws what the numbers cannot
 
     def form(self, name: str) -> dict[str, Any]:
@@ -124,7 +128,8 @@ class Table:
                 yield Cell(row, column, metric, published, spec)
 
     def _spec(self, method: str, row: Line, column: Line, form: str, changes: Settings, tuned: Settings) -> Spec:
-        stated = {**self.settings, **column.settings, **row.settings, **tuned}
+        chosen = row.tuned if form == "full" else {}
+        stated = {**self.settings, **column.settings, **row.settings, **chosen, **tuned}
         fits = settings_of(method) if self.runner == "engine" else {"rounds"}
         for key, value in {**self.form(form), **changes}.items():
             if key in fits:
@@ -149,7 +154,7 @@ def load_tables(folder: Path = PAPERS) -> dict[str, Table]:
             content = tomllib.loads(path.read_text())
             metrics = {name: Metric(**values) for name, values in content["metrics"].items()}
             for values in content["table"]:
-                table = make_table(values, metrics, content["source"])
+                table = make_table(values, metrics, content["source"], folder / TUNED / f"{values['id']}.toml")
                 if table.id in found:
                     raise ValueError(f"two tables are called {table.id}")
                 found[table.id] = table
@@ -158,9 +163,14 @@ def load_tables(folder: Path = PAPERS) -> dict[str, Table]:
     return found
 
 
-def make_table(values: dict[str, Any], metrics: dict[str, Metric], source: str) -> Table:
-    """Return a table from its section of a file, checked."""
-    rows = tuple(Line(**{**row, "published": tuple(row["published"])}) for row in values["rows"])
+def make_table(values: dict[str, Any], metrics: dict[str, Metric], source: str, tuned: Path) -> Table:
+    """Return a table from its section of a file and the values in the file `tuned`, if there is one, checked."""
+    content = tomllib.loads(tuned.read_text()) if tuned.exists() else {}
+    chosen = {name: entry["values"] for name, entry in content.items() if name != ABOUT}
+    if strange := set(chosen) - {row["name"] for row in values["rows"]}:
+        raise ValueError(f"{tuned} has values for {sorted(strange)[0]!r}, which is no row of {values['id']}")
+    rows = tuple(Line(**{**row, "published": tuple(row["published"]), "tuned": chosen.get(row["name"], {})}) for row in values["rows"])
+    values = {"tuning": content.get(ABOUT, {}).get("words", ""), **values}
     columns = tuple(Line(**column) for column in values["columns"])
     table = Table(**{"settings": {}, **values, "rows": rows, "columns": columns, "metrics": metrics, "source": source})
     for row in rows:

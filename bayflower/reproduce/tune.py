@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ..config import parse
 from ..errors import BayflowerError, ConfigError
 from .cache import Say, digest
-from .tables import settings_of
+from .tables import ABOUT, Cell, Table, settings_of
 
 RANGES = Path(__file__).parent / "ranges.toml"
 SCORES: dict[str, Literal["maximize", "minimize"]] = {
@@ -62,8 +62,33 @@ def suggest(trial: Any, name: str, values: Any) -> Any:
     return trial.suggest_float(name, values["low"], values["high"], log=values.get("log", False))
 
 
-def search(method: str, wanted: Search, out: Path, say: Say, run: Callable[..., dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Do the trials that are missing and return the entry of the chosen values."""
+def rows_of(table: Table, where: Callable[[Cell], bool]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return (method, settings that stay) of every row that has runs in the form `full`; what its range names is searched.
+
+    A row needs cells of one setting only, so that all its columns get the same values: `where` chooses them.
+    """
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for cell in table.cells("full"):
+        if cell.column.method:
+            raise ConfigError(f"the methods of {table.id} are its columns, not its rows; name methods instead, e.g. {cell.column.method}")
+        if cell.spec is None or not where(cell):
+            continue
+        space = ranges(cell.spec.method, {})
+        stay = {key: value for key, value in cell.spec.values().items() if key not in space}
+        if found.setdefault(cell.row.name, (cell.spec.method, stay)) != (cell.spec.method, stay):
+            both = {**found[cell.row.name][1], **stay}
+            key = next(key for key in both if found[cell.row.name][1].get(key) != stay.get(key))
+            raise ConfigError(
+                f"{table.id}'s columns differ in {key}, and a row gets one set of values; choose, e.g. with --where {key}={stay.get(key)}"
+            )
+    return found
+
+
+def search(
+    method: str, wanted: Search, out: Path, say: Say, run: Callable[..., dict[str, Any]] | None = None, label: str = ""
+) -> dict[str, Any]:
+    """Do the trials that are missing and return the entry of the chosen values; `label` stands for the method in what is said."""
+    label = label or method
     try:
         import optuna
         from optuna.storages import JournalStorage
@@ -84,7 +109,7 @@ def search(method: str, wanted: Search, out: Path, say: Say, run: Callable[..., 
     study = optuna.create_study(storage=storage, study_name=name, direction=SCORES[wanted.metric], load_if_exists=True)
     finished = [one for one in study.trials if one.state.is_finished()]
     study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
-    say(f"{method}: {len(finished)} of {wanted.trials} trials are there; searching {', '.join(space)}")
+    say(f"{label}: {len(finished)} of {wanted.trials} trials are there; searching {', '.join(space)}")
 
     def objective(trial: Any) -> float:
         chosen = {key: suggest(trial, key, values) for key, values in space.items()}
@@ -95,15 +120,15 @@ def search(method: str, wanted: Search, out: Path, say: Say, run: Callable[..., 
         except ConfigError:
             raise
         except BayflowerError as error:  # a run that broke down counts as a trial
-            say(f"{method}, trial {trial.number}: {error}")
+            say(f"{label}, trial {trial.number}: {error}")
             raise optuna.TrialPruned from None
-        say(f"{method}, trial {trial.number}: {wanted.metric} {score:.4f} with " + ", ".join(f"{k}={v:g}" for k, v in chosen.items()))
+        say(f"{label}, trial {trial.number}: {wanted.metric} {score:.4f} with " + ", ".join(f"{k}={v:g}" for k, v in chosen.items()))
         return score
 
     study.optimize(objective, n_trials=max(0, wanted.trials - len(finished)))
     complete = [one for one in study.trials if one.state == optuna.trial.TrialState.COMPLETE]
     if not complete:
-        raise BayflowerError(f"no trial of {method} came to an end; give other settings")
+        raise BayflowerError(f"no trial of {label} came to an end; give other settings")
     ended = sum(one.state.is_finished() for one in study.trials)
     return {"dataset": str(parse(method, dict(wanted.settings)).data.dataset), "trials": ended, "metric": wanted.metric,
             "score": float(study.best_value), "validation": wanted.validation, "seeds": wanted.seeds, "study": name,
@@ -122,10 +147,27 @@ def trial_score(method: str, settings: Mapping[str, Any], seed: int, wanted: Sea
 def write(path: Path, method: str, entry: dict[str, Any]) -> None:
     """Put a method's entry into the file of chosen values; the others stay."""
     entries = {**(read(path) if path.exists() else {}), method: entry}
-    lines = ["# Written by `bayflower tune`; `bayflower reproduce TABLE --tuned FILE` takes the values."]
-    for name, one in sorted(entries.items()):
-        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in one.items() if key != "values")]
-        lines += [f"[{name}.values]", *(f"{key} = {json.dumps(value)}" for key, value in one["values"].items())]
+    put(path, "`bayflower tune`; `bayflower reproduce TABLE --tuned FILE` takes the values", dict(sorted(entries.items())))
+
+
+def write_table(path: Path, table: Table, wanted: Search, entries: Mapping[str, dict[str, Any]], note: Mapping[str, Any]) -> None:
+    """Write the values chosen for a table's rows, and how they were chosen."""
+    said = ", ".join(f"{key} = {value}" for key, value in note.items())
+    words = (
+        f"Every row had {wanted.trials} trials{f' ({said})' if said else ''}, scored by {wanted.metric} on {wanted.validation:.0%} of the "
+        "training clients' training data; the best trial's values are used in all columns."
+    )
+    put(path, f"`bayflower tune --table {table.id}`; the table's form full takes the values", {ABOUT: {"words": words}, **entries})
+
+
+def put(path: Path, author: str, entries: Mapping[str, dict[str, Any]]) -> None:
+    """Write entries as TOML, whole or not at all."""
+    lines = [f"# Written by {author}."]
+    for name, one in entries.items():
+        key = name if name.replace("-", "").isalnum() and name.isascii() else json.dumps(name, ensure_ascii=False)
+        lines += ["", f"[{key}]", *(f"{item} = {json.dumps(value, ensure_ascii=False)}" for item, value in one.items() if item != "values")]
+        if "values" in one:
+            lines += [f"[{key}.values]", *(f"{item} = {json.dumps(value)}" for item, value in one["values"].items())]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text("\n".join(lines) + "\n")
