@@ -115,19 +115,21 @@ def feature_figure(found: dict[str, np.ndarray], pyplot: Any) -> Any:
 
 
 def classifier_figure(found: dict[str, np.ndarray], pyplot: Any) -> Any:
-    """Return Figure 5: samples of the predicted classifier's rows, and the rows of the trained one, marked by a ring."""
+    """Return Figure 5: the predicted classifier's rows, their means and samples, and the rows of the trained one, marked by a ring."""
     if "rows/drawn" not in found:
         return None
-    drawn, own = found["rows/drawn"], found["rows/own"]
+    drawn, mean, own = (found[f"rows/{name}"].astype(np.float64) for name in ("drawn", "mean", "own"))
     clients, draws, classes, width = drawn.shape
-    points = np.concatenate([drawn.reshape(-1, width), own])
-    labels = np.concatenate([np.tile(np.arange(classes), clients * draws), np.arange(classes)])
-    plane = in_plane(points.astype(np.float64))
-    figure, axis = pyplot.subplots(figsize=(6, 6))
-    scatter(axis, plane, labels, pyplot)
-    axis.scatter(*plane[-classes:].T, s=160, facecolors="none", edgecolors="black")
-    title = f"rows of the classifier as {clients} clients' latents predict them"
-    axis.set_title(f"{title}\n({draws} samples a client; ring: the trained classifier's)")
+    apart, wide = (mean - mean.mean(1, keepdims=True)).std(), (drawn - mean[:, None]).std()
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 5.4))
+    for axis, rows, title in ((axes[0], mean, f"means, one a client: classes are {apart:.3f} apart a weight"),
+                              (axes[1], drawn, f"{draws} samples a client: standard deviation {wide:.3f} a weight")):  # fmt: skip
+        rows = rows.reshape(-1, width)
+        plane = in_plane(np.concatenate([rows, own]))
+        scatter(axis, plane, np.tile(np.arange(classes), len(rows) // classes + 1), pyplot)
+        axis.scatter(*plane[-classes:].T, s=160, facecolors="none", edgecolors="black")
+        axis.set_title(title)
+    figure.suptitle(f"t-SNE of the classifier's rows as {clients} clients' latents predict them (ring: the trained classifier's)")
     return figure
 
 

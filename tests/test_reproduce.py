@@ -19,6 +19,7 @@ from bayflower.methods import METHODS
 from bayflower.personal.runs import open_run
 from bayflower.reproduce import Cache, find, load_tables
 from bayflower.reproduce.cache import engine_values, key_of, resolved
+from bayflower.reproduce.page import MARKER, write_page
 from bayflower.reproduce.show import content, look, markdown
 from bayflower.reproduce.sweep import Plan, jobs, run_missing
 from bayflower.reproduce.tables import Spec
@@ -159,6 +160,28 @@ def test_only_some_runs_are_done_and_their_folders_kept(finished, tmp_path):
     assert json.loads(file.read_text())["result"]["final"] == whole  # keeping changes no number
     with pytest.raises(ConfigError, match="no run of these tables has method=fedavgg"):
         run_missing([find("fedmap-1")], replace(plan(), where=(("method", "fedavgg"),)), Cache(tmp_path), said.append)
+
+
+def test_the_page_says_which_cells_are_only_of_the_quick_form_and_keeps_what_was_written_by_hand(finished, tmp_path):
+    table, page = find("fedmap-1"), tmp_path / "RESULTS.md"
+    for file in finished.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    some = replace(plan(), form="full", where=(("method", "local"),))
+    page.write_text(f"old{MARKER}\nread by a person\n")
+    write_page(page, [table], plan(), Cache(tmp_path))
+    assert "| quick | 55 of 55 |" in page.read_text()
+    assert "quick: " not in page.read_text()  # all of it is
+    assert run_missing([table], some, Cache(tmp_path), lambda line: None) == 0
+    write_page(page, [table], plan(), Cache(tmp_path))
+    text = page.read_text()
+    assert "| full | 11 and 44 quick of 55 |" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("| client 8 |"))
+    assert line.count("quick: ") == 4
+    assert "; *76.08*" in line  # beside a quick number the paper's stands without a difference
+    assert "* Form: full (rounds 1" in text
+    assert "* Form: quick (rounds 1" in text
+    assert text.endswith(f"{MARKER}\nread by a person\n")
+    assert "old" not in text
 
 
 def test_methods_that_do_not_exist_say_so(tmp_path):

@@ -107,6 +107,7 @@ class Table:
     runner: str = "engine"
     data: str = ""
     errata: str = ""
+    tuned_by: str = ""  # the table whose search chose the values of rows, if it is another
     tuning: str = ""  # how the rows' values were chosen
     picture: str = ""  # a file of the repository that draws what the numbers cannot
 
@@ -154,7 +155,7 @@ def load_tables(folder: Path = PAPERS) -> dict[str, Table]:
             content = tomllib.loads(path.read_text())
             metrics = {name: Metric(**values) for name, values in content["metrics"].items()}
             for values in content["table"]:
-                table = make_table(values, metrics, content["source"], folder / TUNED / f"{values['id']}.toml")
+                table = make_table(values, metrics, content["source"], folder / TUNED / f"{values.get('tuned_by') or values['id']}.toml")
                 if table.id in found:
                     raise ValueError(f"two tables are called {table.id}")
                 found[table.id] = table
@@ -167,7 +168,7 @@ def make_table(values: dict[str, Any], metrics: dict[str, Metric], source: str, 
     """Return a table from its section of a file and the values in the file `tuned`, if there is one, checked."""
     content = tomllib.loads(tuned.read_text()) if tuned.exists() else {}
     chosen = {name: entry["values"] for name, entry in content.items() if name != ABOUT}
-    if strange := set(chosen) - {row["name"] for row in values["rows"]}:
+    if strange := set() if values.get("tuned_by") else set(chosen) - {row["name"] for row in values["rows"]}:
         raise ValueError(f"{tuned} has values for {sorted(strange)[0]!r}, which is no row of {values['id']}")
     rows = tuple(Line(**{**row, "published": tuple(row["published"]), "tuned": chosen.get(row["name"], {})}) for row in values["rows"])
     values = {"tuning": content.get(ABOUT, {}).get("words", ""), **values}
