@@ -63,7 +63,7 @@ def test_every_method_has_a_range_that_parses(method):
 def test_ranges_name_methods_and_their_settings():
     content = tomllib.loads(RANGES.read_text())
     for method, values in content.items():
-        if method != "every":
+        if method not in ("every", "when"):
             assert set(values) <= set(ranges(method, {})), method
 
 
@@ -127,6 +127,12 @@ def test_every_row_of_a_table_is_searched_with_what_it_states(tmp_path):
     method, stay = rows["MAML+MetaVD (ours)"]
     assert (method, stay["base"], stay["beta"]) == ("metavd", "maml", 0.5)
     assert not {"kl_weight", "lr", "server_lr"} & set(stay)
+    for base in ("maml", "perfedavg"):  # a method on a base searches what the base alone does
+        assert {key: ranges("metavd", {"base": base})[key] for key in ("lr", "inner_lr")} == {
+            key: ranges(base, {})[key] for key in ("lr", "inner_lr")
+        }
+    assert "inner_lr" not in ranges("metavd", {"base": "reptile"})
+    assert ranges("metavd", {"base": "reptile"})["lr"] == ranges("reptile", {})["lr"]
 
 
 def test_chosen_values_of_rows_are_taken_in_the_form_full_alone(tmp_path):

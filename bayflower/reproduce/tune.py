@@ -48,11 +48,18 @@ class Search:
 
 
 def ranges(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is searched for a method: its own ranges and those of every method, less what is given."""
+    """Return what is searched for a method: its own ranges, some of which depend on what is given, and those of every method, less that."""
     content = tomllib.loads(RANGES.read_text())
     known = settings_of(method)
     both = {**content["every"], **content.get(method, {})}
+    for key, cases in content["when"].get(method, {}).items():
+        both |= cases.get(given.get(key), {})
     return {name: values for name, values in both.items() if name in known and name not in given}
+
+
+def fixed(method: str) -> set[str]:
+    """Return the settings on which a method's ranges depend."""
+    return set(tomllib.loads(RANGES.read_text())["when"].get(method, {}))
 
 
 def suggest(trial: Any, name: str, values: Any) -> Any:
@@ -73,8 +80,9 @@ def rows_of(table: Table, where: Callable[[Cell], bool]) -> dict[str, tuple[str,
             raise ConfigError(f"the methods of {table.id} are its columns, not its rows; name methods instead, e.g. {cell.column.method}")
         if cell.spec is None or not where(cell):
             continue
-        space = ranges(cell.spec.method, {})
-        stay = {key: value for key, value in cell.spec.values().items() if key not in space}
+        method, stated = cell.spec.method, cell.spec.values()
+        searched = {*ranges(method, {}), *ranges(method, {key: value for key, value in stated.items() if key in fixed(method)})}
+        stay = {key: value for key, value in stated.items() if key not in searched}
         if found.setdefault(cell.row.name, (cell.spec.method, stay)) != (cell.spec.method, stay):
             both = {**found[cell.row.name][1], **stay}
             key = next(key for key in both if found[cell.row.name][1].get(key) != stay.get(key))
