@@ -18,7 +18,7 @@ from bayflower.errors import ConfigError
 from bayflower.methods import METHODS
 from bayflower.reproduce import find
 from bayflower.reproduce.tables import PAPERS, load_tables
-from bayflower.reproduce.tune import RANGES, Search, ranges, read, rows_of, search, write, write_table
+from bayflower.reproduce.tune import RANGES, Search, point, ranges, read, rows_of, search, write, write_table
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"dataset": "synthetic", "num_clients": 2, "rounds": 1, "local_epochs": 1, "device": "cpu"}
@@ -87,6 +87,28 @@ def test_a_search_goes_on_and_is_equal_for_all(tmp_path):
     assert five["values"]["sigma2"] == min(seen, key=lambda value: abs(value - 30))
     search("fedmap", Search({**SMALL, "lr": 0.02}, 1), tmp_path, say.append, run)
     assert len(seen) == 6  # other settings are another search
+
+
+def test_first_trials_cover_the_range_and_repeat_nothing(tmp_path):
+    pytest.importorskip("optuna")
+    rates = ranges("fedavg", {})["lr"]
+    assert sorted(point("lr", rates, place) for place in range(6)) == sorted(rates)
+    assert [point("lr", rates, place) for place in range(6)] != [point("lr", rates, place) for place in range(6, 12)]
+    for log in (False, True):
+        places = [point("mu", {"low": 1.0, "high": 16.0, "log": log}, place) for place in range(8)]
+        shares = [np.log2(place) / 4 if log else (place - 1) / 15 for place in places]
+        gaps = np.diff(sorted([*shares, min(shares) + 1]))
+        assert 0 <= min(shares) < max(shares) < 1
+        assert max(gaps) <= 0.25 + 1e-9
+    seen: list[float] = []
+
+    def run(prepared):
+        seen.append(prepared.run.training.lr)
+        return {"final": {"personal": {"accuracy": 0.0}}}
+
+    for trials in (2, 6):  # as a search that was killed
+        search("fedavg", Search(SMALL, trials), tmp_path, lambda line: None, run)
+    assert sorted(seen) == sorted(rates)
 
 
 def test_the_file_of_chosen_values(tmp_path):

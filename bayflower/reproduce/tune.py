@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .cache import Say, digest
 from .tables import ABOUT, Cell, Table, settings_of
 
 RANGES = Path(__file__).parent / "ranges.toml"
+SPREAD = 10  # first trials of a search, which cover the range; then Optuna's TPE goes on from them
 SCORES: dict[str, Literal["maximize", "minimize"]] = {
     "accuracy": "maximize",
     "accuracy_mean": "maximize",
@@ -60,6 +62,21 @@ def ranges(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def fixed(method: str) -> set[str]:
     """Return the settings on which a method's ranges depend."""
     return set(tomllib.loads(RANGES.read_text())["when"].get(method, {}))
+
+
+def point(name: str, values: Any, place: int) -> Any:
+    """Return the value of a setting at a place of a sequence whose beginnings are spread over its range, the same for every method.
+
+    A list is gone through in an order drawn by the setting's name, another one every time; a stretch is halved, and its parts again
+    (van der Corput), from a start drawn by the name.
+    """
+    draw = random.Random(f"{name} {place // len(values) if isinstance(values, list) else ''}")
+    if isinstance(values, list):
+        return draw.sample(values, len(values))[place % len(values)]
+    share = (sum((place + 1 >> bit & 1) / 2 ** (bit + 1) for bit in range(32)) + draw.random()) % 1
+    if values.get("log"):
+        return values["low"] * (values["high"] / values["low"]) ** share
+    return values["low"] + share * (values["high"] - values["low"])
 
 
 def suggest(trial: Any, name: str, values: Any) -> Any:
@@ -133,7 +150,10 @@ def search(
         say(f"{label}, trial {trial.number}: {wanted.metric} {score:.4f} with " + ", ".join(f"{k}={v:g}" for k, v in chosen.items()))
         return score
 
-    study.optimize(objective, n_trials=max(0, wanted.trials - len(finished)))
+    for place in range(len(finished), wanted.trials):
+        if place < SPREAD:
+            study.enqueue_trial({key: point(key, values, place) for key, values in space.items()})
+        study.optimize(objective, n_trials=1)
     complete = [one for one in study.trials if one.state == optuna.trial.TrialState.COMPLETE]
     if not complete:
         raise BayflowerError(f"no trial of {label} came to an end; give other settings")
