@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 
 from .tree import digest
 from .types import BayflowerError, Tensors
@@ -25,7 +25,6 @@ from .types import BayflowerError, Tensors
 log = logging.getLogger("bayflower")
 KEPT = 2
 FORMAT = "bayflower-client-1"
-REREADS = 20  # times that a file may be replaced while it is read
 
 
 class Saved(NamedTuple):
@@ -181,39 +180,16 @@ def seal(tensors: Tensors, head: Mapping[str, str]) -> str:
 def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors and the head of a file of the format `kind`; `what` is what a person calls it.
 
-    safetensors opens a file twice, for its head and for its numbers. A run that goes on may replace the file in between: then it is
-    read again, however the first attempt ended.
+    The file is opened once. safetensors' own way opens it twice, for its head and for its numbers, and a run that goes on may put another
+    file in its place in between.
     """
-    for _ in range(REREADS):
-        before = place(path)
-        try:
-            found = load_once(path, kind, what)
-        except BayflowerError:
-            if place(path) == before:
-                raise
-        else:
-            if place(path) == before:
-                return found
-    return load_once(path, kind, what)
-
-
-def place(path: Path) -> tuple[int, int, int] | None:
-    """Return what distinguishes a file from another one of the same name; None if there is none."""
     try:
-        facts = path.stat()
-    except OSError:
-        return None
-    return facts.st_ino, facts.st_mtime_ns, facts.st_size
-
-
-def load_once(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors and the head, if the file stays the same meanwhile."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            head = file.metadata() or {}
-            # clones, because a file's tensors lie anywhere, and alignment decides how torch splits sums, hence bits
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, RuntimeError) as error:  # the last is torch's, of a file that is shorter than its head says
+        content = path.read_bytes()
+        # clones, because a file's tensors lie anywhere, and alignment decides how torch splits sums, hence bits
+        tensors = {name: value.clone() for name, value in sorted(load(content).items())}
+        size = int.from_bytes(content[:8], "little")
+        head = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise BayflowerError(f"{what} {path} cannot be read ({error}); restore it from a back-up, or remove it to start anew") from None
     if "checksum" in head and head["checksum"] != seal(tensors, head):
         raise BayflowerError(f"{what} {path} is damaged (its checksum is wrong); restore it from a back-up, or remove it to start anew")
