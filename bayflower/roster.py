@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flwr.serverapp import Grid
 
 from . import bounds
-from .exchange import POLL_SECONDS, Member, query
+from .exchange import POLL_SECONDS, Line, Member, query
 from .facts import Facts, Summary, agreed, disagreement, summary
 from .journal import Journal
 from .limits import Limits
@@ -43,6 +43,7 @@ class Roster:
 
     def __init__(self, limits: Limits, journal: Journal) -> None:
         self.limits, self.journal = limits, journal
+        self.line = Line(limits.ask_again_seconds)
         self.members: dict[int, Member] = {}
         self.common: Facts | None = None
         self.admitted: set[int] = set()  # clients that ever were in training
@@ -72,6 +73,10 @@ class Roster:
         """Return the client that a node is."""
         return next((member.client for member in self.members.values() if member.node == node), None)
 
+    def nodes(self, clients: Iterable[int]) -> list[int]:
+        """Return where the clients are."""
+        return [self.members[client].node for client in clients]
+
     def roll(self) -> Roll:
         """Return who is there now."""
         assert self.common is not None
@@ -100,7 +105,7 @@ class Roster:
             if time.monotonic() > deadline:
                 raise BayflowerError(f"{len(nodes)} of {least} clients came within {wait:.0f} s; start the others")
             time.sleep(POLL_SECONDS)
-        for member in query(grid, nodes, wait, self._refuse):
+        for member in query(grid, nodes, wait, self.line, self._refuse):
             known = self.members.get(member.client)
             if known is not None and known.node != member.node:
                 raise BayflowerError(f"two nodes say they are client {member.client}; give each its own partition-id")
@@ -139,7 +144,7 @@ class Roster:
             nodes = set(grid.get_node_ids())
             taken = {member.node for member in self.members.values() if member.client not in missing}
             unknown = sorted(nodes - taken - answered - set(self._hopeless()))
-            for member in query(grid, unknown, min(10.0, max(timeout, 1.0)), self._refuse):
+            for member in query(grid, unknown, min(10.0, max(timeout, 1.0)), self.line, self._refuse):
                 answered.add(member.node)
                 if member.client in missing and self._fits(member):
                     self.members[member.client] = member
@@ -236,7 +241,7 @@ class Roster:
         return [*excluded, *(node for node, times in self.refused.items() if times >= self.limits.max_faults)]
 
     def _meet(self, grid: Grid, unknown: list[int], timeout: float, nodes: set[int]) -> None:
-        for member in query(grid, unknown, timeout, self._refuse):
+        for member in query(grid, unknown, timeout, self.line, self._refuse):
             self._welcome(member, nodes)
 
     def _welcome(self, member: Member, nodes: set[int]) -> None:

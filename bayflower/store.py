@@ -2,6 +2,7 @@
 again and not applied twice.
 
 One file a round and client, `<root>/<run>/client-<k>/round-<r>.safetensors`, written beside and renamed; the two newest are kept.
+`test.safetensors` beside them is the reply to the last test.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .types import BayflowerError, Tensors
 
 log = logging.getLogger("bayflower")
 KEPT = 2
+TEST = "test.safetensors"
 FORMAT = "bayflower-client-1"
 
 
@@ -50,12 +52,19 @@ class Store(Protocol):
     def drop(self, run: str, client: int, after: int) -> None:
         """Forget the states of rounds later than `after`: they led to replies that were never used."""
 
+    def load_test(self, run: str, client: int) -> Saved | None:
+        """Return the last test, in which `state` and `update` are empty."""
+
+    def save_test(self, run: str, client: int, saved: Saved) -> None:
+        """Keep the last test."""
+
 
 class MemoryStore:
     """States in this process only."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[str, int], list[Saved]] = {}
+        self.tests: dict[tuple[str, int], Saved] = {}
 
     def load(self, run: str, client: int) -> list[Saved]:
         """Return what is known of a client, newest first."""
@@ -69,6 +78,14 @@ class MemoryStore:
     def drop(self, run: str, client: int, after: int) -> None:
         """Forget the states of rounds later than `after`."""
         self.kept[run, client] = [one for one in self.load(run, client) if one.round <= after]
+
+    def load_test(self, run: str, client: int) -> Saved | None:
+        """Return the last test."""
+        return self.tests.get((run, client))
+
+    def save_test(self, run: str, client: int, saved: Saved) -> None:
+        """Keep the last test."""
+        self.tests[run, client] = saved
 
 
 class DiskStore:
@@ -109,6 +126,16 @@ class DiskStore:
         for path in rounds(self.folder(run, client)):
             if number(path) > after:
                 path.unlink(missing_ok=True)
+
+    def load_test(self, run: str, client: int) -> Saved | None:
+        """Return the last test; one that cannot be read is as good as none."""
+        with suppress(BayflowerError):
+            return read(self.folder(run, client) / TEST)
+        return None
+
+    def save_test(self, run: str, client: int, saved: Saved) -> None:
+        """Keep the last test."""
+        write(self.folder(run, client) / TEST, saved)
 
 
 def number(path: Path) -> int:

@@ -48,7 +48,10 @@ def reference(rounds: int):
 
 def same_as_the_loop(results: Path, rounds: int) -> None:
     """Server state, losses and every client's metrics have the loop engine's bits."""
-    want = reference(rounds)
+    same_as(reference(rounds), results, rounds)
+
+
+def same_as(want, results: Path, rounds: int) -> None:
     known = checkpoint.read(results)
     assert known.round == rounds
     assert_same_bits(checkpoint.server_state(known, type(want.server_state)), want.server_state)
@@ -210,6 +213,40 @@ def test_the_page_does_what_it_says(tmp_path):
         assert processes.marked(mark) == []
     finally:
         processes.end(mark)
+
+
+def test_what_is_lost_without_a_word_is_asked_for_again(tmp_path):
+    """Client 1's replies to query, round 1 and last test vanish, and so does the message of round 2 on its way to it."""
+    lost = {"reply": [1, 3, 6], "ask": [5]}  # counted with those that were asked for again
+    layout.init(tmp_path / "fed", clients=2, hosts=["127.0.0.1"], port=processes.free_port())
+    parts = [tmp_path / "fed" / name for name in ("server", "client-0", "client-1")]
+    told = json.loads((parts[2] / layout.FILE).read_text())
+    detour = processes.free_port()
+    (parts[2] / layout.FILE).write_text(json.dumps({**told, "port": detour}))
+    words = [sys.executable, str(Path(__file__).parent / "lossy.py"), str(detour), str(told["port"]), str(parts[0]), json.dumps(lost)]
+    with (tmp_path / "lossy.txt").open("w") as out:
+        lossy = subprocess.Popen(words, stdout=out, stderr=out)
+    try:
+        for part in parts:
+            done = deploy("up", part, "--local")
+            assert done.returncode == 0, done.stderr
+        begun = time.monotonic()
+        few = [*(word.replace("num_clients=3", "num_clients=2") for word in SETS), "--set", "ask_again_seconds=10", "--set", "timeout=300"]
+        done = deploy("submit", parts[0], "fedmap", *few, "--name", "lossy", "--json", timeout=500)
+        seconds = time.monotonic() - begun
+    finally:
+        marks = [facts(part)["mark"] for part in parts if (part / "local").exists()]
+        for part in parts:
+            deploy("down", part)
+        lossy.terminate()
+        lossy.wait()
+    assert done.returncode == 0, done.stderr
+    passed = (tmp_path / "lossy.txt").read_text().splitlines()
+    assert [line for line in passed if line.endswith("lost")] == ["reply 1 lost", "reply 3 lost", "ask 5 lost", "reply 6 lost"]
+    assert json.loads(done.stdout.strip().splitlines()[-1])["faults"] == []
+    same_as(execute(prepare(parse("fedmap", {**WORK, "num_clients": 2}), "loop")), parts[0] / "local" / "results" / "lossy", WORK["rounds"])
+    assert seconds < 300, seconds  # without asking again each loss would cost the timeout
+    assert [pid for mark in marks for pid in processes.marked(mark)] == []
 
 
 def test_missing_clients_are_named(tmp_path):

@@ -12,7 +12,7 @@ from bayflower.fused import run_fused
 from bayflower.halves import Halves
 from bayflower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
 from bayflower.methods import METHODS, get
-from bayflower.store import DiskStore
+from bayflower.store import DiskStore, MemoryStore
 from bayflower.tree import flatten, unflatten
 from bayflower.wire import to_arrays
 
@@ -26,19 +26,9 @@ def outcomes(method: str, **settings):
     prepared = small_prepared(method, **settings)
     fused = run_fused(prepared.run, prepared.federation, prepared.halves)
 
-    class Spy:
-        def __init__(self):
-            self.saved = {}
-
-        def load(self, run, client):
-            return self.saved.get(client, [])
-
-        def save(self, run, client, saved):
-            self.saved[client] = [saved]
-
-    spy = Spy()
-    loop = run_loop(prepared.run, prepared.federation, prepared.halves, store=spy)
-    states = {client: unflatten(prepared.halves.client.state_type, saved[0].state) for client, saved in spy.saved.items()}
+    memory = MemoryStore()
+    loop = run_loop(prepared.run, prepared.federation, prepared.halves, store=memory)
+    states = {client: unflatten(prepared.halves.client.state_type, saved[0].state) for (_, client), saved in memory.kept.items() if saved}
     return loop._replace(client_states=states), fused
 
 

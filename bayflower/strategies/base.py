@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -342,7 +343,8 @@ class BayflowerStrategy(Strategy):
         """Yield the replies to a request; a client whose node or process was lost is asked again once it is back."""
         for attempt in range(self.retries + 1):
             lost: list[int] = []
-            for reply in stream(grid, self._messages(request), timeout, self._asked):
+            nodes = self.roster.nodes(request.clients)
+            for reply in stream(grid, nodes, partial(self._messages, request), timeout, self.roster.line, self._asked):
                 client = self._client_of(reply)
                 if attempt < self.retries and client is not None and reply.has_error() and reply.error.code in LOST:
                     log.warning("round %d, client %d: %s; asked again", request.round, client, reason(reply))
@@ -358,12 +360,13 @@ class BayflowerStrategy(Strategy):
         """Return the client that was asked what `reply` answers, if it is known."""
         return self.roster.client_at(self._asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id))
 
-    def _messages(self, request: Request) -> Iterator[Message]:
+    def _messages(self, request: Request, nodes: Iterable[int] | None = None, ttl: float | None = None) -> Iterator[Message]:
+        """Yield the messages of a request, or those to some of its nodes, made when they are asked for."""
         half = self._half()
         instructions = make_instructions(self.training, self.options)
         shared: ArrayRecord | None = None
-        for client in request.clients:
-            member = self.roster.members[client]
+        there = set(self.roster.nodes(request.clients) if nodes is None else nodes)
+        for client, member in ((one, self.roster.members[one]) for one in request.clients if self.roster.members[one].node in there):
             if self._plain is None and (shared is None or half.per_client):
                 shared = wire.to_arrays(half.pack(half.broadcast(self.state, client)))
             head = request_header(
@@ -372,16 +375,15 @@ class BayflowerStrategy(Strategy):
             )  # fmt: skip
             head |= self.roster.told(client)
             if self._plain is not None:
-                content = RecordDict(
-                    {self.arrayrecord_key: self._plain, wire.HEADER: ConfigRecord({**request.config, **head, "plain": True})}
-                )
+                told = ConfigRecord({**request.config, **head, "plain": True})
+                content = RecordDict({self.arrayrecord_key: self._plain, wire.HEADER: told})
             else:
                 assert shared is not None
                 content = RecordDict({self.arrayrecord_key: shared, wire.HEADER: ConfigRecord(head)})
                 if request.config:
                     content[self.configrecord_key] = ConfigRecord({**request.config, "server-round": request.round})
             self._sent[client] = wire.num_bytes(content)
-            yield Message(content, dst_node_id=member.node, message_type=request.kind)
+            yield Message(content, dst_node_id=member.node, message_type=request.kind, ttl=ttl)
 
     def _fault(self, reply: Message, round: int, error: Exception) -> None:
         known = isinstance(error, (BayflowerError, ValueError))
