@@ -185,7 +185,7 @@ def rss(mark: str) -> dict[str, float]:
         except OSError:
             continue
         kind = next(
-            (kind for kind in ("flower-superlink", "flower-supernode", "deploy.gate", "flwr-serverapp") if any(kind in w for w in words)),
+            (kind for kind in ("deploy.superlink", "flower-supernode", "deploy.gate", "flwr-serverapp") if any(kind in w for w in words)),
             "",
         )
         if kind:

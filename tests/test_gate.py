@@ -57,8 +57,8 @@ def served() -> Iterator[str]:
         superlink.server_close()
 
 
-def push(address: str) -> bytes:
-    answer = httpx.post(f"{address}/v1/fleet/push-messages", content=b"a reply", timeout=30)
+def push(address: str, call: str = "push-messages", what: bytes = b"a reply", timeout: float = 30) -> bytes:
+    answer = httpx.post(f"{address}/v1/fleet/{call}", content=what, timeout=timeout)
     answer.raise_for_status()
     return answer.content
 
@@ -79,6 +79,39 @@ def test_what_is_no_fault_of_the_moment_stays_as_it_is():
         Superlink.busy = 0
         assert httpx.post(f"{address}/v1/control/start-run", content=b"x").status_code == 404
         assert push(address) == b"a reply"
+
+
+def test_a_part_of_a_reply_that_is_sent_twice_gets_the_first_answer(monkeypatch):
+    """Flower's SuperLink takes a part once. A SuperNode that did not hear so, because its network failed, sends it again."""
+    taken, lock = [], threading.Lock()
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        with lock:
+            known = body in taken
+            taken.append(body)
+        time.sleep(0.5)
+        said = b"refused" if known else b"stored"
+        self.send_response(500 if body == b"busy" and taken.count(body) == 1 else 200)
+        self.send_header("content-length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    monkeypatch.setattr(Superlink, "do_POST", answer)
+    with served() as address:
+        with pytest.raises(httpx.ReadTimeout):  # gone before the answer came; sent again while the first is being worked on
+            push(address, "push-object", b"one", timeout=0.2)
+        assert push(address, "push-object", b"one") == b"stored"
+        assert push(address, "push-object", b"one") == b"stored"  # and after it
+        assert push(address, "push-object", b"two") == b"stored"
+        assert taken == [b"one", b"two"]
+        with pytest.raises(httpx.HTTPStatusError, match="503"):
+            push(address, "push-object", b"busy")
+        push(address, "push-object", b"busy")  # what was not answered well is asked anew
+        assert taken == [b"one", b"two", b"busy", b"busy"]
+        push(address)
+        push(address)
+        assert taken[4:] == [b"a reply", b"a reply"]  # everything else passes
 
 
 def test_the_superlink_waits_for_its_database(tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ reach it could run code of their own on every node. Behind this gate the SuperLi
 from __future__ import annotations
 
 import argparse
+import asyncio
+import hashlib
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,8 +28,11 @@ from starlette.routing import Route
 CALLS = ("activate-node", "deactivate-node", "send-node-heartbeat", "pull-messages", "push-messages", "get-run", "get-fab", "push-object",
          "pull-object", "confirm-message-received")  # fmt: skip
 HOP = {"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"}  # between two neighbours only
+DECODED = {"content-encoding", "content-length"}  # true of what came, not of what it was unpacked to
 AGAIN = {500: 503}  # a SuperLink whose database is busy answers 500, on which a SuperNode drops a client's reply; on 503 it tries again
 PATIENCE = 90.0  # seconds for an answer: more than the SuperLink waits for its database
+ONCE = "push-object"  # a part of a reply; the SuperLink refuses one that it has, so a SuperNode that missed the answer would drop the reply
+REMEMBERED = 4096  # answers to such requests
 LARGEST = 64 * 2**20  # bytes of one request; Flower sends arrays in pieces of 5 MiB
 
 
@@ -44,14 +49,43 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
         async with client:
             yield
 
+    answers: dict[bytes, asyncio.Task[Response]] = {}  # by the request's checksum
+
+    def ask(request: Request, path: str, body: AsyncIterator[bytes] | bytes | None) -> httpx.Request:
+        headers = [(key, value) for key, value in request.headers.items() if key not in HOP]
+        return client.build_request(request.method, path, headers=headers, content=body)
+
+    async def whole(request: httpx.Request) -> Response:
+        answer = await client.send(request)
+        kept = {key: value for key, value in answer.headers.items() if key not in HOP | DECODED}
+        return Response(answer.content, AGAIN.get(answer.status_code, answer.status_code), kept)
+
+    async def once(request: Request, path: str) -> Response:
+        """Return the answer to a request; to one that was answered before, or is just being worked on, that answer."""
+        body = b"".join([part async for part in limited(request.stream(), largest)])
+        seal = hashlib.sha256(body).digest()
+        if seal not in answers:
+            answers[seal] = asyncio.create_task(whole(ask(request, path, body)))
+            if len(answers) > REMEMBERED:
+                del answers[next(iter(answers))]
+        good = False
+        try:
+            answer = await asyncio.shield(answers[seal])
+            good = answer.status_code == 200
+        finally:
+            if not good:
+                answers.pop(seal, None)
+        return answer
+
     async def forward(request: Request, path: str) -> Response:
         size = request.headers.get("content-length", "0")
         if not size.isdigit() or int(size) > largest:
             return PlainTextResponse(f"a request may have {largest} bytes at most\n", 413)
-        headers = [(key, value) for key, value in request.headers.items() if key not in HOP]
-        body = limited(request.stream(), largest) if request.method == "POST" else None
         try:
-            answer = await client.send(client.build_request(request.method, path, headers=headers, content=body), stream=True)
+            if path.endswith(ONCE):
+                return await once(request, path)
+            body = limited(request.stream(), largest) if request.method == "POST" else None
+            answer = await client.send(ask(request, path, body), stream=True)
         except TooLargeError:
             return PlainTextResponse(f"a request may have {largest} bytes at most\n", 413)
         except httpx.HTTPError as error:
