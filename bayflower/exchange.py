@@ -1,15 +1,17 @@
 """Messages to and from nodes: who is there, what is asked, and replies as they come.
 
 A message or a reply can vanish without a word, for instance when a client's network fails in the middle of it: Flower drops it and tells
-nobody. So a node that is online but silent is asked again. A SuperNode works on one message after the other and clients answer a repeated
-one from what they kept, so asking too early costs a client some seconds and changes nothing.
+nobody. So a node that is online but silent, or was started anew after it was asked, is asked again. A SuperNode works on one message after
+the other and clients answer a repeated one from what they kept, so asking too early costs a client some seconds and changes nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from typing import NamedTuple
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -22,6 +24,7 @@ log = logging.getLogger("bayflower")
 POLL_SECONDS = 0.2
 AT_ONCE = 4  # replies asked for in one request: more would be held in memory together
 LOST = {3, 4, 5, 8}  # Flower's codes for a message, reply, node or ClientApp process that is gone: asking again may help
+LOOK_SECONDS = 2.0  # between two looks at who is online
 CLOCKS = 600.0  # seconds by which a client's clock may be ahead of ours: it takes a message that has expired for one that was never there
 SIMULATION = "InMemoryGrid"  # the grid of Flower's simulation: it loses nothing, and two messages for one client would run side by side
 
@@ -104,63 +107,108 @@ def stream(
 ) -> Iterator[Message]:  # fmt: skip
     """Yield one reply of each node as they come, in any order, until all are there or `timeout` seconds have passed.
 
-    Flower's grid returns all replies that have come at once, so few are asked for at a time. Messages are made anew when a node is asked
-    again, not kept. That happens when nothing has come from any node for as long as it may be silent, then after twice that time, and so
-    on; while replies come, whoever is missing would not hold up the round. `asked` learns which node each message went to, because a reply
-    that Flower makes up for a lost one does not say it.
+    Flower's grid returns all replies that have come at once, so few are asked for at a time. `asked` learns which node each message went
+    to, because a reply that Flower makes up for a lost one does not say it. Errors of nodes that stay lost come last.
     """
-    waits = {node: line.patience(node) for node in nodes}
-    if not waits:
-        return
-    deadline = time.monotonic() + timeout
-    sent: dict[str, tuple[int, float]] = {}  # message: its node, and when it was sent
-    settled: set[str] = set()  # messages whose node has answered another one
-
-    def push(those: list[int]) -> None:
-        outgoing = list(ask(those, deadline - time.monotonic() + CLOCKS))  # Flower's grid goes over them twice
-        to = [message.metadata.dst_node_id for message in outgoing]
-        numbers = {number: node for number, node in zip(grid.push_messages(outgoing), to, strict=True) if number is not None}
-        sent.update({number: (node, time.monotonic()) for number, node in numbers.items()})
-        if asked is not None:
-            asked.update(numbers)
-
-    push(list(waits))
-    heard = time.monotonic()  # when the last reply came
-    last = dict.fromkeys(waits, heard)  # when a node was asked last
-    again = line.again > 0 and type(grid).__name__ != SIMULATION
-    while sent and time.monotonic() < deadline:
+    talk = Talk(grid, ask, time.monotonic() + timeout, line, {} if asked is None else asked)
+    talk.push(list(nodes))
+    while (talk.sent or talk.revive()) and time.monotonic() < talk.deadline:
         came = False
-        numbers = list(sent)
+        numbers = list(talk.sent)
         for start in range(0, len(numbers), AT_ONCE):
-            for reply in grid.pull_messages([number for number in numbers[start : start + AT_ONCE] if number in sent]):
+            for reply in grid.pull_messages([number for number in numbers[start : start + AT_ONCE] if number in talk.sent]):
                 came = True
-                number = reply.metadata.reply_to_message_id
-                if number in settled:
-                    continue
-                if number in sent:
-                    node, when = sent.pop(number)
-                    others = [other for other, (to, _) in sent.items() if to == node]
-                    if others and reply.has_error() and reply.error.code in LOST:
-                        continue  # the node may still answer another one
-                    if not reply.has_error():
-                        line.slowest[node] = max(line.slowest.get(node, 0.0), time.monotonic() - when)
-                    for other in others:
-                        del sent[other]
-                    settled.update(others)
-                    line.spare.update(dict.fromkeys(others, deadline + CLOCKS))
-                yield reply
-        now = time.monotonic()
+                if talk.takes(reply):
+                    yield reply
         if came:
-            heard = now
-            continue
-        late = [node for node in {node for node, _ in sent.values()} if now - max(heard, last[node]) >= waits[node]] if again else []
-        online = set(grid.get_node_ids()) if late else set()
-        for node in sorted(late):
-            last[node] = now
-            if node in online:
-                log.info("node %d has been silent for %.0f s; asked again", node, waits[node])
-                push([node])
-                waits[node] *= 2
-        if sent:
+            talk.heard = time.monotonic()
+        elif talk.sent:
+            talk.look()
             time.sleep(POLL_SECONDS)
+    yield from talk.lost.values()
     line.sweep(grid)
+
+
+class Talk:
+    """One question to several nodes: which messages are under way, and who is to be asked again, with a message made anew."""
+
+    def __init__(self, grid: Grid, ask: Ask, deadline: float, line: Line, asked: dict[str, int]) -> None:
+        self.grid, self.ask, self.deadline, self.line, self.asked = grid, ask, deadline, line, asked
+        self.sent: dict[str, tuple[int, float]] = {}  # message: its node, and when it was sent
+        self.settled: set[str] = set()  # messages whose node has answered another one
+        self.lost: dict[int, Message] = {}  # nodes whose only message was lost, and what Flower said
+        self.revived: set[int] = set()  # nodes of which that was so once
+        self.last: dict[int, float] = {}  # when a node was asked last
+        self.waits: dict[int, float] = {}  # how long it may then be silent
+        self.heard = time.monotonic()  # when the last reply came
+        self.looked = -LOOK_SECONDS
+        self.again = line.again > 0 and type(grid).__name__ != SIMULATION
+
+    def push(self, nodes: list[int]) -> None:
+        """Send a message to each of the nodes."""
+        outgoing = list(self.ask(nodes, self.deadline - time.monotonic() + CLOCKS))  # Flower's grid goes over them twice
+        to = [message.metadata.dst_node_id for message in outgoing]
+        if not outgoing:
+            return
+        now = time.monotonic()
+        for number, node in zip(self.grid.push_messages(outgoing), to, strict=True):
+            if number is not None:
+                self.sent[number], self.asked[number], self.last[node] = (node, now), node, now
+
+    def takes(self, reply: Message) -> bool:
+        """Return whether a reply counts: not if its node has answered, or may still answer, another message."""
+        number = reply.metadata.reply_to_message_id
+        if number in self.settled:
+            return False
+        if number not in self.sent:
+            return True  # nobody asked for it: the strategy says so
+        node, when = self.sent.pop(number)
+        others = [other for other, (to, _) in self.sent.items() if to == node]
+        if reply.has_error() and reply.error.code in LOST:
+            if not others and self.again and node not in self.revived:
+                self.lost[node] = reply
+            return not others and node not in self.lost
+        if not reply.has_error():
+            self.line.slowest[node] = max(self.line.slowest.get(node, 0.0), time.monotonic() - when)
+        for other in others:
+            del self.sent[other]
+        self.settled.update(others)
+        self.line.spare.update(dict.fromkeys(others, self.deadline + CLOCKS))
+        return True
+
+    def revive(self) -> bool:
+        """Ask nodes again whose message was lost and that are online; return whether there are any."""
+        back = sorted(self.lost.keys() & set(self.grid.get_node_ids())) if self.lost else []
+        for node in back:
+            log.info("node %d: %s; asked again", node, reason(self.lost.pop(node)))
+            self.revived.add(node)
+            self.push([node])
+        return bool(back)
+
+    def look(self) -> None:
+        """Ask again whoever was lost and is back, was started anew since it was asked, or has been silent for too long.
+
+        Silence is counted from the last reply of any node: while replies come, whoever is missing does not hold up the round.
+        """
+        now = time.monotonic()
+        if not self.again or now - self.looked < LOOK_SECONDS:
+            return
+        self.looked = now
+        self.revive()
+        silent = {node for node, _ in self.sent.values()}
+        begun = started(self.grid)
+        for node in sorted(silent & begun.keys()):
+            wait = self.waits.setdefault(node, self.line.patience(node))
+            late = now - max(self.heard, self.last[node]) >= wait
+            if late or now - self.last[node] > begun[node]:
+                log.info("node %d %s; asked again", node, f"has been silent for {wait:.0f} s" if late else "was started anew")
+                self.push([node])
+                self.waits[node] = 2 * wait if late else wait
+
+
+def started(grid: Grid) -> dict[int, float]:
+    """Return for each node that is online for how many seconds it has been so, for ever where the grid does not say."""
+    try:
+        return {info.node_id: time.time() - datetime.fromisoformat(info.last_activated_at).timestamp() for info in grid.get_nodes()}
+    except (NotImplementedError, AttributeError, TypeError, ValueError):
+        return dict.fromkeys(grid.get_node_ids(), math.inf)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 from conftest import assert_same_bits, small_prepared
@@ -142,6 +145,7 @@ def talk(post: Post, timeout: float, line: Line, asked: dict | None = None) -> l
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(exchange, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(exchange, "LOOK_SECONDS", 0.02)
 
 
 def test_the_wait_doubles_and_the_deadline_stays():
@@ -209,6 +213,40 @@ def test_an_ask_that_flower_lost_does_not_end_the_wait_for_the_other():
     post = Post({1: [0.5, 0.9]})
     post.reply = lambda message: Message(Error(code=5, reason="gone"), reply_to=message)
     assert len(talk(post, 5.0, Line(0.4))) == 1
+
+
+def test_a_node_whose_message_was_lost_is_asked_again_at_once_if_it_is_there():
+    """Not only when all others have answered; once, then the error is its reply."""
+    post = Post({1: [0.1, 0.1], 2: [0.8]})
+    plain = post.reply
+    post.reply = lambda message: (
+        Message(Error(code=3, reason="gone"), reply_to=message) if message.metadata.message_id == "1/0" else plain(message)
+    )
+    assert talk(post, 5.0, Line(3.0)) == ["1/1", "2/0"]
+    assert post.times(1) == pytest.approx([0.0, 0.1], abs=0.1)
+    post = Post({1: [0.1], 2: [0.8]})
+    post.reply = lambda message: (
+        Message(Error(code=3, reason="gone"), reply_to=message) if message.metadata.dst_node_id == 1 else plain(message)
+    )
+    assert talk(post, 5.0, Line(3.0)) == ["1/1", "2/0"]
+    post = Post({1: [0.1], 2: [0.3]}, online={2})
+    post.reply = lambda message: (
+        Message(Error(code=5, reason="gone"), reply_to=message) if message.metadata.dst_node_id == 1 else plain(message)
+    )
+    assert talk(post, 5.0, Line(3.0)) == ["2/0", "1/0"]  # it never came back
+    assert len(post.times(1)) == 1
+
+
+def test_a_node_that_was_started_anew_is_asked_again_at_once():
+    """Its SuperNode has forgotten the message, and Flower takes it for delivered."""
+    post = Post({1: [None, 0.0], 2: [0.8]})
+    begun = dict.fromkeys((1, 2), time.time() - 100)
+    post.get_nodes = lambda: [
+        SimpleNamespace(node_id=node, last_activated_at=datetime.fromtimestamp(when, UTC).isoformat()) for node, when in begun.items()
+    ]
+    threading.Timer(0.3, lambda: begun.update({1: time.time()})).start()
+    assert talk(post, 5.0, Line(3.0)) == ["1/1", "2/0"]
+    assert post.times(1) == pytest.approx([0.0, 0.3], abs=0.1)
 
 
 def test_messages_expire_soon_after_the_deadline():

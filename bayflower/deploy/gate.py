@@ -49,7 +49,8 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
         async with client:
             yield
 
-    answers: dict[bytes, asyncio.Task[Response]] = {}  # by the request's checksum
+    answers: dict[bytes, Response] = {}  # by the request's checksum
+    working: dict[bytes, asyncio.Task[Response]] = {}
 
     def ask(request: Request, path: str, body: AsyncIterator[bytes] | bytes | None) -> httpx.Request:
         headers = [(key, value) for key, value in request.headers.items() if key not in HOP]
@@ -64,17 +65,18 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
         """Return the answer to a request; to one that was answered before, or is just being worked on, that answer."""
         body = b"".join([part async for part in limited(request.stream(), largest)])
         seal = hashlib.sha256(body).digest()
-        if seal not in answers:
-            answers[seal] = asyncio.create_task(whole(ask(request, path, body)))
-            if len(answers) > REMEMBERED:
-                del answers[next(iter(answers))]
-        good = False
+        if seal in answers:
+            return answers[seal]
+        if seal not in working:
+            working[seal] = asyncio.create_task(whole(ask(request, path, body)))
         try:
-            answer = await asyncio.shield(answers[seal])
-            good = answer.status_code == 200
+            answer = await asyncio.shield(working[seal])
         finally:
-            if not good:
-                answers.pop(seal, None)
+            working.pop(seal, None)
+        if answer.status_code == 200:
+            answers[seal] = answer
+        if len(answers) > REMEMBERED:
+            del answers[next(iter(answers))]
         return answer
 
     async def forward(request: Request, path: str) -> Response:
