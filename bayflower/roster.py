@@ -137,14 +137,22 @@ class Roster:
         return Change(joined, sorted(before - set(self.present())))
 
     def find(self, grid: Grid, lost: Iterable[int], timeout: float) -> None:
-        """Wait until the lost clients are back, perhaps as other nodes, and learn where they are."""
+        """Wait until the lost clients are back, perhaps as other nodes, and learn where they are.
+
+        A node that is online again under its number is who it was. Only others are queried, and with patience: a machine that has just come
+        back may be slow, and a second query would only wait behind the first.
+        """
         deadline = time.monotonic() + timeout
         missing, answered = set(lost), set[int]()
         while missing:
             nodes = set(grid.get_node_ids())
+            missing = {client for client in missing if self.members[client].node not in nodes}
+            if not missing:
+                return
             taken = {member.node for member in self.members.values() if member.client not in missing}
             unknown = sorted(nodes - taken - answered - set(self._hopeless()))
-            for member in query(grid, unknown, min(10.0, max(timeout, 1.0)), self.line, self._refuse):
+            left = deadline - time.monotonic()
+            for member in query(grid, unknown, min(QUERY_SECONDS, max(left, 1.0)), self.line, self._refuse):
                 answered.add(member.node)
                 if member.client in missing and self._fits(member):
                     self.members[member.client] = member

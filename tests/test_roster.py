@@ -230,6 +230,22 @@ def test_a_node_that_says_it_is_somebody_else_is_left_out():
     assert sorted(town.asked[4]) == [0, 2, 9]  # client 1, now on the other node
 
 
+def test_a_client_that_is_back_on_its_own_node_is_not_queried():
+    """A query is a process of its own on the client: many of them, asked in vain, kept a slow machine from its work for minutes."""
+    town = Town("fedavg", {1: [0, 1, 2]}).start()
+    roster, push, pushed = town.strategy.roster, town.grid.push_messages, []
+    town.grid.push_messages = lambda messages: push([pushed.append(message) or message for message in messages])
+    roster.find(town.grid, [1], 5.0)
+    assert pushed == []
+    (moved,) = contexts([9])
+    moved.node_config["partition-id"] = 1
+    town.connect([0, 2])
+    town.grid.contexts[moved.node_id] = moved
+    roster.find(town.grid, [1], 5.0)
+    assert [message.metadata.dst_node_id for message in pushed] == [moved.node_id]
+    assert roster.members[1].node == moved.node_id
+
+
 def test_a_late_client_with_another_network_is_left_out():
     town = Town("fedavg", {1: [0, 1], 2: [0, 1, 2], 3: [0, 1, 2]})
     honest = town.grid.app
