@@ -3,6 +3,7 @@
 A message or a reply can vanish without a word, for instance when a client's network fails in the middle of it: Flower drops it and tells
 nobody. So a node that is online but silent, or was started anew after it was asked, is asked again. A SuperNode works on one message after
 the other and clients answer a repeated one from what they kept, so asking too early costs a client some seconds and changes nothing.
+A run that ended in the wrong moment leaves a SuperNode one reply behind (`deploy/gate.py`); where that shows, it is asked twice at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ POLL_SECONDS = 0.2
 AT_ONCE = 4  # replies asked for in one request: more would be held in memory together
 LOST = {3, 4, 5, 8}  # Flower's codes for a message, reply, node or ClientApp process that is gone: asking again may help
 LOOK_SECONDS = 2.0  # between two looks at who is online
+BEHIND_SECONDS = 10.0  # a SuperNode looks for messages every three seconds, and sends what it has when it gets one
 CLOCKS = 600.0  # seconds by which a client's clock may be ahead of ours: it takes a message that has expired for one that was never there
 SIMULATION = "InMemoryGrid"  # the grid of Flower's simulation: it loses nothing, and two messages for one client would run side by side
 
@@ -57,6 +59,7 @@ class Line:
         self.again = again  # seconds of silence after which a node is asked again; 0 = never
         self.slowest: dict[int, float] = {}  # by node: seconds until its reply came, at most
         self.spare: dict[str, float] = {}  # messages whose replies are no longer wanted, and when they expire
+        self.behind: set[int] = set()  # nodes that send a reply when the next message comes, and not before
 
     def patience(self, node: int) -> float:
         """Return the seconds for which a node may be silent: twice what it is known to take, if that is more."""
@@ -112,6 +115,7 @@ def stream(
     """
     talk = Talk(grid, ask, time.monotonic() + timeout, line, {} if asked is None else asked)
     talk.push(list(nodes))
+    talk.push([node for node in talk.last if node in line.behind])
     while (talk.sent or talk.revive()) and time.monotonic() < talk.deadline:
         came = False
         numbers = list(talk.sent)
@@ -168,8 +172,11 @@ class Talk:
             if not others and self.again and node not in self.revived:
                 self.lost[node] = reply
             return not others and node not in self.lost
-        if not reply.has_error():
-            self.line.slowest[node] = max(self.line.slowest.get(node, 0.0), time.monotonic() - when)
+        now = time.monotonic()
+        if when < self.last[node] and now - self.last[node] < BEHIND_SECONDS:
+            self.line.behind.add(node)  # long silent, and here as soon as it was asked again
+        elif not reply.has_error():
+            self.line.slowest[node] = max(self.line.slowest.get(node, 0.0), now - when)
         for other in others:
             del self.sent[other]
         self.settled.update(others)

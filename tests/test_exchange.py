@@ -146,6 +146,7 @@ def talk(post: Post, timeout: float, line: Line, asked: dict | None = None) -> l
 def _quick(monkeypatch):
     monkeypatch.setattr(exchange, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(exchange, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(exchange, "BEHIND_SECONDS", 0.05)
 
 
 def test_the_wait_doubles_and_the_deadline_stays():
@@ -235,6 +236,27 @@ def test_a_node_whose_message_was_lost_is_asked_again_at_once_if_it_is_there():
     )
     assert talk(post, 5.0, Line(3.0)) == ["2/0", "1/0"]  # it never came back
     assert len(post.times(1)) == 1
+
+
+def test_a_node_that_is_one_reply_behind_is_asked_twice_at_once():
+    """It sends a reply when the next message comes: after the first time nobody waits for that."""
+    line = Line(0.3)
+    post = Post({1: [None]})
+    push = post.push_messages
+
+    def late(messages):
+        held = [message for _, message in post.pushed]
+        numbers = push(messages)
+        post.sent.update({message.metadata.message_id: (message, 0.0) for message in held})
+        return numbers
+
+    post.push_messages = late
+    assert talk(post, 5.0, line) == ["1/0"]
+    assert line.behind == {1}
+    begun = time.monotonic()
+    assert talk(post, 5.0, line) == ["1/2"]
+    assert time.monotonic() - begun < 0.2
+    assert len(post.pushed) == 4
 
 
 def test_a_node_that_was_started_anew_is_asked_again_at_once():

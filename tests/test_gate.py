@@ -114,6 +114,27 @@ def test_a_part_of_a_reply_that_is_sent_twice_gets_the_first_answer(monkeypatch)
         assert taken[4:] == [b"a reply", b"a reply"]  # everything else passes
 
 
+def test_a_run_that_ends_does_not_leave_a_supernode_one_reply_behind(monkeypatch):
+    """Flower takes 403 for the end of the run and leaves the middle of receiving a message, whose reply nobody then expects."""
+    from flwr.supercore.run import RunNotRunningException
+
+    def ended(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(403)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    monkeypatch.setattr(Superlink, "do_POST", ended)
+    invoke = make_simple_http_retry_invoker().invoke
+    with served() as address:
+        assert invoke(push, address, "confirm-message-received") == b""
+        with pytest.raises(httpx.HTTPStatusError, match="410"):
+            invoke(push, address, "pull-object")
+        for call in ("push-messages", "get-run"):  # where Flower expects it
+            with pytest.raises(RunNotRunningException):
+                invoke(push, address, call)
+
+
 def test_the_superlink_waits_for_its_database(tmp_path, monkeypatch):
     """Flower's own connections, opened after our start, have our patience: a lock held for longer than theirs is no fault."""
     from flwr.supercore import sql_mixin

@@ -30,6 +30,10 @@ CALLS = ("activate-node", "deactivate-node", "send-node-heartbeat", "pull-messag
 HOP = {"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"}  # between two neighbours only
 DECODED = {"content-encoding", "content-length"}  # true of what came, not of what it was unpacked to
 AGAIN = {500: 503}  # a SuperLink whose database is busy answers 500, on which a SuperNode drops a client's reply; on 503 it tries again
+# A run that ends while a SuperNode receives a message of it leaves that SuperNode one reply behind for the rest of its life: from then on
+# it sends a reply only when the next message comes. It happens at these calls, if the SuperLink says that the run has ended (403). Told
+# otherwise, the SuperNode drops the message (410), or works on it and finds out when it sends the reply (200).
+ENDED = {"pull-object": 410, "confirm-message-received": 200}
 PATIENCE = 90.0  # seconds for an answer: more than the SuperLink waits for its database
 ONCE = "push-object"  # a part of a reply; the SuperLink refuses one that it has, so a SuperNode that missed the answer would drop the reply
 REMEMBERED = 4096  # answers to such requests
@@ -94,6 +98,10 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
             return PlainTextResponse(f"the SuperLink does not answer: {type(error).__name__}\n", 503)
         kept = {key: value for key, value in answer.headers.items() if key not in HOP}
         code = AGAIN.get(answer.status_code, answer.status_code)
+        call = path.rsplit("/", 1)[-1]
+        if code == 403 and call in ENDED:
+            await answer.aclose()
+            return Response(b"", ENDED[call], {"content-type": request.headers.get("content-type", "application/x-protobuf")})
         return StreamingResponse(answer.aiter_raw(), code, kept, background=BackgroundTask(answer.aclose))
 
     def route(path: str, *ways: str) -> Route:
