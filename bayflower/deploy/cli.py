@@ -292,7 +292,7 @@ def reach(folder: Path, again: bool = False) -> tuple[Any, Callable[[], None]]:
         return None, lambda: None
     if again:
         local.up(note)
-    elif not local.alive("superlink"):
+    elif deployment.server and not local.alive("superlink"):  # raises for a client's folder, which has no server
         raise BayflowerError(f"the SuperLink is not running; start it with: bayflower deploy up {folder} --local")
     return local.server(), local.watch
 
