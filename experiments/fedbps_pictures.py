@@ -40,8 +40,8 @@ def layers(axis: Any, shown: Shown) -> None:
     for key, (colour, dashes) in zip(keys, LOOKS, strict=False):
         points = [100 * statistics.mean(curve[i][key] for curve in curves) for i in range(len(curves[0]))]
         axis.plot([one["round"] for one in curves[0]], points, color=colour, linestyle=dashes, label=key.partition("/")[2])
-    axis.set(xlabel="round", ylabel="personal entries, % of the layer", ylim=(-3, 103))
-    axis.legend(fontsize="small")
+    axis.set(xlabel="round", ylabel="personal entries, % of the layer", ylim=(-3, 132), yticks=range(0, 101, 20))
+    axis.legend(fontsize="small", loc="upper center", ncols=3)
 
 
 def shares(axis: Any, rows: dict[str, Shown]) -> None:
