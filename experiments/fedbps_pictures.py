@@ -13,6 +13,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from drawing import drawing, save
+
 from bayflower.reproduce.cache import Cache
 from bayflower.reproduce.show import Shown, look
 from bayflower.reproduce.sweep import Plan
@@ -63,24 +65,14 @@ def main() -> None:
     found = columns(args.results)
     if not found:
         raise SystemExit(f"{args.results} has no runs of FedBPS's Table 2; make them by: bayflower reproduce fedbps-2 --data-dir DIR")
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("the picture needs matplotlib: pip install 'bayflower[plots]'") from None
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    style = {"svg.hashsalt": "fedbps", "axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True}
-    with matplotlib.rc_context(style):
+    with drawing("fedbps", **{"font.size": 10}) as pyplot:
         figure, axes = pyplot.subplots(2, len(found), figsize=(4.6 * len(found), 6.6), squeeze=False)
         for column, (name, rows) in enumerate(found.items()):
             axes[0][column].set_title(f"{name}, p = 70 %" if SHOWN in rows else name)
             if SHOWN in rows:
                 layers(axes[0][column], rows[SHOWN])
             shares(axes[1][column], rows)
-        args.figure.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(args.figure, metadata={"Date": None})
-    print(f"written: {args.figure}")
+        save(figure, args.figure)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from drawing import drawing, save
 
 from bayflower import npn
 from bayflower.data import load_federation
@@ -80,21 +81,13 @@ def rows(opened: Opened, owned: list[Any]) -> dict[str, np.ndarray]:
 
 def draw(found: dict[str, np.ndarray], folder: Path) -> None:
     """Draw both figures, those that have data."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "fednp", "font.size": 10, "figure.constrained_layout.use": True}):
+    with drawing("fednp", **{"font.size": 10, "axes.grid": False}) as pyplot:
         for name, make in (("features", feature_figure), ("classifier", classifier_figure)):
             figure = make(found, pyplot)
             if figure is None:
                 print(f"{name}: nothing gathered, not drawn")
                 continue
-            path = folder / f"fednp_{name}.svg"
-            figure.savefig(path, metadata={"Date": None})
-            print(f"written: {path}")
+            save(figure, folder / f"fednp_{name}.svg")
 
 
 def feature_figure(found: dict[str, np.ndarray], pyplot: Any) -> Any:

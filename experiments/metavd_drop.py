@@ -13,6 +13,8 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
+from drawing import drawing, save
+
 from bayflower.reproduce.cache import Cache
 from bayflower.reproduce.show import Shown, look, markdown
 from bayflower.reproduce.sweep import Plan, run_missing
@@ -44,15 +46,7 @@ def points(found: list[Shown]) -> list[Point]:
 
 def draw(found: list[Point], title: str, path: Path) -> None:
     """Draw accuracy over megabytes: MetaVD's thresholds as a line, everything else as single marks."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("the picture needs matplotlib: pip install 'bayflower[plots]'") from None
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    style = {"svg.hashsalt": "metavd", "font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True}
-    with matplotlib.rc_context(style):
+    with drawing("metavd") as pyplot:
         figure, axis = pyplot.subplots(figsize=(7.5, 4.5))
         ours = sorted((one for one in found if one.name == "nothing dropped" or one.name.startswith("p >")), key=lambda one: one.megabytes)
         for label, colour, dashes, value in (("training clients", "#0072B2", "-", "test"), ("new clients", "#D55E00", "--", "new")):
@@ -73,10 +67,7 @@ def draw(found: list[Point], title: str, path: Path) -> None:
         axis.set(xlabel="MB of a round, both directions, all its clients", ylabel="accuracy %", title=title)
         axis.margins(x=0.2, y=0.35)
         axis.legend(fontsize="small", loc="lower right")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
-    print(f"written: {path}")
+        save(figure, path)
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from drawing import drawing, save
 from pfedvmp_report import PAPER_CENTROIDS, PAPER_FEATURES, PAPER_XI, by_seed, half, name, pick, sweep
 from pfedvmp_tables import PLACES, TITLES, VARIANTS, cells
 
@@ -17,25 +18,15 @@ LOOKS = {"pfedvmp": ("#D55E00", "-", "o"), "pfedvmp-avg": ("#E69F00", "--", "s")
 
 def draw(runs: list[dict[str, Any]], folder: Path) -> int:
     """Draw every figure that has runs; return 1 if there are none."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("the pictures need matplotlib: pip install 'bayflower[plots]'") from None
-    matplotlib.use("svg")
-    style = {"svg.hashsalt": "pfedvmp", "font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True}
-    folder.mkdir(parents=True, exist_ok=True)
     count = 0
-    with matplotlib.rc_context(style):
+    with drawing("pfedvmp"):
         makers = {"rounds": rounds, "centroids": centroids, "xi": xi, "features": features}
         for stem, make in makers.items():
             figure = make(runs)
             if figure is None:
                 print(f"{stem}: not run, not drawn")
                 continue
-            path = folder / f"pfedvmp_{stem}.svg"
-            figure.savefig(path, metadata={"Date": None})
-            matplotlib.pyplot.close(figure)
-            print(f"written: {path}")
+            save(figure, folder / f"pfedvmp_{stem}.svg")
             count += 1
     return 0 if count else 1
 
