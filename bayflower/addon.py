@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from . import dropout, meta
 from .clients import maml, reptile
+from .maths import dropout, meta
 from .models import Model
 from .types import ConfigError, Phase, Purpose, Tensors, Work
 

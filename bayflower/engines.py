@@ -47,7 +47,7 @@ def run_under_flower(
     app: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Return the results of some methods run one after another by Flower's own programs, in one app."""
-    from .processes import run_app
+    from .flower.processes import run_app
 
     first = prepared[0]
     config = {**given, "method": ",".join(one.run.method for one in prepared), "resume": resume, "wait": 120}
@@ -70,7 +70,7 @@ def execute(prepared: Prepared, progress: Progress | None = None, out: Path | No
         from .fused import run_fused
 
         return run_fused(run, federation, halves, progress, out, resume)
-    from .loop import run_loop  # needs flwr, which the fused engine does not
+    from .flower.loop import run_loop  # needs flwr, which the fused engine does not
 
     return run_loop(run, federation, halves, progress, out, resume)
 

@@ -20,18 +20,19 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from . import choice, metrics, sampling, sizes, solo
-from .bank import Bank, DeviceBank, DiskBank
+from . import metrics, sampling, solo
 from .checkpoint import Checkpoint, make, server_state, write
 from .config import Run
 from .data import ClientData, Federation
-from .exact import Total
 from .halves import Halves
-from .ledger import Ledger
-from .meter import Meter
+from .maths.exact import Total
 from .outcome import Outcome, Progress, RoundRecord, Views, curve_point
-from .replay import Graphs
-from .stacks import Course, Stack, Sweep
+from .stacked import choice, sizes
+from .stacked.bank import Bank, DeviceBank, DiskBank
+from .stacked.ledger import Ledger
+from .stacked.meter import Meter
+from .stacked.replay import Graphs
+from .stacked.stacks import Course, Stack, Sweep
 from .tree import map_tree, stack, take, to, unflatten, upload
 from .types import Batch, Purpose, Sum, Survey, Work
 

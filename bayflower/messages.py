@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .classwise import from_triangle, to_triangle
+from .maths.classwise import from_triangle, to_triangle
 from .protocol import WireError, matching
 from .tree import Tensors
 

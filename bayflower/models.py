@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .losses import mean_nll, nll
-from .masked import MASKABLE, mask_norms, real_samples
 from .networks import cnn, cnn3, lenet, mlp, resnet, resnet18
-from .stackable import for_stacks
+from .stacked.losses import mean_nll, nll
+from .stacked.masked import MASKABLE, mask_norms, real_samples
+from .stacked.stackable import for_stacks
 from .types import Anatomy, ConfigError, Tensors, masked_mean
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)

@@ -33,7 +33,7 @@ from .protocol import Shapes, matching, shapes
 from .tree import Tensors, flatten, map_tree, unflatten
 
 if TYPE_CHECKING:
-    from .exact import Scaled
+    from .maths.exact import Scaled
     from .models import Model
     from .optim import Optimizer
 

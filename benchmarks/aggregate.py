@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bayflower.exact import Total
+from bayflower.maths.exact import Total
 
 LAYOUTS = ("cnn", "deep")
 WAYS = ("plain", "exact", "hold")

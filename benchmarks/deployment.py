@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bayflower import processes
 from bayflower.deploy import layout, runs
 from bayflower.deploy.local import Local
 from bayflower.deploy.server import Server
+from bayflower.flower import processes
 from bayflower.jsonfile import write_json
 
 RESULTS = Path(__file__).parent / "results"

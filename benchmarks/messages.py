@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bayflower.classwise import class_factors, to_triangle
+from bayflower.maths.classwise import class_factors, to_triangle
 from bayflower.messages import pack_factors, roots
 from bayflower.protocol import array_bytes, shapes
 

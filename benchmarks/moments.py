@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bayflower import tilted
+from bayflower.maths import tilted
 
 CASES: dict[str, tilted.Slopes] = {
     "logz": tilted.logz,

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from drawing import drawing, save
 
-from bayflower import npn
 from bayflower.data import load_federation
+from bayflower.maths import npn
 from bayflower.personal.runs import Opened, client_state, open_run
 from bayflower.report.special import in_plane
 from bayflower.solo import samples

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bayflower import npn
+from bayflower.maths import npn
 from bayflower.reproduce.toy import ROUNDS, Found, error, make_data, powers, run
 from bayflower.strategies.fednp import EXTRA
 from bayflower.types import Batch

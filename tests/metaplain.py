@@ -11,7 +11,7 @@ from torch.func import functional_call
 from bayflower import solo
 from bayflower.data import batches
 from bayflower.engines import Prepared
-from bayflower.exact import Total
+from bayflower.maths.exact import Total
 
 Loss = Callable[[dict, torch.Tensor, torch.Tensor], torch.Tensor]
 SETTINGS = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.0, "dtype": "float64", "server_lr": 0.7, "server_momentum": 0.3}

@@ -11,7 +11,7 @@ from torch import nn
 from bayflower import solo
 from bayflower.data import ClientData, batches
 from bayflower.engines import Prepared
-from bayflower.exact import Total
+from bayflower.maths.exact import Total
 
 LR, MOMENTUM = 0.05, 0.9
 Phases = list[tuple[str, Callable[[str], bool]]]

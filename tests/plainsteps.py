@@ -13,7 +13,7 @@ from torch import nn
 from bayflower import solo
 from bayflower.data import batches
 from bayflower.engines import Prepared
-from bayflower.exact import Total
+from bayflower.maths.exact import Total
 from bayflower.types import Batch
 
 LR = 0.05

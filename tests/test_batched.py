@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from bayflower.losses import mean_nll, nll, pull
 from bayflower.networks import cnn
 from bayflower.optim import Optimizer
-from bayflower.stackable import StackedConv2d, StackedMaxPool2d, for_stacks
+from bayflower.stacked.losses import mean_nll, nll, pull
+from bayflower.stacked.stackable import StackedConv2d, StackedMaxPool2d, for_stacks
 from bayflower.types import OptState, masked_mean
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_metavd import BASES, server
 
-from bayflower import beliefs
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
+from bayflower.maths import beliefs
 from bayflower.metrics import summarise
 
 

@@ -14,7 +14,7 @@ from torch.func import vmap
 from bayflower import solo
 from bayflower.data import batches
 from bayflower.engines import execute
-from bayflower.exact import Scaled, Total
+from bayflower.maths.exact import Scaled, Total
 from bayflower.methods import METHODS, ROWS
 from bayflower.protocol import shapes
 from bayflower.store import DiskStore, Saved

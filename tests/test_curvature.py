@@ -12,7 +12,7 @@ from conftest import worst_difference
 from torch import nn
 from torch.func import functional_call, vmap
 
-from bayflower.curvature import diagonal, make_plan, signs
+from bayflower.maths.curvature import diagonal, make_plan, signs
 from bayflower.models import Model, build
 from bayflower.tree import map_tree, stack, take, to
 from bayflower.types import Batch
@@ -225,7 +225,7 @@ def test_the_sketch_is_fisher_on_average_over_signs(monkeypatch):
     params, buffers, batch = problem(model, shape, samples=4)
     found = []
     for pattern in product((1.0, -1.0), repeat=3):
-        monkeypatch.setattr("bayflower.curvature.signs", lambda like, pattern=pattern: like.new_tensor(pattern).expand_as(like))
+        monkeypatch.setattr("bayflower.maths.curvature.signs", lambda like, pattern=pattern: like.new_tensor(pattern).expand_as(like))
         found.append(diagonal(model, params, buffers, batch, "sketch"))
     exact = diagonal(model, params, buffers, batch)
     assert worst_difference(map_tree(lambda *parts: sum(parts) / 8, *found), exact) < 1e-12

@@ -18,10 +18,11 @@ import pytest
 from conftest import assert_same_bits
 from test_deploy import SETS, WORK, deploy
 
-from bayflower import checkpoint, processes
+from bayflower import checkpoint
 from bayflower.config import parse
 from bayflower.deploy import keys, layout
 from bayflower.engines import execute, prepare
+from bayflower.flower import processes
 from bayflower.metrics import summarise
 
 pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("deploy")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayflower import dropout
+from bayflower.maths import dropout
 from bayflower.models import Model, build
 from bayflower.protocol import WireError
 from bayflower.types import ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bayflower.classwise import centre, class_factors, factors, roots
-from bayflower.eigen import eigh, largest, pseudo_inverse
+from bayflower.maths.classwise import centre, class_factors, factors, roots
+from bayflower.maths.eigen import eigh, largest, pseudo_inverse
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
 

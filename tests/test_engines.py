@@ -8,9 +8,9 @@ from conftest import assert_same_bits, small_prepared, worst_difference
 
 from bayflower import models, networks
 from bayflower.engines import execute
+from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
 from bayflower.fused import run_fused
 from bayflower.halves import Halves
-from bayflower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
 from bayflower.methods import METHODS, get
 from bayflower.store import DiskStore, MemoryStore
 from bayflower.tree import flatten, unflatten

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bayflower.exact import CHUNK, LIMIT, Accumulator, Scaled, Total
+from bayflower.maths.exact import CHUNK, LIMIT, Accumulator, Scaled, Total
 
 LARGEST = math.ldexp(1.0 - 2.0**-53, 1024)
 SMALLEST = 5e-324

@@ -19,10 +19,10 @@ from torch import nn
 
 from bayflower.clients import make_client_app
 from bayflower.errors import BayflowerError, ConfigError
-from bayflower.loop import contexts
+from bayflower.flower.loop import contexts
+from bayflower.flower.processes import Flower
+from bayflower.flower.trial import importable, try_app
 from bayflower.personal import load_personal
-from bayflower.processes import Flower
-from bayflower.trial import importable, try_app
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

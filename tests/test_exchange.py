@@ -11,9 +11,10 @@ import pytest
 from conftest import assert_same_bits, small_prepared
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
-from bayflower import exchange, solo, wire
-from bayflower.exchange import CLOCKS, Line, stream
-from bayflower.loop import FIRST_NODE, InProcessGrid, contexts, federation_app, make_strategy
+from bayflower import solo, wire
+from bayflower.flower import exchange
+from bayflower.flower.exchange import CLOCKS, Line, stream
+from bayflower.flower.loop import FIRST_NODE, InProcessGrid, contexts, federation_app, make_strategy
 from bayflower.store import DiskStore, MemoryStore
 
 FAST = {"new_clients": 1, "local_epochs": 1, "evaluate_every": 0, "keep": 0.15, "ask_again_seconds": 0.3}

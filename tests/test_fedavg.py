@@ -12,7 +12,7 @@ from torch import nn
 from bayflower import methods, models, solo
 from bayflower.config import Training
 from bayflower.data import batches
-from bayflower.exact import Total
+from bayflower.maths.exact import Total
 from bayflower.strategies.fedavg import Config, State, Update
 from bayflower.types import ConfigError, Phase
 

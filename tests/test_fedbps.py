@@ -14,12 +14,12 @@ from test_strategy import Rig, rewrite, set_value
 from torch import nn
 
 from bayflower import solo, wire
-from bayflower.bits import pack_bits, unpack_bits
 from bayflower.clients.fedbps import Client
 from bayflower.config import Training
 from bayflower.data import batches
 from bayflower.engines import execute
-from bayflower.exact import Total
+from bayflower.maths.bits import pack_bits, unpack_bits
+from bayflower.maths.exact import Total
 from bayflower.models import build
 from bayflower.protocol import WireError
 from bayflower.strategies.fedbps import Broadcast, Config, Server, State, Update, moments, top

@@ -18,7 +18,7 @@ from bayflower import solo
 from bayflower.clients.fedmap import Client
 from bayflower.config import Training
 from bayflower.data import batches
-from bayflower.exact import Total
+from bayflower.maths.exact import Total
 from bayflower.models import build
 from bayflower.strategies.fedmap import BIN, Config, Server, State, Update, split
 from bayflower.types import ConfigError

@@ -11,12 +11,13 @@ import torch
 from conftest import assert_same_bits, small, small_prepared
 from torch import nn
 
-from bayflower import npn, solo, tilted
+from bayflower import solo
 from bayflower.clients.fednp import Client
 from bayflower.config import Training
 from bayflower.data import batches
-from bayflower.exact import Total
 from bayflower.gaussian import Diagonal
+from bayflower.maths import npn, tilted
+from bayflower.maths.exact import Total
 from bayflower.models import Model, build
 from bayflower.strategies import fednp
 from bayflower.strategies.fednp import EXTRA, Config, Server, Update

@@ -17,8 +17,8 @@ from conftest import NEEDED, assert_same_bits
 from bayflower import checkpoint
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
+from bayflower.flower.processes import marked
 from bayflower.methods import METHODS
-from bayflower.processes import marked
 
 pytestmark = pytest.mark.flower
 FIVE = ("fedavg", "fedbps", "fedmap", "fednp", "metavd", "pfedvmp")  # and FedAvg; `make flower-all` takes every method of the table
@@ -206,7 +206,7 @@ def test_clients_that_all_raise(tmp_path):
 def test_a_supernode_that_never_comes(tmp_path):
     out = tmp_path / "out"
 
-    from bayflower.processes import Flower, run_app
+    from bayflower.flower.processes import Flower, run_app
     from bayflower.types import BayflowerError
 
     class Short(Flower):
@@ -214,7 +214,7 @@ def test_a_supernode_that_never_comes(tmp_path):
             if client != 1:
                 super().start_supernode(client)
 
-    import bayflower.processes as processes
+    import bayflower.flower.processes as processes
 
     original = processes.Flower
     processes.Flower = Short
@@ -243,7 +243,7 @@ def test_being_killed_itself_leaves_nothing_that_goes_on(tmp_path):
 
 def test_flwr_run_as_a_user_types_it(tmp_path):
     """`flwr run` on this repository from another folder: the background SuperLink it starts is its own, and is ended by its mark."""
-    from bayflower.processes import MARK, end, free_port
+    from bayflower.flower.processes import MARK, end, free_port
 
     root = Path(__file__).parent.parent
     mark = "f" * 31 + "0"
@@ -320,7 +320,7 @@ app.query()(spy)
 @pytest.mark.parametrize("engine", ["ray", "deployment"])
 def test_canaries_never_travel_through_flower(tmp_path, engine, monkeypatch):
     """Private fields are overwritten with a pattern on every client; no byte of any message received or sent has it."""
-    from bayflower.processes import run_app, write_app
+    from bayflower.flower.processes import run_app, write_app
 
     monkeypatch.setenv("CANARY_LOG", str(tmp_path))
     config = {**WORK, "method": "fedbn,local", "optimizer": "sgd", "lr": 1e-30, "wait": 60}

@@ -14,7 +14,7 @@ import uvicorn
 from flwr.supercore.retry import make_simple_http_retry_invoker
 
 from bayflower.deploy import gate
-from bayflower.processes import free_port
+from bayflower.flower.processes import free_port
 
 
 class Superlink(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import jacrev
 
-from bayflower import hypernet
+from bayflower.maths import hypernet
 
 
 def double(values) -> torch.Tensor:

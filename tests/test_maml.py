@@ -12,7 +12,7 @@ from torch import nn
 
 from bayflower.clients.maml import Client
 from bayflower.config import Training
-from bayflower.meta import Way, hessian_free, second_order
+from bayflower.maths.meta import Way, hessian_free, second_order
 from bayflower.models import Model
 from bayflower.strategies.maml import Config
 from bayflower.types import Batch, Work

@@ -12,7 +12,7 @@ import resource, sys, torch, gc
 from flwr.app import Message, RecordDict, MetricRecord
 from bayflower import wire
 from bayflower.facts import Facts, to_header
-from bayflower.loop import InProcessGrid, contexts
+from bayflower.flower.loop import InProcessGrid, contexts
 from bayflower.strategies import FedAvg
 from bayflower.strategies.fedavg import Update
 from bayflower.types import Anatomy, BayflowerError

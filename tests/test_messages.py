@@ -10,10 +10,10 @@ from test_pfedvmp import dense_precision, finished, halves
 from torch import Tensor
 from torch.func import vmap
 
-from bayflower import classwise
-from bayflower.classwise import class_factors, class_means, class_variances, from_triangle, to_triangle
-from bayflower.exact import Total
 from bayflower.gaussian import LowRank
+from bayflower.maths import classwise
+from bayflower.maths.classwise import class_factors, class_means, class_variances, from_triangle, to_triangle
+from bayflower.maths.exact import Total
 from bayflower.messages import dense_ranks, pack_factors, ranks, roots
 from bayflower.protocol import WireError, shapes
 from bayflower.tree import stack

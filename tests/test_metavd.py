@@ -12,13 +12,14 @@ from test_strategy import VICTIM, Rig, rewrite
 from torch import nn
 from torch.func import vmap
 
-from bayflower import dropout, hypernet, solo
+from bayflower import solo
 from bayflower.clients.metavd import Client
 from bayflower.data import batches
 from bayflower.engines import execute
-from bayflower.exact import Total
+from bayflower.flower.loop import run_loop
 from bayflower.fused import run_fused
-from bayflower.loop import run_loop
+from bayflower.maths import dropout, hypernet
+from bayflower.maths.exact import Total
 from bayflower.models import build
 from bayflower.outcome import result
 from bayflower.strategies.metavd import Broadcast, Config, Server, Update

@@ -21,8 +21,9 @@ from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from test_strategy import Rig
 
-from bayflower import guest, strategies, wire
-from bayflower.loop import InProcessGrid, contexts, federation_app
+from bayflower import strategies, wire
+from bayflower.flower import guest
+from bayflower.flower.loop import InProcessGrid, contexts, federation_app
 from bayflower.methods import METHODS
 from bayflower.store import MemoryStore
 from bayflower.types import ConfigError

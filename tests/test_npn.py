@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.func import vmap
 
-from bayflower import npn
-from bayflower.npn import Gauss
+from bayflower.maths import npn
+from bayflower.maths.npn import Gauss
 
 F64 = torch.float64
 

@@ -198,7 +198,7 @@ def test_clients_in_a_flower_app_save_their_models_after_the_last_round(tmp_path
     from flwr.app import ArrayRecord
 
     from bayflower.clients import make_client_app
-    from bayflower.loop import InProcessGrid, contexts
+    from bayflower.flower.loop import InProcessGrid, contexts
 
     app = make_client_app("fedmap", model=test_plug.Net, data=test_plug.load, state=tmp_path, export=("pt2",))
     strategy = test_plug.strategy_of("fedmap", run="mine")

@@ -20,7 +20,7 @@ from bayflower.clients.pfedvmp import Client
 from bayflower.config import Training, parse
 from bayflower.data import batches
 from bayflower.engines import Prepared, prepare, run_to_result
-from bayflower.exact import Total
+from bayflower.maths.exact import Total
 from bayflower.models import Model, build
 from bayflower.networks import BaseHead
 from bayflower.strategies import pfedvmp as server_half

@@ -16,8 +16,8 @@ from bayflower.clients import Plug
 from bayflower.config import describe
 from bayflower.data.loaders import pair
 from bayflower.errors import BayflowerError, ConfigError
+from bayflower.flower.loop import InProcessGrid, contexts
 from bayflower.given import given
-from bayflower.loop import InProcessGrid, contexts
 from bayflower.models import Model
 
 FIVE = ("pfedvmp", "fednp", "metavd", "fedmap", "fedbps")
@@ -114,7 +114,7 @@ def test_frozen_layers_stay_and_never_travel(tmp_path):
 
 
 def test_curvature_of_a_network_with_frozen_and_tied_layers_is_that_of_single_gradients():
-    from bayflower.curvature import diagonal
+    from bayflower.maths.curvature import diagonal
     from bayflower.types import Batch
 
     model = Model(Net, 3)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bayflower.processes import MARK, end, free_port, marked
+from bayflower.flower.processes import MARK, end, free_port, marked
 
 pytestmark = pytest.mark.flower
 BIN = Path(sys.executable).parent

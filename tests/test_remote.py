@@ -14,8 +14,8 @@ from bayflower import wire
 from bayflower.client_app import app
 from bayflower.config import parse
 from bayflower.engines import prepare, run_to_result
-from bayflower.loop import InProcessGrid, contexts
-from bayflower.remote import serve
+from bayflower.flower.loop import InProcessGrid, contexts
+from bayflower.flower.remote import serve
 from bayflower.types import Anatomy, BayflowerError
 
 WORK = {"num_clients": 3, "new_clients": 1, "partition": "dirichlet", "beta": 1.0, "rounds": 2, "local_epochs": 1, "batch_size": 16,
@@ -26,7 +26,7 @@ TIMES = {"seconds", "config", "engine"}
 FORKS = """
 import os, subprocess, sys, threading
 import numpy as np
-from bayflower.remote import single_threaded
+from bayflower.flower.remote import single_threaded
 
 x, matrix, done = np.ones((2000, 60)), np.ones((60, 60)), 0
 

@@ -13,8 +13,9 @@ from bayflower.config import groups
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "bayflower"
-MAY_IMPORT_FLWR = {"strategies/base.py", "clients/base.py", "clients/plug.py", "wire.py", "exchange.py", "roster.py", "replies.py",
-                   "guest.py", "loop.py", "remote.py", "server_app.py", "deploy/superlink.py"}  # fmt: skip
+MAY_IMPORT_FLWR = {"strategies/base.py", "clients/base.py", "clients/plug.py", "wire.py", "server_app.py",
+                   "deploy/superlink.py", "flower/exchange.py", "flower/roster.py", "flower/replies.py", "flower/guest.py",
+                   "flower/loop.py", "flower/remote.py"}  # fmt: skip
 SHARED = {"__init__.py", "base.py", "plug.py"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -92,7 +93,7 @@ def test_flwr_run_knows_every_setting():
     import dataclasses
     import tomllib
 
-    from bayflower.remote import APP_KEYS
+    from bayflower.flower.remote import APP_KEYS
 
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     known = {field.name for name in methods.METHODS for kind in groups(name).values() for field in dataclasses.fields(kind)}

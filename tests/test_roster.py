@@ -8,7 +8,7 @@ from conftest import assert_same_bits, small_prepared
 from flwr.app import ConfigRecord, Error, Message
 
 from bayflower import checkpoint, wire
-from bayflower.loop import FIRST_NODE, InProcessGrid, contexts, federation_app, make_strategy
+from bayflower.flower.loop import FIRST_NODE, InProcessGrid, contexts, federation_app, make_strategy
 from bayflower.methods import METHODS
 from bayflower.store import DiskStore, MemoryStore
 from bayflower.tree import flatten

@@ -11,7 +11,7 @@ from torch import nn
 
 from bayflower import solo
 from bayflower.data import batches
-from bayflower.exact import Total
+from bayflower.maths.exact import Total
 
 LR = 0.05
 

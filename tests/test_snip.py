@@ -11,9 +11,9 @@ from test_strategy import VICTIM, Rig, rewrite
 from bayflower import solo
 from bayflower.data import batches
 from bayflower.engines import execute
-from bayflower.exact import Total
+from bayflower.flower.loop import run_loop
 from bayflower.fused import run_fused
-from bayflower.loop import run_loop
+from bayflower.maths.exact import Total
 from bayflower.types import ConfigError
 
 LAYER, LR = "base.3.weight", 0.05

@@ -16,7 +16,7 @@ import gc, json, sys
 import torch
 from bayflower.config import parse
 from bayflower.engines import prepare
-from bayflower.loop import run_loop
+from bayflower.flower.loop import run_loop
 
 torch.set_num_threads(1)
 method, rounds = sys.argv[1], int(sys.argv[2])

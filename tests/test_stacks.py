@@ -8,16 +8,17 @@ import torch
 from conftest import assert_same_bits, small_prepared, worst_difference
 from torch import nn
 
-from bayflower import bank, choice, models, stacks
-from bayflower.bank import DiskBank
+from bayflower import models
 from bayflower.checkpoint import read, to_resume
 from bayflower.engines import execute
+from bayflower.flower.loop import run_loop
 from bayflower.fused import Fused, run_fused
 from bayflower.halves import Halves
-from bayflower.loop import run_loop
-from bayflower.masked import mask_norms, real_samples
 from bayflower.methods import get
-from bayflower.replay import Fixed
+from bayflower.stacked import bank, choice, stacks
+from bayflower.stacked.bank import DiskBank
+from bayflower.stacked.masked import mask_norms, real_samples
+from bayflower.stacked.replay import Fixed
 from bayflower.tree import flatten, map_tree
 
 SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "dtype": "float64"}

@@ -8,7 +8,7 @@ from conftest import assert_same_bits, small_prepared
 from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord
 
 from bayflower import wire
-from bayflower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
+from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
 from bayflower.store import MemoryStore
 from bayflower.strategies import FedMAP, FedProx
 from bayflower.tree import flatten, unflatten

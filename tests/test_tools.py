@@ -162,7 +162,7 @@ def test_the_recipes_reach_their_services(package, monkeypatch, tmp_path):
     from flwr.app import ArrayRecord
 
     from bayflower.clients import make_client_app
-    from bayflower.loop import InProcessGrid, contexts
+    from bayflower.flower.loop import InProcessGrid, contexts
 
     app = make_client_app("fedmap", model=Net, data=load, export=(), state=tmp_path)
     space["strategy"].start(InProcessGrid(app, contexts(range(2))), ArrayRecord(Net().state_dict()), num_rounds=2)

@@ -19,8 +19,8 @@ from ..data import ClientData, Federation
 from ..engines import Prepared, execute, prepare
 from ..errors import ConfigError
 from ..halves import make_halves
-from ..meter import Meter
 from ..methods import METHODS
+from ..stacked.meter import Meter
 
 Say = Callable[[str], None]
 WARM_UP = 3  # rounds of the fused engine that do not count: kernels are compiled, steps recorded

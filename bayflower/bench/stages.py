@@ -14,9 +14,9 @@ from .. import sampling
 from ..data import batches
 from ..engines import Prepared
 from ..fused import SMALL_MODEL, Fused, Totals
-from ..meter import Mark, Meter
-from ..replay import Replay
-from ..stacks import Course, segments
+from ..stacked.meter import Mark, Meter
+from ..stacked.replay import Replay
+from ..stacked.stacks import Course, segments
 from ..tree import stack, to
 from ..types import Batch, ClientHalf
 from .cases import WARM_UP, Options, Say, described, free, loaded, why

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..bits import unpack_bits
-from ..curvature import diagonal
+from ..maths.bits import unpack_bits
+from ..maths.curvature import diagonal
 from ..models import Model
 from ..protocol import WireError
 from ..strategies.fedbps import Broadcast, Update

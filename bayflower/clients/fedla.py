@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..curvature import diagonal
+from ..maths.curvature import diagonal
 from ..models import Model
 from ..strategies.fedla import State as Broadcast
 from ..strategies.fedla import Update

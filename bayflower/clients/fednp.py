@@ -17,7 +17,7 @@ J is the mean cross-entropy. KL_theta pulls the classifier's weights and the NPN
 and keeps the tilt small. After the local epochs f is computed once more, in evaluation mode, over the whole local training set.
 
 Departs:
-  E-N1  to E-N4: the moments are those of `tilted.py`, corrected; the default is exact to rounding. f is clipped so that f² z_{s,-k} ≤ 25.
+  E-N1  to E-N4: the moments are those of `maths/tilted.py`, corrected; the default is exact to rounding. f clipped: f² z_{s,-k} ≤ 25.
   E-N5  the factor is computed without cancellation and lies in 0 ≤ lambda_k ≤ f²/4; one that is not finite leaves the old one as it is.
   E-N9  nothing divides by f.
   E-N13 KL_theta is a sum over the weights, with `epsilon` = 0.1 (the paper gives none). The f-layer is trained.
@@ -32,11 +32,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import npn
 from ..gaussian import Diagonal, damp, quotient
+from ..maths import npn
+from ..maths.tilted import Tilted, bounded, make_slopes, tilt
 from ..models import Model
 from ..strategies.fednp import EXTRA, Broadcast, Update, classifier
-from ..tilted import Tilted, bounded, make_slopes, tilt
 from ..tree import choose, map_tree
 from ..types import Batch, ClientHalf, Phase, Survey, Tensors, Work
 from .fedavg import count

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import meta
+from ..maths import meta
 from ..optim import Optimizer
 from ..types import Batch, Phase, Purpose, Tensors, Work
 from . import reptile

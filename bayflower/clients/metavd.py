@@ -30,8 +30,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import dropout
 from ..addon import LOCAL, TWO, AddOn
+from ..maths import dropout
 from ..protocol import Shapes, shapes
 from ..strategies.metavd import MASK, STEP, Broadcast, Update
 from ..tree import map_tree, unflatten

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import meta
+from ..maths import meta
 from ..types import Tensors, Work
 from . import maml
 

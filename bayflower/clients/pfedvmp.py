@@ -27,10 +27,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..classwise import class_factors, class_labels, class_means, class_variances
-from ..losses import pull
+from ..maths.classwise import class_factors, class_labels, class_means, class_variances
 from ..messages import Message, blank, dense_ranks, pack_factors, ranks
 from ..protocol import Shapes, shapes
+from ..stacked.losses import pull
 from ..strategies.pfedvmp import Update
 from ..tree import flatten, map_tree
 from ..types import Batch, ConfigError, Phase, Survey, Tensors, Work, masked_mean

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from .. import dropout
 from ..addon import AddOn
+from ..maths import dropout
 from ..protocol import Shapes, shapes
 from ..strategies.snip import MASK, SENSITIVITY, Broadcast, Update
 from ..tree import flatten, map_tree, unflatten

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import BayflowerError, ConfigError
+from ..terminal import values
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs instead of a table")]
 DataDir = Annotated[str, typer.Option(help="where data sets lie: DATA_DIR/cifar10.npz and so on")]
@@ -133,7 +134,6 @@ def tune(
     """
     import logging
 
-    from ..cli import values
     from ..reproduce import find
     from ..reproduce.tune import Search, rows_of, search, write, write_table
 

@@ -20,7 +20,7 @@ def try_app(
 
     Example: `bayflower try examples/fedavg_app --clients 3 --set num-server-rounds=1`
     """
-    from ..trial import try_app as run
+    from ..flower.trial import try_app as run
 
     changes = {}
     for text in sets or []:

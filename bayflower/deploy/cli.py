@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import BayflowerError, ConfigError
+from ..terminal import bar, quiet_logs, values
 from . import layout
 
 app = typer.Typer(
@@ -121,8 +122,6 @@ def submit(
 
     Example: `bayflower deploy submit fed fedmap --set dataset=synthetic --set rounds=20`
     """
-    from ..cli import bar, quiet_logs, values
-
     quiet_logs(False)
     if not method and not resume:
         raise ConfigError("name a method, e.g. fedmap, or give --resume; see: bayflower methods")

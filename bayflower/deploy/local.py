@@ -18,8 +18,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from .. import processes
 from ..errors import BayflowerError
+from ..flower import processes
 from ..jsonfile import read_json, write_json
 from .layout import Deployment
 from .server import Server, register, write_connection

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import processes
 from ..errors import BayflowerError, ConfigError
+from ..flower import processes
 from ..jsonfile import read_json, write_json
 from .server import Server
 
@@ -36,7 +36,7 @@ def run_folder(server: Server, name: str) -> Path:
 def config_of(server: Server, method: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], str, int]:
     """Return the run-config, a name for the run, and how many clients it needs; wrong settings are found here."""
     from ..config import parse
-    from ..remote import APP_KEYS
+    from ..flower.remote import APP_KEYS
 
     ours = {key: value for key, value in given.items() if key in APP_KEYS}
     settings = {"num_clients": server.deployment.clients, "device": "cpu", **{key: given[key] for key in given if key not in APP_KEYS}}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import processes
 from ..errors import BayflowerError, ConfigError
+from ..flower import processes
 from ..jsonfile import read_json, write_json
 from .layout import Deployment
 

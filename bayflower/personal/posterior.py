@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .. import npn
-from ..curvature import diagonal
+from ..maths import npn
+from ..maths.curvature import diagonal
 from ..methods import METHODS
 from ..tree import Tensors
 from ..types import Batch, ClientHalf

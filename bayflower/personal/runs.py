@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import checkpoint, solo
-from ..bank import DiskBank
 from ..config import Run, parse
 from ..data import Scaling, client_scaling, load_client, load_federation, read_npz, rng, scaling
 from ..halves import Halves, make_halves
+from ..stacked.bank import DiskBank
 from ..store import DiskStore
 from ..tree import Tensors, flatten, take, unflatten
 from ..types import Batch, ConfigError

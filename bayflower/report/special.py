@@ -84,7 +84,7 @@ def from_states(groups: Sequence[Group], features: str, say: Callable[[str], Non
 
 def dropout_rates(group: Group, opened: Opened) -> list[Figure]:
     """Return the dropout rates of each client's layer, a box a client."""
-    from ..dropout import rate
+    from ..maths.dropout import rate
 
     server: Any = opened.halves.server
     seen = sorted(int(client) for client in opened.server.belief.seen)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import methods, solo
 from ..config import Training
-from ..exact import Total
+from ..maths.exact import Total
 from ..models import Model
 from ..outcome import versions
 from ..types import Batch, masked_mean

@@ -1,7 +1,6 @@
 """Any server half as a Flower Strategy: sampling, messages per client, exact streaming sums, and the course of a run.
 
-Replies are pulled and added as they come: a round needs memory for the sum and one reply, however many clients there are. Who is there is
-`roster.py`'s business, whether a reply can be used `replies.py`'s, and how messages travel `exchange.py`'s.
+Replies are added as they come: memory for one sum and one reply. Who is there, which replies count, how messages travel: `flower/`.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from .. import attendance, guest, methods, metrics, replies, sampling, wire
+from .. import attendance, methods, metrics, sampling, wire
 from ..checkpoint import Checkpoint, server_state
 from ..config import make_instructions, strategy_settings
-from ..exact import Total
-from ..exchange import LOST, Request, reason, stream
+from ..flower import guest, replies
+from ..flower.exchange import LOST, Request, reason, stream
+from ..flower.roster import Change, Roll, Roster
 from ..journal import Journal
+from ..maths.exact import Total
 from ..outcome import Outcome, Progress, RoundRecord, Views, curve_point
 from ..protocol import request_header
-from ..roster import Change, Roll, Roster
 from ..types import Anatomy, BayflowerError, ConfigError, ServerHalf, Tensors
 
 log = logging.getLogger("bayflower")

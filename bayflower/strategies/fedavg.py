@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..exact import Scaled
+from ..maths.exact import Scaled
 from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
 
 

@@ -37,8 +37,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..bits import pack_bits
-from ..curvature import Kind
+from ..maths.bits import pack_bits
+from ..maths.curvature import Kind
 from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
 from .fedavg import averaged, weighted
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..exact import Scaled
+from ..maths.exact import Scaled
 from ..types import ConfigError, Statistic, Sum, Tensors
 from . import fedavg
 

@@ -35,9 +35,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .. import npn
 from ..gaussian import Diagonal, product
-from ..tilted import NODES, Backend
+from ..maths import npn
+from ..maths.tilted import NODES, Backend
 from ..tree import digest
 from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
 from .fedavg import averaged, summed, weighted

@@ -35,8 +35,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .. import beliefs, dropout
-from ..beliefs import Belief
+from ..maths import beliefs, dropout
+from ..maths.beliefs import Belief
 from ..protocol import matching
 from ..tree import Tensors, digest, flatten
 from ..types import ConfigError, Statistic, Sum

@@ -39,8 +39,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..classwise import class_sums, from_triangle, to_triangle
 from ..gaussian import solve_precision, solve_without_waiting
+from ..maths.classwise import class_sums, from_triangle, to_triangle
 from ..messages import Message, blank, received, roots, shrunk, sizes
 from ..tree import upload
 from ..types import Anatomy, BayflowerError, ConfigError, ServerHalf, Statistic, Sum, Tensors

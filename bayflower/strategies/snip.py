@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .. import dropout
+from ..maths import dropout
 from ..protocol import matching
 from ..tree import Tensors, flatten
 from ..types import ConfigError, Statistic, Sum

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..tree import Tensors, digest
 from . import dropout, hypernet
-from .tree import Tensors, digest
 
 ALL = "all"
 

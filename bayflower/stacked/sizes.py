@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .config import Run
-from .halves import Halves
-from .outcome import Views
-from .protocol import (
+from ..config import Run
+from ..halves import Halves
+from ..outcome import Views
+from ..protocol import (
     BROADCAST,
     HEADER,
     METRICS,
@@ -25,8 +25,8 @@ from .protocol import (
     shapes,
     varint_bytes,
 )
-from .tree import flatten, map_tree, unflatten
-from .types import ClientHalf
+from ..tree import flatten, map_tree, unflatten
+from ..types import ClientHalf
 
 
 class Count:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tree import flatten, map_tree
-from .types import Survey, Work
+from ..tree import flatten, map_tree
+from ..types import Survey, Work
 
 log = logging.getLogger("bayflower")
 SIDE = 3  # side streams

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.func import vjp
 from torch.nn import functional
 
-from .tree import Tensors
+from ..tree import Tensors
 
 SLOPE = 0.1  # of LeakyReLU below 0
 

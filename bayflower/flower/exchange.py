@@ -18,8 +18,8 @@ from typing import NamedTuple
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from . import wire
-from .facts import MAX_CLIENT, Facts, from_header, is_whole
+from .. import wire
+from ..facts import MAX_CLIENT, Facts, from_header, is_whole
 
 log = logging.getLogger("bayflower")
 POLL_SECONDS = 0.2

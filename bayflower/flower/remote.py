@@ -16,19 +16,19 @@ from flwr.app import Context
 from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
-from . import checkpoint, journal, methods, models, outcome, solo, wire
-from . import status as status_file
-from .clients.base import Site
-from .config import Run, groups, parse
-from .data import DataSettings, client_scaling, describe, load_client, num_classes
-from .facts import listed
-from .halves import Halves, make_halves
+from .. import checkpoint, journal, methods, models, outcome, solo, wire
+from .. import status as status_file
+from ..clients.base import Site
+from ..config import Run, groups, parse
+from ..data import DataSettings, client_scaling, describe, load_client, num_classes
+from ..facts import listed
+from ..halves import Halves, make_halves
+from ..outcome import RoundRecord, write_json
+from ..store import DiskStore
+from ..strategies.base import BayflowerStrategy
+from ..types import BayflowerError, ConfigError
 from .loop import make_strategy
-from .outcome import RoundRecord, write_json
 from .roster import Roll, Roster
-from .store import DiskStore
-from .strategies.base import BayflowerStrategy
-from .types import BayflowerError, ConfigError
 
 # What a run-config has besides settings. "" everywhere means: the default.
 APP_KEYS = {

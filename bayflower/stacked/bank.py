@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..store import load_tensors, save_tensors
+from ..tree import Rows, flatten, map_tree, stack, take, to, unflatten
 from .replay import leaves
-from .store import load_tensors, save_tensors
-from .tree import Rows, flatten, map_tree, stack, take, to, unflatten
 
 FORMAT = "bayflower-states-1"
 MOST_FILES = 256

@@ -14,17 +14,17 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity  # the one internal import: Message() asks for it
 
-from . import solo, wire
-from .checkpoint import Checkpoint, make, write
-from .clients.base import Site, client_app
-from .config import Run
-from .data import Federation
-from .halves import Halves
-from .outcome import Outcome, Progress
-from .store import MemoryStore, Saved, Store
-from .strategies import strategy_class
-from .strategies.base import BayflowerStrategy
-from .tree import flatten
+from .. import solo, wire
+from ..checkpoint import Checkpoint, make, write
+from ..clients.base import Site, client_app
+from ..config import Run
+from ..data import Federation
+from ..halves import Halves
+from ..outcome import Outcome, Progress
+from ..store import MemoryStore, Saved, Store
+from ..strategies import strategy_class
+from ..strategies.base import BayflowerStrategy
+from ..tree import flatten
 
 SERVER_NODE = 1
 FIRST_NODE = 1000

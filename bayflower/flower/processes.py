@@ -26,8 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import BayflowerError, ConfigError
-from .jsonfile import read_json
+from ..errors import BayflowerError, ConfigError
+from ..jsonfile import read_json
 
 MARK = "BAYFLOWER_MARK"
 START_SECONDS = 60.0

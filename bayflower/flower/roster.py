@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from flwr.serverapp import Grid
 
-from . import bounds
+from .. import bounds
+from ..facts import Facts, Summary, agreed, disagreement, summary
+from ..journal import Journal
+from ..limits import Limits
+from ..types import BayflowerError, ServerHalf
 from .exchange import POLL_SECONDS, Line, Member, query
-from .facts import Facts, Summary, agreed, disagreement, summary
-from .journal import Journal
-from .limits import Limits
-from .types import BayflowerError, ServerHalf
 
 QUERY_SECONDS = 60.0  # how long a node that appeared during a run is given to say who it is
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..protocol import WireError
+from ..tree import Tensors
+from ..types import Anatomy, ConfigError
 from .bits import pack_bits, unpack_bits
-from .protocol import WireError
-from .tree import Tensors
-from .types import Anatomy, ConfigError
 
 LIMIT = 8.5  # of |log alpha|
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import vjp
 
+from ..errors import BayflowerError
 from .batched import front, has_kernels, on_stacks
-from .errors import BayflowerError
 
 MASKABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _masks: list[Tensor] = []  # the mask of the batch that is passing through; a pass is one call in one thread

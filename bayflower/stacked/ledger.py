@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..outcome import Progress, RoundRecord
 from .meter import Mark, Meter
-from .outcome import Progress, RoundRecord
 from .sizes import Count
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord
 
-from . import wire
-from .methods import Method
-from .strategies import fedavg
-from .types import Tensors
+from .. import wire
+from ..methods import Method
+from ..strategies import fedavg
+from ..types import Tensors
 
 
 def refusal(row: Method) -> str | None:

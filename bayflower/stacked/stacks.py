@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from .data import ClientData, batches
+from ..data import ClientData, batches
+from ..tree import Rows, map_tree, upload
+from ..types import Batch, ClientHalf, Phase, Survey, Work
 from .replay import Fixed, Graphs, Replay, copy, leaves
-from .tree import Rows, map_tree, upload
-from .types import Batch, ClientHalf, Phase, Survey, Work
 
 MOST_SIZES = 128  # numbers of active clients that get a recording of their own; with more clients, numbers are rounded up
 

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from flwr.app import Message, MetricRecord, RecordDict
 
-from . import bounds, guest, wire
+from .. import bounds, wire
+from ..limits import Limits
+from ..metrics import Tally
+from ..types import ServerHalf
+from . import guest
 from .exchange import Member, reason
-from .limits import Limits
-from .metrics import Tally
-from .types import ServerHalf
 
 LARGEST_LOSS = 1e30  # a loss beyond it cannot be averaged, and training has diverged long before
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .batched import front
+from ..stacked.batched import front
+from ..stacked.replay import Streams
 from .eigen import eigh, pseudo_inverse
-from .replay import Streams
 
 T = TypeVar("T")
 MIDDLE = 128  # samples of a class up to which a GPU finds eigenvectors fast

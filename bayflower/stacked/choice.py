@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.func import vmap
 
-from . import solo
+from .. import solo
+from ..tree import map_tree, take
+from ..types import Batch
 from .stacks import segments
-from .tree import map_tree, take
-from .types import Batch
 
 if TYPE_CHECKING:
-    from .fused import Fused
+    from ..fused import Fused
 
 log = logging.getLogger("bayflower")
 SHARE = 0.7  # of free memory that a stack may take

@@ -1,0 +1,1 @@
+"""Mathematics that methods share: functions of tensors, without Flower and without clients."""
