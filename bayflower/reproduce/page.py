@@ -18,7 +18,7 @@ Written by `bayflower reproduce --all --write RESULTS.md` from the finished runs
 figure that the papers' data allow is listed; a method that does not exist here says "not yet", a cell that was not run says so. The
 last round is shown, never the best one. What the forms `full` and `quick` are: [docs/evidence.md](docs/evidence.md). A quick table shows
 that its runs go through; it is no evidence about a method, and neither is a cell that says "quick" in a full table: it was only run
-in that form. How to read all this is at the end of the page.
+in that form. What holds here and what does not, and why: [Reading](#reading), at the end of the page.
 """
 
 
