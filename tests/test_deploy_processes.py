@@ -122,13 +122,14 @@ def test_one_command_goes_on_after_a_kill(running, victim):
 
 def supernode(running: Path, seconds: float, *words: object) -> tuple[int | None, str]:
     """Return the exit code (None if it still runs) and the output of a SuperNode that dials the gate."""
-    gate = f"127.0.0.1:{facts(running)['gate']}"
+    gate, programs = f"127.0.0.1:{facts(running)['gate']}", Path(sys.executable).parent
+    env = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+           "PATH": f"{programs}:{os.environ['PATH']}"}  # fmt: skip (a SuperNode starts flower-superexec by its name)
     with (running / "supernode.txt").open("w+") as out:
         process = subprocess.Popen(
-            [str(Path(sys.executable).parent / "flower-supernode"), "--superlink", gate, "--max-retries", "1",
+            [str(programs / "flower-supernode"), "--superlink", gate, "--max-retries", "1",
              "--port", str(processes.free_port()), *map(str, words)],
-            stdout=out, stderr=out, cwd="/", env={**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"},
-            start_new_session=True,
+            stdout=out, stderr=out, cwd="/", env=env, start_new_session=True,
         )  # fmt: skip
         try:
             code = process.wait(seconds)
