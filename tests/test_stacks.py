@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import assert_same_bits, small_prepared, worst_difference
 from torch import nn
+from torch.func import vmap
 
 from bayflower import models
 from bayflower.checkpoint import read, to_resume
@@ -17,6 +18,7 @@ from bayflower.halves import Halves
 from bayflower.methods import get
 from bayflower.stacked import bank, choice, stacks
 from bayflower.stacked.bank import DiskBank
+from bayflower.stacked.live import Live
 from bayflower.stacked.masked import mask_norms, real_samples
 from bayflower.stacked.replay import Fixed
 from bayflower.tree import flatten, map_tree
@@ -195,16 +197,47 @@ def test_on_a_cpu_the_faster_way_is_taken_and_kept(monkeypatch, tmp_path, faster
     assert real(lambda: None) < 1
 
 
+def sender(halves):
+    """Return the function from clients to what they are sent in the first round."""
+    state = halves.server.init(*halves.initial, (0, 1, 2, 3, 4))
+    return lambda chunk: halves.server.broadcast(state, chunk[0])
+
+
 def test_a_cpu_takes_no_more_clients_than_fit_into_its_memory(monkeypatch):
     prepared = small_prepared("fedmap", "fused", **SGD)
     whole = execute(prepared)
     engine = Fused(prepared.halves, prepared.federation.clients, prepared.run)
-    assert [len(chunk) for chunk in engine.chunks([0, 1, 2, 3, 4], lambda chunk: None)] == [5]
-    need = prepared.halves.model.num_parameters * 8 * choice.COPIES
-    monkeypatch.setattr(choice, "free_memory", lambda device: 5.0 * need / choice.SHARE)
+    assert [len(chunk) for chunk in engine.chunks([0, 1, 2, 3, 4], sender(prepared.halves))] == [5]
+    each = choice.memory_of_one(engine, 0, sender(prepared.halves))
+    monkeypatch.setattr(choice, "free_memory", lambda device: 3.0 * each / choice.SHARE)
     engine = Fused(prepared.halves, prepared.federation.clients, prepared.run)
-    assert max(len(chunk) for chunk in engine.chunks([0, 1, 2, 3, 4], lambda chunk: None)) < 5
+    assert max(len(chunk) for chunk in engine.chunks([0, 1, 2, 3, 4], sender(prepared.halves))) < 3
     assert worst_difference(execute(prepared).server_state, whole.server_state) < 1e-10
+
+
+def test_memory_on_a_cpu_is_that_of_activations_not_only_of_the_network():
+    """A deep network of few weights: a client's step holds every layer's output, far more than the weights."""
+    layers = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())]
+    first = (nn.Flatten(), nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3, padding=1))
+    model = models.Model(lambda: nn.Sequential(*first, *layers, nn.Flatten(), nn.Linear(256, 10)), 10, "deep")
+    needs = []
+    for size in (4, 16):
+        run, federation, halves = on(model, "fedavg", batch_size=size, dtype="float64")
+        needs.append(choice.memory_of_one(Fused(halves, federation.clients, run), 0, sender(halves)))
+    assert needs[1] - needs[0] > 12 * len(layers) * 256 * 8  # twelve more samples, in float64
+
+
+def test_live_bytes_are_those_that_are_held_at_once():
+    def work():
+        kept = torch.zeros(1000, dtype=torch.float64)
+        for _ in range(5):  # one after another: only one of them is alive
+            torch.ones(3000, dtype=torch.float64).sum()
+        return kept.view(10, 100) * 2  # a view takes nothing
+
+    with Live() as live:
+        made = vmap(lambda x: x.exp().sum())(work())
+    assert live.most == pytest.approx(8 * 4000, abs=200)
+    assert live.now == pytest.approx(made.untyped_storage().nbytes(), abs=100)
 
 
 def test_one_by_one_has_the_bits_of_the_loop():

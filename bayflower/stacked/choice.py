@@ -14,6 +14,7 @@ from torch.func import vmap
 from .. import solo
 from ..tree import map_tree, take
 from ..types import Batch
+from .live import peak
 from .stacks import segments
 
 if TYPE_CHECKING:
@@ -21,16 +22,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bayflower")
 SHARE = 0.7  # of free memory that a stack may take
-SURE = 0.05  # of free memory: what is surely smaller is not measured
+SURE = 0.02  # of free memory: what is surely smaller is not measured
 COPIES = 12  # of a network's parameters that a client surely needs less than: parameters, gradients, optimiser, messages, data apart
 
 
 def clients_that_fit(engine: Fused, ordered: Sequence[int], sent: Callable[[list[int]], Any]) -> int:
     """Return how many of the clients fit into memory at once; 0 = all.
 
-    On a GPU from the memory one step of one client and of two takes, on a CPU from the size of the network and the data.
+    Where it might matter this is measured: the memory one step of one client and of two takes.
     """
-    gpu = engine.device.type == "cuda"
     free = free_memory(engine.device)
     largest = max(int(engine.stack.sizes.max()), 1)
     sample = engine.stack.train.x[0].numel() * engine.stack.train.x.element_size()
@@ -38,7 +38,12 @@ def clients_that_fit(engine: Fused, ordered: Sequence[int], sent: Callable[[list
     least = engine.half.model.num_parameters * engine.stack.train.x.element_size() * COPIES + sample * (largest + 64 * batch)
     if least * len(ordered) < SURE * free:
         return 0
-    each = memory_of_one(engine, ordered[0], sent) + sample * largest * 2 if gpu else least
+    try:
+        each = memory_of_one(engine, ordered[0], sent) + sample * largest * 2
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError):
+        return 0  # the network cannot be stacked; the first round finds that out, too, and says why
     fits = max(1, int(SHARE * free / each))
     if fits < len(ordered):
         log.info("%d clients at a time: one takes about %.0f MB of %.0f MB that are free", fits, each / 1e6, free / 1e6)
@@ -57,14 +62,9 @@ def memory_of_one(engine: Fused, client: int, sent: Callable[[list[int]], Any]) 
     """Return the bytes that one more client adds to the peak of a training step."""
     peaks = []
     for number in (1, 2):
-        states = engine.bank.take([client] * number)
-        torch.cuda.synchronize(engine.device)
-        torch.cuda.reset_peak_memory_stats(engine.device)
-        before = torch.cuda.memory_allocated(engine.device)
-        step(engine, states, sent([client] * number), [client] * number)()
-        torch.cuda.synchronize(engine.device)
-        peaks.append(torch.cuda.max_memory_allocated(engine.device) - before)
-        del states
+        some = [client] * number
+        states = engine.bank.take(some)
+        peaks.append(peak(lambda: step(engine, states, sent(some), some)(), engine.device))  # noqa: B023 (called at once)
     states_and_copies = engine.half.model.num_parameters * engine.stack.train.x.element_size() * 4
     return max(peaks[1] - peaks[0], 0) + states_and_copies
 

@@ -1,0 +1,53 @@
+"""How many bytes a piece of work holds at its peak, on a GPU and on a CPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+SCRATCH = 2.0  # on a CPU the process grows by up to this many times what tensors hold: kernels' scratch, and gaps between blocks
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors made inside: `now` those that are alive, `most` their peak. A CPU has no counter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it made; a view shares memory that is counted already."""
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, Tensor) and (key := one.untyped_storage()._cdata) not in self.known:
+                store = one.untyped_storage()
+                self.known.add(key)
+                self.now += store.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(store, self._gone, key, store.nbytes())
+        return made
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def peak(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the most bytes that `work` held at once, beyond what was there before it."""
+    if device.type != "cuda":
+        with Live() as live:
+            work()
+        return SCRATCH * live.most
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return float(torch.cuda.max_memory_allocated(device) - before)
