@@ -26,13 +26,17 @@ class Live(TorchDispatchMode):
         """Run an operation and count what it made; a view shares memory that is counted already."""
         made = func(*args, **(kwargs or {}))
         for one in tree_leaves(made):
-            if isinstance(one, Tensor) and (key := one.untyped_storage()._cdata) not in self.known:
-                store = one.untyped_storage()
-                self.known.add(key)
-                self.now += store.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(store, self._gone, key, store.nbytes())
+            if isinstance(one, Tensor):
+                self._count(one.untyped_storage())
         return made
+
+    def _count(self, store: torch.UntypedStorage) -> None:
+        key, size = store._cdata, store.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(store, self._gone, key, size)
 
     def _gone(self, key: int, size: int) -> None:
         self.known.discard(key)
