@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from bayflower import methods
 from bayflower.config import groups
@@ -91,7 +94,6 @@ def test_setting_names_are_unique_in_every_run():
 def test_flwr_run_knows_every_setting():
     """Flower refuses a run-config key that pyproject.toml does not list."""
     import dataclasses
-    import tomllib
 
     from bayflower.flower.remote import APP_KEYS
 
@@ -115,6 +117,18 @@ def test_no_pickle_and_no_utils():
         text = path.read_text()
         assert not re.search(r"allow_pickle\s*=\s*True|torch\.load\(|torch\.save\(", text), path
         assert path.name != "utils.py"
+
+
+def test_pinned_versions_can_be_installed_on_the_oldest_python():
+    """A version that wants Python 3.11.5 leaves people on 3.11.2 (Debian 12) with an installation that fails."""
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    found = {one.metadata["Name"].lower().replace("_", "-"): one for one in distributions()}
+    checked = [one for name, one in found.items() if pinned.get(name) == one.version]
+    assert len(checked) > 50
+    refused = {one.metadata["Name"]: needs for one in checked if (needs := one.metadata.get("Requires-Python"))
+               and not SpecifierSet(needs).contains(f"{oldest}.0")}  # fmt: skip
+    assert refused == {}
 
 
 def test_errata_of_fedmap_are_all_named():
