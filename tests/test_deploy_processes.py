@@ -122,12 +122,11 @@ def test_one_command_goes_on_after_a_kill(running, victim):
 
 def supernode(running: Path, seconds: float, *words: object) -> tuple[int | None, str]:
     """Return the exit code (None if it still runs) and the output of a SuperNode that dials the gate."""
-    gate, programs = f"127.0.0.1:{facts(running)['gate']}", Path(sys.executable).parent
-    path = f"{programs}:{os.environ['PATH']}"  # a SuperNode starts flower-superexec by its name
-    env = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": path}
+    gate = f"127.0.0.1:{facts(running)['gate']}"
+    env = processes.environment("stranger", running / "home", "deployment")  # a SuperNode starts flower-superexec by its name
     with (running / "supernode.txt").open("w+") as out:
         process = subprocess.Popen(
-            [str(programs / "flower-supernode"), "--superlink", gate, "--max-retries", "1",
+            [str(Path(sys.executable).parent / "flower-supernode"), "--superlink", gate, "--max-retries", "1",
              "--port", str(processes.free_port()), *map(str, words)],
             stdout=out, stderr=out, cwd="/", env=env, start_new_session=True,
         )  # fmt: skip

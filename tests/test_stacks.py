@@ -21,7 +21,7 @@ from bayflower.stacked.bank import DiskBank
 from bayflower.stacked.live import Live
 from bayflower.stacked.masked import mask_norms, real_samples
 from bayflower.stacked.replay import Fixed
-from bayflower.tree import flatten, map_tree
+from bayflower.tree import flatten, map_tree, to
 
 SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "dtype": "float64"}
 
@@ -197,9 +197,9 @@ def test_on_a_cpu_the_faster_way_is_taken_and_kept(monkeypatch, tmp_path, faster
     assert real(lambda: None) < 1
 
 
-def sender(halves):
+def sender(halves, device="cpu"):
     """Return the function from clients to what they are sent in the first round."""
-    state = halves.server.init(*halves.initial, (0, 1, 2, 3, 4))
+    state = to(halves.server.init(*halves.initial, (0, 1, 2, 3, 4)), device)
     return lambda chunk: halves.server.broadcast(state, chunk[0])
 
 
@@ -253,12 +253,7 @@ def test_clients_that_do_not_fit_are_trained_in_chunks(monkeypatch):
     free = torch.cuda.mem_get_info()
     monkeypatch.setattr(choice, "SURE", 0.0)
     engine = Fused(prepared.halves, prepared.federation.clients, prepared.run)
-    server = prepared.halves.server
-    state = map_tree(torch.Tensor.cuda, server.init(*prepared.halves.initial, (0, 1, 2, 3, 4)))
-
-    def sent(chunk):
-        return server.broadcast(state, chunk[0])
-
+    sent = sender(prepared.halves, "cuda")
     each = choice.memory_of_one(engine, 0, sent)
     assert 0 < each < free[0] / 100
     monkeypatch.setattr(choice, "SHARE", 2.5 * each / free[0])
