@@ -10,6 +10,7 @@ The runs are those of `bayflower reproduce metavd-figure-drop`, CIFAR-10, and in
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,28 +46,21 @@ def points(found: list[Shown]) -> list[Point]:
 
 
 def draw(found: list[Point], title: str, path: Path) -> None:
-    """Draw accuracy over megabytes: MetaVD's thresholds as a line, everything else as single marks."""
+    """Draw a line for each way of dropping: accuracy on the left, megabytes of a round on the right."""
     with drawing("metavd") as pyplot:
-        figure, axis = pyplot.subplots(figsize=(7.5, 4.5))
-        ours = sorted((one for one in found if one.name == "nothing dropped" or one.name.startswith("p >")), key=lambda one: one.megabytes)
-        for label, colour, dashes, value in (("training clients", "#0072B2", "-", "test"), ("new clients", "#D55E00", "--", "new")):
-            axis.plot(
-                [one.megabytes for one in ours],
-                [getattr(one, value) for one in ours],
-                color=colour,
-                linestyle=dashes,
-                marker="o",
-                label=label,
-            )
-            rest = [one for one in found if one not in ours]
-            axis.plot([one.megabytes for one in rest], [getattr(one, value) for one in rest], color=colour, linestyle="", marker="x")
-        for one in found:
-            above = one in ours
-            axis.annotate(one.name, (one.megabytes, max(one.test, one.new) if above else min(one.test, one.new)), rotation=45,
-                          xytext=(0, 8 if above else -34), textcoords="offset points", fontsize="small")  # fmt: skip
-        axis.set(xlabel="MB of a round, both directions, all its clients", ylabel="accuracy %", title=title)
-        axis.margins(x=0.2, y=0.35)
-        axis.legend(fontsize="small", loc="lower right")
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 0.42 * len(found) + 1.6), sharey=True)
+        places = range(len(found))
+        for label, colour, marker, value in (("training clients", "#0072B2", "o", "test"), ("new clients", "#D55E00", "D", "new")):
+            left.plot([getattr(one, value) for one in found], places, color=colour, linestyle="", marker=marker, label=label)
+        right.barh(places, [one.megabytes for one in found], height=0.6, color="#56B4E9")
+        for place, one in zip(places, found, strict=True):
+            where = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+            right.annotate(f"{one.megabytes:#.3g}", (one.megabytes, place), **where)
+        left.set(xlabel="accuracy %", yticks=list(places), yticklabels=[one.name for one in found])
+        left.invert_yaxis()  # read from the top, as in the table
+        left.legend(fontsize="small")
+        right.set(xlabel="MB of a round, both directions, all its clients")
+        figure.suptitle(title)
         save(figure, path)
 
 
@@ -93,7 +87,8 @@ def main() -> int:
     if not known:
         print("no finished run, nothing written")
         return 1
-    args.page.write_text(markdown(table, plan, found, level=1))
+    picture = os.path.relpath(args.figure, args.page.parent)
+    args.page.write_text(f"{markdown(table, plan, found, level=1).rstrip()}\n\n![accuracy and megabytes for each threshold]({picture})\n")
     print(f"written: {args.page}")
     draw(known, f"CIFAR-10, Dir(0.5), {plan.form} form", args.figure)
     return 1 if failed else 0
