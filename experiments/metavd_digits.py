@@ -97,7 +97,7 @@ def page(runs: list[dict[str, Any]]) -> str:
             "## Bases with and without MetaVD", "", *table(runs, BASES, quality), "", "## Dropped weights", "",
             "Bytes of the last round, all clients; weights are dropped from round 81 on. Sparsity is that of the layer of 64 × 32 weights.",
             "", *table(runs, DROPS, sizes), "",
-              "![accuracy and megabytes for each threshold](pictures/metavd_digits_drop.svg)", "", READING]  # fmt: skip
+            "![accuracy and megabytes for each threshold](pictures/metavd_digits_drop.svg)", "", READING]  # fmt: skip
     return "\n".join(text)
 
 
