@@ -1,6 +1,6 @@
 """FedNP's toy problem (its Table 4 and Figure 2): a polynomial with four coefficients, three clients on three segments of x.
 
-    python experiments/fednp_toy.py --seeds 3 --page experiments/fednp_toy.md --picture experiments/pictures/fednp_toy.png
+    python experiments/fednp_toy.py --seeds 3 --page experiments/fednp_toy.md --picture experiments/pictures/fednp_toy.svg
 
 y = −x² + 2x + 5 + noise of standard deviation 5; 30, 20 and 50 points on [−7, −5], [−2, 2] and [4, 8]. Every method has 10 rounds of 4
 local epochs in batches of 10 by RMSprop 0.01, as the authors, or 50 rounds at 0.001, from coefficients that are 0. The metric is the
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drawing import drawing, save
 
 from bayflower.maths import npn
 from bayflower.reproduce.toy import ROUNDS, Found, error, make_data, powers, run
@@ -67,26 +68,20 @@ def summary(found: list[float]) -> str:
 
 def picture(path: Path, found: Found) -> None:
     """Draw data, local models, global model, and the distribution of models that z gives, within three standard deviations."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     state, x = found.state, torch.linspace(-8, 9, 300, dtype=torch.float64)[:, None]
     layers = {name.removeprefix(EXTRA + "npn."): value for name, value in state.extra.items()}
     theta = npn.forward(layers, npn.Gauss(state.total.mean(), state.total.variance()))
     mean, spread = powers(x) @ theta.mean, (powers(x).square() @ theta.var).sqrt()
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    axes.fill_between(x[:, 0], mean - 3 * spread, mean + 3 * spread, color="0.9", label="model distribution, ±3 s.d.")
-    for k, (batch, own) in enumerate(zip(found.data, found.local, strict=True)):
-        axes.plot(batch.x[:, 0], batch.y, ".", ms=4, color=f"C{k}")
-        axes.plot(x[:, 0], powers(x) @ own, "--", lw=1, color=f"C{k}", label=f"local model {k + 1}")
-    axes.plot(x[:, 0], powers(x) @ state.params["head.weight"][0], "k", label="global model")
-    axes.set(xlabel="x", ylabel="y", ylim=(-90, 30))
-    axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawing("fednp") as pyplot:
+        figure, axes = pyplot.subplots(figsize=(6, 4))
+        axes.fill_between(x[:, 0], mean - 3 * spread, mean + 3 * spread, color="0.9", label="model distribution, ±3 s.d.")
+        for k, (batch, own) in enumerate(zip(found.data, found.local, strict=True)):
+            axes.plot(batch.x[:, 0], batch.y, ".", ms=4, color=f"C{k}")
+            axes.plot(x[:, 0], powers(x) @ own, "--", lw=1, color=f"C{k}", label=f"local model {k + 1}")
+        axes.plot(x[:, 0], powers(x) @ state.params["head.weight"][0], "k", label="global model")
+        axes.set(xlabel="x", ylabel="y", ylim=(-90, 30))
+        axes.legend(fontsize=8)
+        save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
