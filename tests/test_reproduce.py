@@ -98,6 +98,13 @@ def test_every_setting_of_a_form_reaches_some_run():
             assert set(table.form(form)) - {"seeds"} <= reached, (table.id, form)
 
 
+@pytest.mark.parametrize("form", ["full", "quick"])
+def test_no_two_columns_show_the_same_number_of_the_same_run(form):
+    for table in load_tables().values():
+        shown = [(one.row, key_of(one.spec, 0), one.column.metric, one.column.at) for one in table.cells(form) if one.spec is not None]
+        assert len(shown) == len({repr(one) for one in shown}), table.id
+
+
 def test_the_hash_is_of_what_decides_the_numbers():
     spec = Spec("engine", "pfedvmp", (("dataset", "cifar10"), ("images", 15000), ("rounds", 3)))
     same = Spec("engine", "pfedvmp", (("dataset", "cifar10"), ("evaluate_every", 7), ("images", 15000), ("rounds", 3), ("xi", 50)))
