@@ -33,7 +33,7 @@ def outcomes(method: str, **settings):
 
 
 def compare(loop, fused, tolerance: float) -> None:
-    zero = tolerance / 10  # the control variate of a bias before BatchNorm is zero but for rounding, which has no relative error
+    zero = tolerance / 10
     assert worst_difference(fused.server_state, loop.server_state, zero) < tolerance
     for client, state in loop.client_states.items():
         assert worst_difference(fused.client_states[client], state, zero) < tolerance, client
@@ -57,7 +57,8 @@ def compare(loop, fused, tolerance: float) -> None:
 @pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
 @pytest.mark.parametrize("method", NAMES)
 def test_one_float32_sgd_round_agrees_to_1e_5(method, model, device):
-    compare(*outcomes(method, model=model, rounds=1, optimizer="sgd", lr=0.05, device=device), tolerance=1e-5)
+    """FedDC and FedDyn keep how far weights have moved; the rate is such that a move has enough digits in float32."""
+    compare(*outcomes(method, model=model, rounds=1, optimizer="sgd", lr=0.1, device=device), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

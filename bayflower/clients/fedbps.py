@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..maths.bits import unpack_bits
-from ..maths.curvature import diagonal
+from ..maths.curvature import at_once, diagonal
 from ..models import Model
 from ..protocol import WireError
 from ..strategies.fedbps import Broadcast, Update
@@ -56,9 +56,7 @@ class Client(ClientHalf):
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
-        columns = 1 if config.curvature != "fisher" or model.num_classes == 2 else model.num_classes
-        some = min(training.batch_size // 2, 3 * training.batch_size // (2 * columns))  # below twice a step's memory
-        self.surveys = max(some, min(8, training.batch_size))  # but where a step is small, single samples would only take time
+        self.surveys = at_once(model, training.batch_size, config.curvature)
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
         """Return one stretch of local training; a new client fits its personal entries; nothing before a test."""

@@ -9,8 +9,8 @@
     loss = mean NLL + (la_weight/2) Σ Lambda_S (theta − mu_S)²                          [eq. 3]
     Lambda_k = memory Lambda_S + F_k                                                    [eq. 4]
 
-Departs: the Fisher information is exact, over the model's own labels (curvature.py). A precision is at least 1e-6: weights behind dead
-units have no information and would divide 0 by 0.
+Departs: the Fisher information is exact, over the model's own labels (curvature.py), one pass back for each class; `curvature=sketch` has
+one pass for all. A precision is at least 1e-6: weights behind dead units have no information and would divide 0 by 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..maths.curvature import diagonal
+from ..maths.curvature import at_once, diagonal
 from ..models import Model
 from ..strategies.fedla import State as Broadcast
 from ..strategies.fedla import Update
@@ -45,8 +45,7 @@ class Client(fedavg.Client):
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
-        columns = 1 if model.num_classes == 2 else model.num_classes
-        self.surveys = max(1, min(training.batch_size // 2, 3 * training.batch_size // (2 * columns)))  # below twice a step's memory
+        self.surveys = at_once(model, training.batch_size, config.curvature)
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return a client that has not taken part."""
@@ -65,7 +64,7 @@ class Client(fedavg.Client):
 
     def survey(self, work: Work, batch: Batch) -> Survey:
         """Return the Fisher information that `batch` adds."""
-        return Survey(diagonal(self.model, work.params, work.buffers, batch, "fisher"), {})
+        return Survey(diagonal(self.model, work.params, work.buffers, batch, self.config.curvature), {})
 
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return (theta_k, Lambda_k, n_k) [eq. 4]."""

@@ -76,6 +76,12 @@ def diagonal(model: Model, params: Tensors, buffers: Tensors, batch: Batch, kind
     return {name: result[name] for name in params}
 
 
+def at_once(model: Model, batch_size: int, kind: Kind) -> int:
+    """Return of how many samples to ask the curvature together: below twice a training step's memory, but not one by one."""
+    columns = model.num_classes if kind == "fisher" and model.num_classes > 2 else 1
+    return max(min(batch_size // 2, 3 * batch_size // (2 * columns)), min(8, batch_size))  # where a step is small, so are eight samples
+
+
 def factor(logits: Tensor, y: Tensor, kind: Kind) -> Tensor:
     """Return the columns S, (C, B, K)."""
     if logits.shape[-1] == 1:

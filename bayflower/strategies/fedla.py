@@ -17,11 +17,12 @@ counts `memory` as much, without which an online precision grows without bound. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from ..maths.curvature import Kind
 from ..maths.exact import Scaled
 from ..types import ConfigError, Statistic, Sum, Tensors
 from . import fedavg
@@ -34,6 +35,7 @@ class Config:
     la_weight: float = 1.0  # weight of the prior that the server sends, in the local loss; 1 is MAP
     la_start: float = 0.01  # precision of the prior before the first round
     memory: float = 0.9  # share of the precision that is left after a round, in [0, 1]; 1 never forgets
+    curvature: Kind = "fisher"  # fisher: over the model's own labels; sketch: its estimate, one pass for all; empirical: true labels
 
     def __post_init__(self) -> None:
         if not 0 <= self.la_weight < float("inf"):
@@ -42,6 +44,8 @@ class Config:
             raise ConfigError(f"la_start must be positive and finite, got {self.la_start}")
         if not 0 <= self.memory <= 1:
             raise ConfigError(f"memory must be in [0, 1], got {self.memory}; 1 never forgets")
+        if self.curvature not in get_args(Kind):
+            raise ConfigError(f"curvature must be one of {', '.join(get_args(Kind))}, got {self.curvature!r}")
 
 
 class State(NamedTuple):
