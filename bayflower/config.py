@@ -80,7 +80,7 @@ class Settings:
     tf32: bool = False  # let a GPU round the inputs of float32 products to 10 bits: faster, and no longer equal to a CPU's numbers
     bf16: bool = False  # training passes with products and activations of bfloat16; parameters, messages and tests stay in float32
     max_fused: int = 0  # fused engine: most clients trained together; 0 = as many as fit into memory
-    stacking: Literal["auto", "yes", "no"] = "auto"  # fused engine: train clients as a stack; auto = on a CPU where it is measured to pay
+    stacking: Literal["auto", "measured", "yes", "no"] = "auto"  # fused engine: train clients as a stack; on a CPU auto goes by a rule
     cuda_graphs: bool = True  # fused engine on a GPU: record a training step once and replay it
     client_states: Literal["device", "disk"] = "device"  # fused engine: where states of clients are kept between rounds; disk = in `out`
 
@@ -93,7 +93,7 @@ class Settings:
             raise ConfigError(f"fraction_train must be in (0, 1], got {self.fraction_train}; 1 means every client in every round")
         if self.model not in MODELS:
             raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {self.model!r}")
-        words = {"dtype": ("float32", "float64"), "stacking": ("auto", "yes", "no"), "client_states": ("device", "disk")}
+        words = {"dtype": ("float32", "float64"), "stacking": ("auto", "measured", "yes", "no"), "client_states": ("device", "disk")}
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {getattr(self, name)!r}")

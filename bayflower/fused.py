@@ -57,7 +57,8 @@ class Fused:
         self.graphs = Graphs(self.device, settings.cuda_graphs)
         self.most, self.fits = settings.max_fused, 0  # most clients at a time (0 = no limit); this many are known to fit
         self.apart = apart or (DROPOUT if halves.model.stochastic else halves.model.unstackable)  # why clients are not stacked
-        self.undecided = not self.apart and self.device.type == "cpu" and settings.stacking == "auto"
+        self.measured = settings.stacking == "measured"
+        self.undecided = not self.apart and self.device.type == "cpu" and settings.stacking in ("auto", "measured")
         if settings.stacking == "no":
             self.apart = self.apart or "clients were trained one by one because stacking=no"
         self.courses: dict[Any, Course] = {}
@@ -269,7 +270,7 @@ def run_fused(
     if run.settings.torch_device().type == "cpu" and halves.model.num_parameters < SMALL_MODEL and torch.get_num_threads() > 1:
         with solo.one_thread():
             return run_fused(run, federation, halves, progress, out, resume)
-    if resume and run.settings.stacking == "auto":
+    if resume and run.settings.stacking in ("auto", "measured"):
         run = replace(run, settings=replace(run.settings, stacking=resume.config.get("stacking", "auto")))
     settings, server = run.settings, halves.server
     device = settings.torch_device()

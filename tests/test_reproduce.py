@@ -54,6 +54,20 @@ BY_HAND = [
 ]  # fmt: skip
 
 
+def test_a_file_says_once_what_is_usual(tmp_path):
+    """A form under `usual` is that of every table but of one with its own."""
+    lines = (ROOT / "experiments/tables/fedbps.toml").read_text().splitlines()
+    usual = next(line for line in lines[lines.index("[usual]") :] if line.startswith("quick"))
+    (tmp_path / "ours.toml").write_text("\n".join("quick = { rounds = 7, seeds = 2 }" if line == usual else line for line in lines))
+    quick = {name: table.quick for name, table in load_tables(tmp_path).items()}
+    assert quick.pop("fedbps-3") == find("fedbps-3").quick
+    assert set(quick) == {"fedbps-1", "fedbps-2", "fedbps-figure-3"}
+    assert all(form == {"rounds": 7, "seeds": 2} for form in quick.values())
+    (tmp_path / "ours.toml").write_text("\n".join(line for line in lines if line != usual))
+    with pytest.raises(ConfigError, match=r"ours\.toml is no file of tables"):
+        load_tables.__wrapped__(tmp_path)
+
+
 def test_every_table_and_figure_that_is_asked_for_is_there():
     wanted = {f"{paper}-{name}" for paper, names in ASKED.items() for name in names}
     assert set(load_tables()) == wanted

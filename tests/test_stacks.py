@@ -190,11 +190,32 @@ def test_on_a_cpu_the_faster_way_is_taken_and_kept(monkeypatch, tmp_path, faster
         return 1e-6 if stacked == faster else 1.0
 
     monkeypatch.setattr(choice, "seconds", seconds)
-    prepared = small_prepared("fedmap", "fused", stacking="auto", checkpoint_every=1)
+    prepared = small_prepared("fedmap", "fused", stacking="measured", checkpoint_every=1)
     outcome = execute(prepared, out=tmp_path)
     assert (outcome.remarks[0] if outcome.remarks else None) is None if remark is None else remark in outcome.remarks[0]
     assert read(tmp_path).config["stacking"] == ("yes" if faster == "stack" else "no")
     assert real(lambda: None) < 1
+
+
+FEW = {"num_clients": 2, "new_clients": 0}
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "remark"),
+    [
+        ((), {}, None),
+        ((nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 1, 3, padding=1), nn.Flatten()), {}, "for convolutions on a CPU"),
+        ((), FEW, "fewer than 3 train in the mean step"),
+    ],
+)
+def test_on_a_cpu_no_clock_decides_by_itself(monkeypatch, layers, settings, remark):
+    """With a clock two runs of one seed could differ in rounding, which Adam makes steps of behind BatchNorm."""
+    monkeypatch.setattr(choice, "seconds", lambda fn, times=3: pytest.fail("a clock was asked"))
+    model = models.Model(lambda: nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 10)), 10, "small")
+    run, federation, halves = on(model, "fedavg", stacking="auto", rounds=1, **settings)
+    outcome = run_fused(run, federation, halves)
+    assert bool(outcome.remarks) == (remark is not None)
+    assert remark is None or remark in outcome.remarks[0]
 
 
 def sender(halves, device="cpu"):

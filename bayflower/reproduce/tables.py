@@ -1,8 +1,9 @@
 """Published tables as data. A file in `papers/` is one paper; a table is rows × columns of cells, each a run and a number of it.
 
-A cell's settings are the table's, then its column's, its row's, and those of the form (`quick` or `full`) that its method has. Its method
-is named by its row or column; where neither names one, the method does not exist here and the cell says "not yet". In the form `full` a row
-takes the values that `bayflower tune --table` chose for it, where `papers/tuned` has a file for the table.
+What a file says under `usual` holds for every table that does not say it itself. A cell's settings are the table's, then its column's, its
+row's, and those of the form (`quick` or `full`) that its method has. Its method is named by its row or column; where neither names one, the
+method does not exist here and the cell says "not yet". In the form `full` a row takes the values that `bayflower tune --table` chose for
+it, where `papers/tuned` has a file for the table.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def load_tables(folder: Path = PAPERS) -> dict[str, Table]:
         try:
             content = tomllib.loads(path.read_text())
             metrics = {name: Metric(**values) for name, values in content["metrics"].items()}
-            for values in content["table"]:
+            for own in content["table"]:
+                values = {**content.get("usual", {}), **own}
                 table = make_table(values, metrics, content["source"], folder / TUNED / f"{values.get('tuned_by') or values['id']}.toml")
                 if table.id in found:
                     raise ValueError(f"two tables are called {table.id}")
