@@ -32,11 +32,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import check_words
 from ..maths.bits import pack_bits
 from ..maths.curvature import Kind
 from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
@@ -63,9 +64,7 @@ class Config:
             raise ConfigError(f"personal_share must be in [0, 1], got {self.personal_share}; 0 is FedAvg, 1 is local training")
         if self.delta is not None and not (self.delta > 0 and math.isfinite(self.delta)):
             raise ConfigError(f"delta must be positive and finite, got {self.delta}; without it a weight without curvature has no variance")
-        for name, kind in (("curvature", Kind), ("ranking", Ranking), ("threshold", Threshold), ("statistics", Statistics)):
-            if getattr(self, name) not in get_args(kind):
-                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+        check_words(self)
 
 
 class State(NamedTuple):

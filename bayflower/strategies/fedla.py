@@ -17,11 +17,12 @@ counts `memory` as much, without which an online precision grows without bound. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import check_words
 from ..maths.curvature import Kind
 from ..maths.exact import Scaled
 from ..types import ConfigError, Statistic, Sum, Tensors
@@ -44,8 +45,7 @@ class Config:
             raise ConfigError(f"la_start must be positive and finite, got {self.la_start}")
         if not 0 <= self.memory <= 1:
             raise ConfigError(f"memory must be in [0, 1], got {self.memory}; 1 never forgets")
-        if self.curvature not in get_args(Kind):
-            raise ConfigError(f"curvature must be one of {', '.join(get_args(Kind))}, got {self.curvature!r}")
+        check_words(self)
 
 
 class State(NamedTuple):

@@ -27,11 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import check_words
 from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
 from .fedavg import summed, weighted
 
@@ -50,8 +51,7 @@ class Config:
     def __post_init__(self) -> None:
         if not (self.sigma2 > 0 and math.isfinite(self.sigma2)):
             raise ConfigError(f"sigma2 must be positive and finite, got {self.sigma2}; it is the variance of the prior around gamma")
-        if self.weights not in get_args(Weights):
-            raise ConfigError(f"weights must be one of {', '.join(get_args(Weights))}, got {self.weights!r}")
+        check_words(self)
         if not (self.tau > 0 and math.isfinite(self.tau)):
             raise ConfigError(f"tau must be positive and finite, got {self.tau}; 1 means no tempering")
 

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import check_words
 from ..gaussian import Diagonal, product
 from ..maths import npn
 from ..maths.tilted import NODES, Backend
@@ -69,9 +70,7 @@ class Config:
             raise ConfigError(f"epsilon must be positive and finite, got {self.epsilon}")
         if not 0 < self.damping <= 1:
             raise ConfigError(f"damping must be in (0, 1], got {self.damping}; 1 means no damping")
-        for name, kind in (("moments", Backend), ("site", Site)):
-            if getattr(self, name) not in get_args(kind):
-                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+        check_words(self)
 
 
 class State(NamedTuple):

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import check_words
 from ..maths import beliefs, dropout
 from ..maths.beliefs import Belief
 from ..protocol import matching
@@ -82,9 +83,7 @@ class Config:
 
     def __post_init__(self) -> None:
         reptile.check_meta(self)
-        for name, kind in (("base", Base), ("posterior", Posterior), ("weighting", Weighting), ("ood", Ood)):
-            if getattr(self, name) not in get_args(kind):
-                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+        check_words(self)
         for name in ("variance_floor", "hyper_clip", "hyper_width"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")

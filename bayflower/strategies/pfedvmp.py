@@ -34,11 +34,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import check_words
 from ..gaussian import solve_precision, solve_without_waiting
 from ..maths.classwise import class_sums, from_triangle, to_triangle
 from ..messages import Message, blank, received, roots, shrunk, sizes
@@ -74,8 +75,7 @@ class Config:
                 raise ConfigError(f"{name} must be positive and finite, got {value}; without it a precision or its inverse may not exist")
         if not self.cut < 1:
             raise ConfigError(f"cut must be below 1, got {self.cut}; it is a share of the largest eigenvalue")
-        if self.centroid not in get_args(Centroid):
-            raise ConfigError(f"centroid must be one of {', '.join(get_args(Centroid))}, got {self.centroid!r}")
+        check_words(self)
         if self.min_count < 1:
             raise ConfigError(f"min_count must be at least 1, got {self.min_count}; 1 sends every class a client has")
 

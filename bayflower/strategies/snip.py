@@ -15,11 +15,12 @@ round 2 on pruned weights are 0 and do not travel, in either direction.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import check_words
 from ..maths import dropout
 from ..protocol import matching
 from ..tree import Tensors, flatten
@@ -47,8 +48,7 @@ class Config:
 
     def __post_init__(self) -> None:
         reptile.check_meta(self)
-        if self.base not in get_args(Base):
-            raise ConfigError(f"base must be one of {', '.join(get_args(Base))}, got {self.base!r}")
+        check_words(self)
         if not 0 <= self.prune_share < 1:
             raise ConfigError(f"prune_share must be in [0, 1), got {self.prune_share}; 0 prunes nothing")
 
