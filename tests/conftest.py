@@ -61,14 +61,12 @@ def worst_difference(a: Any, b: Any, zero: float = 0.0) -> float:
     """
     left, right = ({name: tensor.cpu().double() for name, tensor in flatten(tree).items()} for tree in (a, b))
     assert left.keys() == right.keys()
-    scale: dict[str, float] = {}  # a field is what has the same name but for its last part: all of params/, all of drift/
-    for name, tensor in right.items():
-        field = name.rpartition("/")[0]
-        scale[field] = max(scale.get(field, 0.0), float(tensor.norm()))
+    fields = {name: name.rpartition("/")[0] for name in right}  # all of params/ is one field, all of drift/ another
+    scale = {field: max(float(right[name].norm()) for name in right if fields[name] == field) for field in set(fields.values())}
     worst = 0.0
     for name, y in right.items():
         x = left[name]
         assert x.shape == y.shape, name
-        if max(float(x.norm()), float(y.norm())) >= zero * min(1.0, scale[name.rpartition("/")[0]]):
+        if max(float(x.norm()), float(y.norm())) >= zero * min(1.0, scale[fields[name]]):
             worst = max(worst, float((x - y).norm() / y.norm().clamp(min=1e-12)))
     return worst

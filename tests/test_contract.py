@@ -211,8 +211,6 @@ def test_all_functions_stack_over_clients(bench):
         work, info = lift(lambda w, d: half.step(phase, w, (d,) * phase.batches, drawn))(work, data)
         if half.surveys:
             work = lift(lambda w, d: w._replace(survey=half.survey(w, d)))(work, data)
-        if half.surveys:
-            work = lift(lambda w, d: w._replace(survey=half.survey(w, d)))(work, data)
         state, update = lift(half.finish)(state, work, data)
         probs = {view: lift(lambda s, d, view=view: half.predict(view, s, broadcast, d.x, seen))(state, data) for view in half.views()}
         return state, update, info, probs
