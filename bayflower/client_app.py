@@ -1,6 +1,6 @@
 """Flower's ClientApp: one client of the federation named in the run-config, known by its partition id."""
 
-from bayflower.clients.base import client_app
-from bayflower.flower.remote import site_of
+from .flower.app import site_of
+from .flower.client import client_app
 
 app = client_app(site_of)

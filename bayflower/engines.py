@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import outcome as outcomes
-from .checkpoint import Checkpoint
 from .config import ENGINES, Run
 from .data import Federation, load_federation
-from .halves import Halves, make_halves
-from .outcome import Outcome, Progress
-from .types import ConfigError
+from .errors import ConfigError
+from .files.atomic import write_json
+from .files.checkpoint import Checkpoint
+from .files.records import Outcome, Progress
+from .rounds.halves import Halves, make_halves
+from .rounds.result import result
 
 
 class Prepared(NamedTuple):
@@ -67,7 +68,7 @@ def execute(prepared: Prepared, progress: Progress | None = None, out: Path | No
     run, engine, federation, halves = prepared
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
     if engine == "fused":
-        from .fused import run_fused
+        from .fused.run import run_fused
 
         return run_fused(run, federation, halves, progress, out, resume)
     from .flower.loop import run_loop  # needs flwr, which the fused engine does not
@@ -80,7 +81,7 @@ def run_to_result(
 ) -> dict[str, Any]:
     """Return result.json's content, written to `out`/result.json if given."""
     outcome = execute(prepared, progress, out, resume)
-    content = outcomes.result(prepared.run, prepared.engine, prepared.federation, prepared.halves, outcome)
+    content = result(prepared.run, prepared.engine, prepared.federation, prepared.halves, outcome)
     if out is not None:
-        outcomes.write_json(out / "result.json", content)
+        write_json(out / "result.json", content)
     return content

@@ -18,3 +18,7 @@ def check_words(config: Any) -> None:
     for name, kind in get_type_hints(type(config)).items():
         if get_origin(kind) is Literal and getattr(config, name) not in get_args(kind):
             raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(config, name)!r}")
+
+
+class WireError(BayflowerError):
+    """A message that cannot be used; the text says what is wrong with it."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import ConfigError
 
 if TYPE_CHECKING:
-    from .types import ClientHalf, ServerHalf
+    from .contract import ClientHalf, ServerHalf
 
 
 @dataclass(frozen=True)

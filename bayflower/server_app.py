@@ -9,6 +9,6 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run every method in turn and write their results."""
-    from .flower.remote import serve  # not before it is needed: Flower imports this module to look at it
+    from .flower.app import serve  # not before it is needed: Flower imports this module to look at it
 
     serve(grid, context.run_config)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from .errors import BayflowerError
+from .errors import BayflowerError, WireError
 
 Tensors = dict[str, Tensor]
 T = TypeVar("T")
@@ -129,3 +129,34 @@ def digest(tree: Any) -> str:
         seal.update(f"{name}|{leaf.dtype}|{tuple(leaf.shape)}|".encode())
         seal.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
     return seal.hexdigest()
+
+
+Shapes = tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and dtype of each array
+
+
+def shapes(tree: Any) -> Shapes:
+    """Return what travels of a tree's leaves."""
+    return tuple((name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in flatten(tree).items())
+
+
+def matching(flat: Mapping[str, Tensor], template: Any) -> Any:
+    """Return the tree shaped like `template` with the values of `flat`; names, shapes and dtypes must agree and be finite."""
+    expected = flatten(template)
+    if missing := sorted(set(expected) - set(flat)):
+        raise WireError(f"key {missing[0]!r} is missing")
+    if unknown := sorted(set(flat) - set(expected)):
+        raise WireError(f"key {unknown[0]!r} was not asked for")
+    for name, want in expected.items():
+        got = flat[name]
+        if got.shape != want.shape:
+            raise WireError(f"{name!r} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+        if got.dtype != want.dtype:
+            raise WireError(f"{name!r} has dtype {dtype_name(got)}, expected {dtype_name(want)}")
+        if got.is_floating_point() and not bool(torch.isfinite(got).all()):
+            raise WireError(f"{name!r} has values that are not finite")
+    return unflatten(type(template), flat)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return e.g. "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")

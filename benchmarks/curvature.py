@@ -26,13 +26,14 @@ from torch import nn
 from torch.func import vmap
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bayflower import solo
 from bayflower.clients.fedbps import Client
 from bayflower.config import Training
-from bayflower.models import Model, build
+from bayflower.contract import Work
+from bayflower.networks.model import Batch, Model
+from bayflower.networks.papers import build
+from bayflower.rounds import solo
 from bayflower.strategies.fedbps import Config
 from bayflower.tree import map_tree
-from bayflower.types import Batch, Work
 
 NETWORKS = {"lenet5": (1, 28, 28), "resnet20": (3, 32, 32)}
 WAYS = ("epoch", "fisher", "sketch", "empirical", "laplace-torch")
@@ -99,7 +100,7 @@ def survey(network: str, clients: int, kind: str) -> Callable[[Work, Batch], Any
 
 def laplace_torch(network: str) -> Callable[[Work, Batch], Any]:
     """Return laplace-torch's diagonal GGN (BackPACK, which knows Sequential networks) as a function of the same arguments."""
-    from bayflower.vision import prepare_torchvision
+    from bayflower.data.vision import prepare_torchvision
 
     prepare_torchvision()
     warnings.simplefilter("ignore")

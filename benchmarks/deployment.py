@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bayflower.deploy import layout, runs
+from bayflower.deploy import folders, runs
 from bayflower.deploy.local import Local
 from bayflower.deploy.server import Server
+from bayflower.files.atomic import write_json
 from bayflower.flower import processes
-from bayflower.jsonfile import write_json
 
 RESULTS = Path(__file__).parent / "results"
 CLIENTS = 3
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bayflower-deployment-") as name:
-        local = Local(layout.init(Path(name) / "fed", clients=CLIENTS))
+        local = Local(folders.init(Path(name) / "fed", clients=CLIENTS))
         try:
             local.up(print)
             if given.what == "rounds":

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from lab import POSITIONS, Lab
 
-from bayflower import checkpoint, store
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
-from bayflower.jsonfile import read_json, write_json
+from bayflower.files import checkpoint, store
+from bayflower.files.atomic import read_json, write_json
 from bayflower.metrics import summarise
 from bayflower.tree import flatten
 

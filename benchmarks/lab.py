@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
-from bayflower import checkpoint
-from bayflower.deploy import engine, layout
+from bayflower.deploy import docker, folders, layout
 from bayflower.errors import BayflowerError
+from bayflower.files import checkpoint
 
 POSITIONS = ("before", "during", "after")  # local training of the victim in the round
 IMPORT_SECONDS = 5.0  # CPU time after which a ClientApp has imported torch and is training
@@ -41,10 +41,10 @@ class Lab:
     def __init__(self, folder: Path, clients: int, settings: dict[str, Any], small: dict[int, int] | None = None) -> None:
         self.folder, self.settings = folder, {"num_clients": clients, "device": "cpu", **settings}
         if not folder.exists():
-            layout.init(folder, clients=clients)
+            folders.init(folder, clients=clients)
             self.change(small or {})
         self.deployment = layout.read(folder)
-        self.docker = engine.client()
+        self.docker = docker.client()
         self.name = ""  # of the run that is being broken
 
     def change(self, small: dict[int, int]) -> None:
@@ -59,11 +59,11 @@ class Lab:
         file.write_text(yaml.safe_dump(content, sort_keys=False))
 
     def __enter__(self) -> Lab:
-        engine.up(self.deployment)
+        docker.up(self.deployment)
         return self
 
     def __exit__(self, *_: object) -> None:
-        engine.compose(self.deployment, "down", "--volumes", "--timeout", "5")
+        docker.compose(self.deployment, "down", "--volumes", "--timeout", "5")
 
     # -- runs --------------------------------------------------------------------------------------------------------
     def submit(self, name: str, *more: str) -> subprocess.Popen[str]:
@@ -146,7 +146,7 @@ class Lab:
 
     def healthy(self) -> None:
         """Return when every container works and every client is online."""
-        engine.up(self.deployment)
+        docker.up(self.deployment)
         words = [sys.executable, "-m", "bayflower", "deploy", "status", str(self.folder), "--json"]
 
         def all_online() -> bool:

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bayflower.maths.classmessages import pack_factors, roots
 from bayflower.maths.classwise import class_factors, to_triangle
-from bayflower.messages import pack_factors, roots
-from bayflower.protocol import array_bytes, shapes
+from bayflower.tree import shapes
+from bayflower.wire.protocol import array_bytes
 
 CUT = 1e-5
 

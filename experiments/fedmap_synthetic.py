@@ -59,7 +59,7 @@ def run_cell(cell: dict[str, Any], folder: str) -> str:
     torch.set_num_threads(1)
     from bayflower.config import parse
     from bayflower.engines import prepare, run_to_result
-    from bayflower.outcome import write_json
+    from bayflower.files.atomic import write_json
 
     started = time.perf_counter()
     run = parse(cell["method"], {key: value for key, value in cell.items() if key != "method"})
@@ -159,7 +159,7 @@ def report(args: argparse.Namespace) -> None:
               f"torch {runs[0]['versions']['torch']}, commit {commit}."]  # fmt: skip
     print("\n".join(lines))
     if args.json:
-        from bayflower.outcome import write_json
+        from bayflower.files.atomic import write_json
 
         write_json(Path(args.json), {"commit": commit, "runs": runs})
 

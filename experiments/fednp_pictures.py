@@ -24,7 +24,7 @@ from bayflower.data import load_federation
 from bayflower.maths import npn
 from bayflower.personal.runs import Opened, client_state, open_run
 from bayflower.report.special import in_plane
-from bayflower.solo import samples
+from bayflower.rounds.solo import samples
 from bayflower.strategies.fednp import EXTRA, classifier
 from bayflower.tree import to, unflatten
 

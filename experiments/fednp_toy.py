@@ -20,9 +20,9 @@ import torch
 from drawing import drawing, save
 
 from bayflower.maths import npn
+from bayflower.networks.model import Batch
 from bayflower.reproduce.toy import ROUNDS, Found, error, make_data, powers, run
 from bayflower.strategies.fednp import EXTRA
-from bayflower.types import Batch
 
 PAPER = {
     "fedavg": "116.48 ± 2.54",

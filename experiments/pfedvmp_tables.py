@@ -133,7 +133,7 @@ class OutOfTimeError(Exception):
 
 def run(args: argparse.Namespace) -> int:
     """Run everything that is not there yet; return how many runs failed."""
-    from bayflower.types import ConfigError
+    from bayflower.errors import ConfigError
 
     path, end = Path(args.out), time.monotonic() + 60 * args.minutes if args.minutes else math.inf
     changed = dict(text.split("=", 1) for text in args.set)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from bayflower import solo
 from bayflower.data import batches
 from bayflower.engines import Prepared
 from bayflower.maths.exact import Total
+from bayflower.rounds import solo
 
 Loss = Callable[[dict, torch.Tensor, torch.Tensor], torch.Tensor]
 SETTINGS = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.0, "dtype": "float64", "server_lr": 0.7, "server_momentum": 0.3}

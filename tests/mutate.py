@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from bayflower import wire
+from bayflower.flower import records
 
 EXTREME = [float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e-45, 1e30, 1e38, -1e38]
 COUNTS = [0, -1, -(2**62), 2**31, 2**40, 2**62, 10**9]
@@ -19,7 +19,7 @@ COUNTS = [0, -1, -(2**62), 2**31, 2**40, 2**62, 10**9]
 
 def copied(reply: Message) -> Message:
     """Return the reply in containers of its own."""
-    return Message(content=wire.copy_content(reply.content), metadata=reply.metadata)
+    return Message(content=records.copy_content(reply.content), metadata=reply.metadata)
 
 
 def raw(values: np.ndarray, dtype: str | None = None, shape: tuple[int, ...] | None = None, pickle: bool = False) -> Array:
@@ -48,7 +48,7 @@ class Mutator:
 
     # -- arrays ------------------------------------------------------------------------------------------------------
     def place(self, reply: Message) -> tuple[ArrayRecord, str]:
-        keys = [key for key in (wire.UPDATE, wire.UPDATE, wire.TALLY) if key in reply.content]
+        keys = [key for key in (records.UPDATE, records.UPDATE, records.TALLY) if key in reply.content]
         record = reply.content[self.draw.choice(keys)]
         return record, self.draw.choice(list(record))
 
@@ -158,7 +158,7 @@ class Mutator:
 
     def whole_numbers(self, reply: Message) -> list[Message]:
         """Huge ranks, counts and turns, masks of other weights."""
-        record = reply.content[wire.UPDATE]
+        record = reply.content[records.UPDATE]
         names = [name for name in record if np.dtype(record[name].dtype).kind in "iub"]
         name = self.draw.choice(names)
         x = self.numbers(record, name)
@@ -172,18 +172,18 @@ class Mutator:
     def header(self, reply: Message) -> list[Message]:
         name, values = self.draw.choice([("round", [0, 1, 3, -1, 2**62]), ("run", ["else", "../x", ""]), ("method", ["x", "../x", ""]),
                                          ("client", [0, 99, -1, 2**62]), ("protocol", [0, 2, -1])])  # fmt: skip
-        reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), name: self.draw.choice(values)})
+        reply.content[records.HEADER] = ConfigRecord({**dict(reply.content[records.HEADER]), name: self.draw.choice(values)})
         return [reply]
 
     def header_of_another_kind(self, reply: Message) -> list[Message]:
-        head = dict(reply.content[wire.HEADER])
+        head = dict(reply.content[records.HEADER])
         name = self.draw.choice(list(head))
         value = self.draw.choice([None, "x", 1.5, True, False, [1, 2], b"\0", [], "é\n\x1b[31m" * 300])
         if value is None:
             head.pop(name)
         else:
             head[name] = value
-        reply.content[wire.HEADER] = ConfigRecord(head)
+        reply.content[records.HEADER] = ConfigRecord(head)
         return [reply]
 
     def records(self, reply: Message) -> list[Message]:
@@ -208,21 +208,21 @@ class Mutator:
         return [reply, copied(reply)]
 
     def replay(self, reply: Message) -> list[Message]:
-        return [Message(content=wire.copy_content(self.old.content), metadata=reply.metadata)]
+        return [Message(content=records.copy_content(self.old.content), metadata=reply.metadata)]
 
     def replay_in_disguise(self, reply: Message) -> list[Message]:
-        content = wire.copy_content(self.old.content)
-        content[wire.HEADER] = reply.content[wire.HEADER]
+        content = records.copy_content(self.old.content)
+        content[records.HEADER] = reply.content[records.HEADER]
         return [Message(content=content, metadata=reply.metadata)]
 
     def another_node(self, reply: Message) -> list[Message]:
         return [moved(reply, self.draw.choice([1, 1000, 1001, 77, 2**63]))]
 
     def loss(self, reply: Message) -> list[Message]:
-        numbers = dict(reply.content[wire.METRICS])
+        numbers = dict(reply.content[records.METRICS])
         value = self.draw.choice([None, float("nan"), float("inf"), 1e308, -1e308, [1.0], [float("nan")], 2**62, -5.0])
-        numbers.pop(wire.TRAIN_LOSS)
-        reply.content[wire.METRICS] = MetricRecord(numbers if value is None else {**numbers, wire.TRAIN_LOSS: value})
+        numbers.pop(records.TRAIN_LOSS)
+        reply.content[records.METRICS] = MetricRecord(numbers if value is None else {**numbers, records.TRAIN_LOSS: value})
         return [reply]
 
     def error(self, reply: Message) -> list[Message]:
@@ -239,4 +239,4 @@ def moved(reply: Message, node: int) -> Message:
 
 def tensors_of(reply: Message) -> dict[str, torch.Tensor]:
     """Return the update in a reply."""
-    return wire.to_tensors(wire.copy_content(reply.content)[wire.UPDATE])
+    return records.to_tensors(records.copy_content(reply.content)[records.UPDATE])

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from bayflower import solo
 from bayflower.data import ClientData, batches
 from bayflower.engines import Prepared
 from bayflower.maths.exact import Total
+from bayflower.rounds import solo
 
 LR, MOMENTUM = 0.05, 0.9
 Phases = list[tuple[str, Callable[[str], bool]]]

@@ -10,11 +10,11 @@ import torch
 from conftest import small_prepared
 from torch import nn
 
-from bayflower import solo
 from bayflower.data import batches
 from bayflower.engines import Prepared
 from bayflower.maths.exact import Total
-from bayflower.types import Batch
+from bayflower.networks.model import Batch
+from bayflower.rounds import solo
 
 LR = 0.05
 Named = dict[str, torch.Tensor]

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from bayflower.networks import cnn
-from bayflower.optim import Optimizer
+from bayflower.maths.optim import Optimizer, OptState
+from bayflower.networks.model import masked_mean
+from bayflower.networks.papers import cnn
 from bayflower.stacked.losses import mean_nll, nll, pull
 from bayflower.stacked.stackable import StackedConv2d, StackedMaxPool2d, for_stacks
-from bayflower.types import OptState, masked_mean
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
 

@@ -34,7 +34,7 @@ def test_canaries_in_private_fields_never_travel(method):
                     )
             return new, update
 
-    import bayflower.clients.base as base
+    import bayflower.flower.client as base
 
     row_client = base.make_half
     planted = []

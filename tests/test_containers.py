@@ -15,7 +15,8 @@ import pytest
 from test_deploy import SETS, WORK, deploy
 from test_deploy_processes import same_as_the_loop
 
-from bayflower.deploy import engine, keys, layout
+from bayflower.deploy import docker as engine
+from bayflower.deploy import folders, keys, layout
 from bayflower.errors import BayflowerError
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +88,7 @@ def test_from_nothing_to_a_finished_run(docker, tmp_path):
     """`docker compose up`, TLS, authenticated nodes, three clients; the result is the loop engine's."""
     tmp_path.chmod(0o755)
     folder = tmp_path / "fed"
-    layout.init(folder, clients=3)
+    folders.init(folder, clients=3)
     made = layout.read(folder)
     try:
         done = subprocess.run(

@@ -11,16 +11,15 @@ import torch
 from conftest import NEEDED, assert_same_bits, small_prepared, worst_difference
 from torch.func import vmap
 
-from bayflower import solo
 from bayflower.data import batches
 from bayflower.engines import execute
+from bayflower.files.store import DiskStore, Saved
+from bayflower.flower.records import to_arrays, to_tensors
 from bayflower.maths.exact import Scaled, Total
 from bayflower.methods import METHODS, ROWS
-from bayflower.protocol import shapes
-from bayflower.store import DiskStore, Saved
-from bayflower.tree import digest, flatten, map_tree, stack, take, unflatten
-from bayflower.types import Batch
-from bayflower.wire import to_arrays, to_tensors
+from bayflower.networks.model import Batch
+from bayflower.rounds import solo
+from bayflower.tree import digest, flatten, map_tree, shapes, stack, take, unflatten
 
 NAMES = sorted(METHODS)
 MODELS = ["mlp", "mlp-bn"]

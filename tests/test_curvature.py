@@ -13,9 +13,9 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from bayflower.maths.curvature import diagonal, make_plan, signs
-from bayflower.models import Model, build
+from bayflower.networks.model import Batch, Model
+from bayflower.networks.papers import build
 from bayflower.tree import map_tree, stack, take, to
-from bayflower.types import Batch
 
 
 class Odd(nn.Module):
@@ -200,7 +200,7 @@ def test_equals_laplace_torch(name):
     """Daxberger et al. 2021's library, its diagonal of the generalised Gauss-Newton matrix (by BackPACK)."""
     if importlib.util.find_spec("laplace") is None or importlib.util.find_spec("backpack") is None:
         pytest.skip("laplace-torch is not installed; pip install laplace-torch compares with it")
-    from bayflower.vision import prepare_torchvision
+    from bayflower.data.vision import prepare_torchvision
 
     prepare_torchvision()
     with warnings.catch_warnings():

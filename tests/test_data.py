@@ -13,19 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bayflower.data import (
-    PARTITIONS,
-    DataSettings,
-    Federation,
-    load_client,
-    load_federation,
-    load_source,
-    read_npz,
-    standardise,
-    synthetic,
-)
-from bayflower.types import ConfigError
-from bayflower.vision import import_torchvision, prepare_torchvision
+from bayflower.data import PARTITIONS, DataSettings, Federation, load_client, load_federation, load_source, read_npz, standardise, synthetic
+from bayflower.data.vision import import_torchvision, prepare_torchvision
+from bayflower.errors import ConfigError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
 from bayflower import cli
-from bayflower.deploy import compose, keys, layout
+from bayflower.deploy import compose, folders, keys, layout
 from bayflower.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ def private(folder: Path) -> list[Path]:
 def several(tmp_path_factory) -> Path:
     """A deployment for several machines."""
     folder = tmp_path_factory.mktemp("several") / "fed"
-    layout.init(folder, clients=2, hosts=["fl.example.org", "192.0.2.7"], days=10)
+    folders.init(folder, clients=2, hosts=["fl.example.org", "192.0.2.7"], days=10)
     return folder
 
 
@@ -98,7 +98,7 @@ def test_node_keys_are_what_flower_asks_for(several):
 def test_nothing_is_overwritten(several):
     before = {path: path.read_bytes() for path in several.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match="is not overwritten"):
-        layout.init(several, clients=2)
+        folders.init(several, clients=2)
     assert before == {path: path.read_bytes() for path in several.rglob("*") if path.is_file()}
 
 
@@ -128,11 +128,11 @@ def test_init_tells_the_expiry_and_what_comes_next(tmp_path):
 
 
 def test_certificates_are_renewed_under_the_same_authority_and_names(tmp_path):
-    layout.init(tmp_path / "fed", clients=1, hosts=["fl.example.org"], days=40)
+    folders.init(tmp_path / "fed", clients=1, hosts=["fl.example.org"], days=40)
     made = layout.read(tmp_path / "fed")
     path = made.server / "server.crt"
     before = path.read_bytes()
-    layout.renew(made, 20)
+    folders.renew(made, 20)
     assert path.read_bytes() != before
     assert "fl.example.org" in keys.names_of(path)
     x509.load_pem_x509_certificate(path.read_bytes()).verify_directly_issued_by(
@@ -140,11 +140,11 @@ def test_certificates_are_renewed_under_the_same_authority_and_names(tmp_path):
     )
     assert stat.S_IMODE((made.server / "server.key").stat().st_mode) == 0o600
     with pytest.raises(ConfigError, match="the authority itself ends"):
-        layout.renew(made, 400)
+        folders.renew(made, 400)
 
 
 def test_a_certificate_that_has_ended_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    layout.init(tmp_path / "fed", clients=1, days=1)
+    folders.init(tmp_path / "fed", clients=1, days=1)
     import datetime
 
     later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
@@ -156,7 +156,7 @@ def test_a_certificate_that_has_ended_is_refused_before_anything_starts(tmp_path
         def now(cls, tz=None):
             return later
 
-    monkeypatch.setattr("bayflower.deploy.cli.datetime.datetime", Later)
+    monkeypatch.setattr("bayflower.cli.deploy.datetime.datetime", Later)
     done = CliRunner().invoke(cli.app, ["deploy", "up", str(tmp_path / "fed"), "--local"])
     assert isinstance(done.exception, ConfigError)
     assert "renew it" in str(done.exception)
@@ -164,7 +164,7 @@ def test_a_certificate_that_has_ended_is_refused_before_anything_starts(tmp_path
 
 # -- containers' file ------------------------------------------------------------------------------------------------
 def test_every_container_has_few_rights(several, tmp_path):
-    layout.init(tmp_path / "one", clients=3)
+    folders.init(tmp_path / "one", clients=3)
     files = [tmp_path / "one" / "compose.yaml", *several.glob("*/compose.yaml")]
     assert len(files) == 4
     for file in files:
@@ -183,7 +183,7 @@ def test_every_container_has_few_rights(several, tmp_path):
 
 def test_only_the_servers_own_containers_reach_the_superlink(tmp_path):
     """Whoever reaches it can start runs: Flower asks nobody who they are there."""
-    layout.init(tmp_path / "one", clients=3)
+    folders.init(tmp_path / "one", clients=3)
     content = yaml.safe_load((tmp_path / "one" / "compose.yaml").read_text())
     near = {name for name, service in content["services"].items() if "core" in service["networks"]}
     assert near == {"superlink", "register", "gate", "serverapp"}
@@ -192,7 +192,7 @@ def test_only_the_servers_own_containers_reach_the_superlink(tmp_path):
 
 
 def test_app_code_sees_data_and_state_but_no_node_key(tmp_path):
-    layout.init(tmp_path / "one", clients=2)
+    folders.init(tmp_path / "one", clients=2)
     services = yaml.safe_load((tmp_path / "one" / "compose.yaml").read_text())["services"]
     for k in range(2):
         seen = services[f"clientapp-{k}"]["volumes"]

@@ -18,10 +18,10 @@ import pytest
 from conftest import assert_same_bits
 from test_deploy import SETS, WORK, deploy
 
-from bayflower import checkpoint
 from bayflower.config import parse
-from bayflower.deploy import keys, layout
+from bayflower.deploy import folders, keys, layout
 from bayflower.engines import execute, prepare
+from bayflower.files import checkpoint
 from bayflower.flower import processes
 from bayflower.metrics import summarise
 
@@ -65,7 +65,7 @@ def same_as(want, results: Path, rounds: int) -> None:
 def running(tmp_path_factory):
     """A deployment of three clients as processes, over TLS with registered keys."""
     folder = tmp_path_factory.mktemp("running") / "fed"
-    layout.init(folder, clients=3)
+    folders.init(folder, clients=3)
     done = deploy("up", folder, "--local")
     mark = facts(folder)["mark"]
     try:
@@ -219,7 +219,7 @@ def test_the_page_does_what_it_says(tmp_path):
 def test_what_is_lost_without_a_word_is_asked_for_again(tmp_path):
     """Client 1's replies to query, round 1 and last test vanish, and so does the message of round 2 on its way to it."""
     lost = {"reply": [1, 3, 6], "ask": [5]}  # counted with those that were asked for again
-    layout.init(tmp_path / "fed", clients=2, hosts=["127.0.0.1"], port=processes.free_port())
+    folders.init(tmp_path / "fed", clients=2, hosts=["127.0.0.1"], port=processes.free_port())
     parts = [tmp_path / "fed" / name for name in ("server", "client-0", "client-1")]
     told = json.loads((parts[2] / layout.FILE).read_text())
     detour = processes.free_port()
@@ -252,7 +252,7 @@ def test_what_is_lost_without_a_word_is_asked_for_again(tmp_path):
 
 def test_missing_clients_are_named(tmp_path):
     """Two machines' folders on one: the server and client 0 are up, client 1 never comes."""
-    layout.init(tmp_path / "fed", clients=2, hosts=["127.0.0.1"], port=processes.free_port())
+    folders.init(tmp_path / "fed", clients=2, hosts=["127.0.0.1"], port=processes.free_port())
     parts = [tmp_path / "fed" / "server", tmp_path / "fed" / "client-0"]
     try:
         for part in parts:

@@ -26,7 +26,7 @@ import test_contract
 import test_engines
 
 from bayflower import clients, methods, strategies
-from bayflower.solo import one_thread
+from bayflower.rounds.solo import one_thread
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]

@@ -13,8 +13,8 @@ from bayflower.config import parse
 from bayflower.data import DataSettings, load_client, load_federation, load_source
 from bayflower.data.domains import SIDE, brought, shares
 from bayflower.engines import execute, prepare
+from bayflower.errors import ConfigError
 from bayflower.reproduce.data import pooled, remedy
-from bayflower.types import ConfigError
 
 WRITERS = {"f0001_41": 14, "f0000_14": 12, "f0002_09": 11}
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from bayflower.errors import ConfigError, WireError
 from bayflower.maths import dropout
-from bayflower.models import Model, build
-from bayflower.protocol import WireError
-from bayflower.types import ConfigError
+from bayflower.networks.model import Model
+from bayflower.networks.papers import build
 
 
 def double(values) -> torch.Tensor:

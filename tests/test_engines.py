@@ -6,15 +6,16 @@ import pytest
 import torch
 from conftest import assert_same_bits, small_prepared, worst_difference
 
-from bayflower import models, networks
 from bayflower.engines import execute
+from bayflower.files.store import DiskStore, MemoryStore
 from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
-from bayflower.fused import run_fused
-from bayflower.halves import Halves
+from bayflower.flower.records import to_arrays
+from bayflower.fused.run import run_fused
 from bayflower.methods import METHODS, get
-from bayflower.store import DiskStore, MemoryStore
+from bayflower.networks import papers
+from bayflower.networks.model import Model
+from bayflower.rounds.halves import Halves
 from bayflower.tree import flatten, unflatten
-from bayflower.wire import to_arrays
 
 NAMES = sorted(METHODS)
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
@@ -111,11 +112,11 @@ def test_a_network_with_dropout_is_trained_one_by_one_and_says_so(caplog):
     prepared = small_prepared("fedmap", dtype="float64")
 
     def factory():
-        return networks.BaseHead(
+        return papers.BaseHead(
             torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)), torch.nn.Linear(16, 10)
         )
 
-    model = models.Model(factory, 10, "with dropout")
+    model = Model(factory, 10, "with dropout")
     row = get("fedmap")
     halves = Halves(row.server(prepared.run.options, model.anatomy), row.client(prepared.run.options, prepared.run.training, model),
                     model, model.initial(0, torch.float64))  # fmt: skip

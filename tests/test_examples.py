@@ -21,7 +21,7 @@ from bayflower.clients import make_client_app
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.flower.loop import contexts
 from bayflower.flower.processes import Flower
-from bayflower.flower.trial import importable, try_app
+from bayflower.flower.tryout import importable, try_app
 from bayflower.personal import load_personal
 
 ROOT = Path(__file__).parent.parent

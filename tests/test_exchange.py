@@ -11,11 +11,11 @@ import pytest
 from conftest import assert_same_bits, small_prepared
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
-from bayflower import solo, wire
-from bayflower.flower import exchange
+from bayflower.files.store import DiskStore, MemoryStore
+from bayflower.flower import exchange, records
 from bayflower.flower.exchange import CLOCKS, Line, stream
 from bayflower.flower.loop import FIRST_NODE, InProcessGrid, contexts, federation_app, make_strategy
-from bayflower.store import DiskStore, MemoryStore
+from bayflower.rounds import solo
 
 FAST = {"new_clients": 1, "local_epochs": 1, "evaluate_every": 0, "keep": 0.15, "ask_again_seconds": 0.3}
 
@@ -28,7 +28,7 @@ class LossyGrid(InProcessGrid):
         self.lose, self.asked = lose, {}
 
     def answer(self, message: Message) -> Message | None:
-        head = dict(message.content[wire.HEADER])
+        head = dict(message.content[records.HEADER])
         what = (message.metadata.message_type, head.get("round"), message.metadata.dst_node_id - FIRST_NODE)
         self.asked[what] = self.asked.get(what, 0) + 1
         reply = self.ask(message)
@@ -43,7 +43,7 @@ def run(lose, store=None, **settings):
     grid = LossyGrid(lose, app, contexts(data.client for data in (*federation.clients, *federation.new_clients)))
     strategy = make_strategy(prepared.run)
     begun = time.monotonic()
-    strategy.start(grid, wire.to_arrays({**halves.initial[0], **halves.initial[1]}), num_rounds=2, timeout=40)
+    strategy.start(grid, records.to_arrays({**halves.initial[0], **halves.initial[1]}), num_rounds=2, timeout=40)
     return strategy, grid, time.monotonic() - begun
 
 
@@ -91,7 +91,7 @@ def test_without_asking_again_the_round_goes_on_without_the_client():
     app = federation_app(prepared.run, prepared.federation, prepared.halves, MemoryStore())
     grid = LossyGrid(lambda what, round, client, times: what == "train" and client == 1, app, contexts(range(5)))
     strategy = make_strategy(prepared.run)
-    strategy.start(grid, wire.to_arrays({**prepared.halves.initial[0], **prepared.halves.initial[1]}), num_rounds=1, timeout=2)
+    strategy.start(grid, records.to_arrays({**prepared.halves.initial[0], **prepared.halves.initial[1]}), num_rounds=1, timeout=2)
     assert strategy.faults == ["round 1, client 1: no reply in time; left out of this round"]
     assert grid.asked["train", 1, 1] == 1
 
@@ -299,21 +299,21 @@ def test_a_test_is_answered_from_memory_for_the_same_question_only(monkeypatch):
     app = federation_app(prepared.run, prepared.federation, prepared.halves, MemoryStore())
     seen: list[Message] = []
     grid = InProcessGrid(app, contexts([0]), lambda message: (seen.append(message), grid.ask(message))[1])
-    make_strategy(prepared.run).start(grid, wire.to_arrays({**prepared.halves.initial[0], **prepared.halves.initial[1]}), num_rounds=1)
+    make_strategy(prepared.run).start(grid, records.to_arrays({**prepared.halves.initial[0], **prepared.halves.initial[1]}), num_rounds=1)
     (asked,) = (message for message in seen if message.metadata.message_type == "evaluate")
     tests = counted(monkeypatch, "test")
 
     def again(**changes) -> Message:
-        content = wire.copy_content(asked.content)
-        content[wire.HEADER] = ConfigRecord({**content[wire.HEADER], **changes})
+        content = records.copy_content(asked.content)
+        content[records.HEADER] = ConfigRecord({**content[records.HEADER], **changes})
         return grid.ask(Message(content=content, metadata=asked.metadata))
 
     first, second = again(), again()
     assert tests == []
-    assert {name: array.data for name, array in first.content[wire.TALLY].items()} == {
-        name: array.data for name, array in second.content[wire.TALLY].items()
+    assert {name: array.data for name, array in first.content[records.TALLY].items()} == {
+        name: array.data for name, array in second.content[records.TALLY].items()
     }
-    assert dict(first.content[wire.METRICS]) == dict(second.content[wire.METRICS])
+    assert dict(first.content[records.METRICS]) == dict(second.content[records.METRICS])
     for changes in ({"seed": 5}, {"round": 0}, {"accepted": 0}, {"purpose": "new"}):
         before = len(tests)
         assert not again(**changes).has_error()

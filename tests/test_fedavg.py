@@ -9,12 +9,16 @@ import torch
 from conftest import small, small_prepared
 from torch import nn
 
-from bayflower import methods, models, solo
+from bayflower import methods
 from bayflower.config import Training
+from bayflower.contract import Phase
 from bayflower.data import batches
+from bayflower.errors import ConfigError
 from bayflower.maths.exact import Total
+from bayflower.networks.model import Model
+from bayflower.networks.papers import build
+from bayflower.rounds import solo
 from bayflower.strategies.fedavg import Config, State, Update
-from bayflower.types import ConfigError, Phase
 
 
 def aggregate(thetas: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
@@ -115,4 +119,4 @@ def test_settings_are_checked():
     assert small("fedavg-ft").options.finetune_epochs == 1
     assert isinstance(Training(local_steps=3).phase("x"), Phase)
     assert Training(local_steps=3).phase("x").steps == 3
-    assert isinstance(models.build("auto", (30,), 2), models.Model)
+    assert isinstance(build("auto", (30,), 2), Model)

@@ -13,18 +13,18 @@ from conftest import assert_same_bits, small, small_prepared, worst_difference
 from test_strategy import Rig, rewrite, set_value
 from torch import nn
 
-from bayflower import solo, wire
 from bayflower.clients.fedbps import Client
 from bayflower.config import Training
 from bayflower.data import batches
 from bayflower.engines import execute
+from bayflower.errors import ConfigError, WireError
+from bayflower.flower import records
 from bayflower.maths.bits import pack_bits, unpack_bits
 from bayflower.maths.exact import Total
-from bayflower.models import build
-from bayflower.protocol import WireError
+from bayflower.networks.papers import build
+from bayflower.rounds import solo
 from bayflower.strategies.fedbps import Broadcast, Config, Server, State, Update, moments, top
 from bayflower.tree import stack
-from bayflower.types import ConfigError
 
 SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
 
@@ -231,9 +231,9 @@ def test_only_the_shared_entries_and_the_mask_travel_down():
     """(1 − p)·4P + P/8 bytes from the second round on; 8P up [eq. 3]."""
     rounds = {share: execute(small_prepared("fedbps", personal_share=share, new_clients=0, rounds=3)).rounds for share in (0.0, 0.5, 0.9)}
     number = small_prepared("fedbps").halves.model.num_parameters
-    for share, records in rounds.items():
-        assert records[0]["bytes_down"] == rounds[0.0][0]["bytes_down"]
-        for record in records[1:]:
+    for share, found in rounds.items():
+        assert found[0]["bytes_down"] == rounds[0.0][0]["bytes_down"]
+        for record in found[1:]:
             saved = rounds[0.0][1]["bytes_down"] - record["bytes_down"]
             assert saved / 5 == pytest.approx(4 * round(share * number), abs=8)  # five clients; a shape may take a digit less
             assert record["personal_share"] == pytest.approx(share, abs=1e-3)
@@ -384,8 +384,8 @@ def test_the_mask_is_read_from_real_messages():
     rig = Rig("fedbps", rounds=2, personal_share=0.7)
     rig.start(rounds=2)
     number = rig.halves.model.num_parameters
-    last = [m for m in rig.seen if wire.BROADCAST in m.content and dict(m.content[wire.HEADER])["round"] == 2][-1]
-    flat = wire.to_tensors(last.content[wire.BROADCAST])
+    last = [m for m in rig.seen if records.BROADCAST in m.content and dict(m.content[records.HEADER])["round"] == 2][-1]
+    flat = records.to_tensors(last.content[records.BROADCAST])
     assert {name: value.numel() for name, value in flat.items()} == {"mask": -(-number // 8), "values": number - round(0.7 * number)}
     assert rig.strategy.faults == []
 

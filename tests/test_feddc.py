@@ -9,7 +9,7 @@ from conftest import small, small_prepared
 from plainsteps import LR, assert_equal, both, half_rounds, mean, numbers, plain_sgd, zeros
 
 from bayflower.data import batches
-from bayflower.types import ConfigError
+from bayflower.errors import ConfigError
 
 ALPHA = 0.3
 

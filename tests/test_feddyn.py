@@ -7,10 +7,10 @@ import torch
 from conftest import small
 from plainsteps import assert_equal, both, half_rounds, mean, numbers, plain_sgd, zeros
 
+from bayflower.errors import ConfigError
 from bayflower.maths.exact import Total
 from bayflower.strategies.fedavg import Update
 from bayflower.strategies.feddyn import Config, Server
-from bayflower.types import ConfigError
 
 ALPHA = 0.3
 

@@ -7,8 +7,8 @@ import torch
 from conftest import small
 from plainsteps import assert_equal, both, half_rounds, numbers, plain_sgd
 
+from bayflower.errors import ConfigError
 from bayflower.strategies.fedla import Config, Server, Update
-from bayflower.types import ConfigError
 
 
 def fisher(module, data, kind):

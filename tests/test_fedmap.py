@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bayflower import solo
 from bayflower.clients.fedmap import Client
 from bayflower.config import Training
 from bayflower.data import batches
+from bayflower.errors import ConfigError
 from bayflower.maths.exact import Total
-from bayflower.models import build
+from bayflower.networks.papers import build
+from bayflower.rounds import solo
 from bayflower.strategies.fedmap import BIN, Config, Server, State, Update, split
-from bayflower.types import ConfigError
 
 
 def server(**config) -> Server:

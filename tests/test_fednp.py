@@ -11,18 +11,20 @@ import torch
 from conftest import assert_same_bits, small, small_prepared
 from torch import nn
 
-from bayflower import solo
 from bayflower.clients.fednp import Client
 from bayflower.config import Training
+from bayflower.contract import Survey, Work
 from bayflower.data import batches
-from bayflower.gaussian import Diagonal
+from bayflower.errors import ConfigError
 from bayflower.maths import npn, tilted
 from bayflower.maths.exact import Total
-from bayflower.models import Model, build
+from bayflower.maths.gaussian import Diagonal
+from bayflower.networks.model import Anatomy, Batch, Model
+from bayflower.networks.papers import build
+from bayflower.rounds import solo
 from bayflower.strategies import fednp
 from bayflower.strategies.fednp import EXTRA, Config, Server, Update
 from bayflower.tree import flatten
-from bayflower.types import Anatomy, Batch, ConfigError, Survey, Work
 
 F64 = torch.float64
 FLAT = Anatomy(("head.weight",), (), frozenset(), frozenset({"head.weight"}))

@@ -8,7 +8,7 @@ from conftest import small
 from plainsteps import assert_equal, both, half_rounds, mean, plain_sgd
 
 from bayflower.clients.fedpa import delta
-from bayflower.types import ConfigError
+from bayflower.errors import ConfigError
 
 
 def flat(named, order):

@@ -9,9 +9,9 @@ import torch
 from conftest import small, small_prepared
 from torch import nn
 
-from bayflower import solo
 from bayflower.data import batches
-from bayflower.types import ConfigError
+from bayflower.errors import ConfigError
+from bayflower.rounds import solo
 
 MU = 3.0
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import small, small_prepared
 from plain import LR, MOMENTUM, assert_rounds_agree
 
-from bayflower.types import ConfigError
+from bayflower.errors import ConfigError
 
 
 def is_head(name: str) -> bool:

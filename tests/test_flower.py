@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from conftest import NEEDED, assert_same_bits
 
-from bayflower import checkpoint
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
+from bayflower.files import checkpoint
 from bayflower.flower.processes import marked
 from bayflower.methods import METHODS
 
@@ -206,8 +206,8 @@ def test_clients_that_all_raise(tmp_path):
 def test_a_supernode_that_never_comes(tmp_path):
     out = tmp_path / "out"
 
+    from bayflower.errors import BayflowerError
     from bayflower.flower.processes import Flower, run_app
-    from bayflower.types import BayflowerError
 
     class Short(Flower):
         def start_supernode(self, client: int) -> None:
@@ -273,7 +273,7 @@ import torch
 from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 
-import bayflower.clients.base as base
+import bayflower.flower.client as base
 from bayflower.client_app import app as inner
 
 CANARY = 1.2345e-7

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.func import grad, vmap
 
-from bayflower.gaussian import Diagonal, LowRank, damp, is_proper, kl, product, quotient, solve_precision, solve_without_waiting
+from bayflower.maths.gaussian import Diagonal, LowRank, damp, is_proper, kl, product, quotient, solve_precision, solve_without_waiting
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -15,11 +15,11 @@ from flwr.app import ConfigRecord
 from mutate import Mutator, copied, tensors_of
 from test_strategy import Rig
 
-from bayflower import bounds, wire
-from bayflower.limits import Limits
+from bayflower.config import Limits
+from bayflower.errors import BayflowerError, ConfigError
+from bayflower.flower import bounds, records
 from bayflower.methods import METHODS
 from bayflower.tree import flatten
-from bayflower.types import BayflowerError, ConfigError
 
 TRIALS = int(os.environ.get("BAYFLOWER_TRIALS", "1000"))  # make hostile: 10,000
 VICTIM, OTHER = 2, 0
@@ -36,7 +36,7 @@ class Siege:
         request = strategy._train_request(2, ConfigRecord())
         answers = [self.rig.grid.ask(message) for message in strategy._messages(request)]
         self.replies = {reply.metadata.src_node_id - 1000: reply for reply in answers}
-        seen = (m for m in self.rig.seen if m.metadata.src_node_id == 1000 + VICTIM and wire.UPDATE in m.content)
+        seen = (m for m in self.rig.seen if m.metadata.src_node_id == 1000 + VICTIM and records.UPDATE in m.content)
         self.old = next(seen)
         self.state, self.sent, self.records = strategy.state, dict(strategy._sent), [dict(one) for one in strategy.records]
         self.without, _ = self.after([])
@@ -109,11 +109,11 @@ def test_mutated_replies_are_refused_or_harmless(method):
 def poisoned(siege: Siege, **changes: float) -> list[str]:
     """Return the faults after the victim's reply with these numbers put into its update."""
     reply = copied(siege.replies[VICTIM])
-    flat = wire.arrays(reply, wire.UPDATE)
+    flat = records.arrays(reply, records.UPDATE)
     for name, value in changes.items():
         key = next(key for key in flat if key.startswith(name.replace("__", "/")))
         flat[key] = torch.full_like(flat[key], value)
-    reply.content[wire.UPDATE] = wire.to_arrays(flat)
+    reply.content[records.UPDATE] = records.to_arrays(flat)
     state, faults = siege.after([reply])
     assert same(state, siege.without) == (len(faults) > 1)
     return faults[:-1]
@@ -146,10 +146,10 @@ def test_nobody_seizes_the_aggregate(method):
 def test_a_negative_running_variance_is_refused():
     siege = Siege("fedavg", model="mlp-bn")
     reply = copied(siege.replies[VICTIM])
-    flat = wire.arrays(reply, wire.UPDATE)
+    flat = records.arrays(reply, records.UPDATE)
     name = next(name for name in flat if name.endswith("running_var"))
     flat[name] = -flat[name]
-    reply.content[wire.UPDATE] = wire.to_arrays(flat)
+    reply.content[records.UPDATE] = records.to_arrays(flat)
     state, faults = siege.after([reply])
     assert_same_bits(state, siege.without)
     assert "is a variance and must not be negative" in faults[0]
@@ -194,8 +194,8 @@ def test_a_client_counts_for_its_share_at_most():
     ]
     assert not same(plain.strategy.state, cut.strategy.state)
     counted = [min(size, want.get(client, size)) for client, size in enumerate(sizes)]
-    first = {reply.metadata.src_node_id - 1000: tensors_of(reply) for reply in cut.seen if wire.UPDATE in reply.content
-             and dict(reply.content[wire.HEADER])["round"] == 2}  # fmt: skip
+    first = {reply.metadata.src_node_id - 1000: tensors_of(reply) for reply in cut.seen if records.UPDATE in reply.content
+             and dict(reply.content[records.HEADER])["round"] == 2}  # fmt: skip
     name = "params/head.bias"
     mean = sum(first[client][name].double() * count for client, count in enumerate(counted)) / sum(counted)
     torch.testing.assert_close(cut.strategy.state.params["head.bias"].double(), mean, rtol=1e-6, atol=1e-7)
@@ -229,7 +229,7 @@ def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
     siege = Siege("pfedvmp", keep=1.0, centroid=centroid, max_message_mb=8, min_count=2)
     siege.strategy.limits = siege.strategy.roster.limits = dataclasses.replace(siege.strategy.limits, max_share=share)
     reply = copied(siege.replies[VICTIM])
-    flat = wire.arrays(reply, wire.UPDATE)
+    flat = records.arrays(reply, records.UPDATE)
     other = siege.replies[OTHER]
     both = ((flat["counts"] > 0) & (tensors_of(other)["counts"] > 0)).nonzero()[:, 0].tolist()
     if centroid != "count_mean":
@@ -240,7 +240,7 @@ def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
     else:
         flat["counts"].clamp_(max=1)
         flat["counts"][both[0]] = int(flat["num_examples"]) - int(flat["counts"].sum())
-    reply.content[wire.UPDATE] = wire.to_arrays(flat)
+    reply.content[records.UPDATE] = records.to_arrays(flat)
     state, faults = siege.after([copied(reply)])
     told = {int(k) for fault in faults if fault.startswith(f"client {VICTIM} counts for less") for k in re.findall(r"class (\d+)", fault)}
     alpha = siege.strategy.options.alpha * (centroid == "precision")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from conftest import small_prepared, worst_difference
 
-from bayflower import solo
 from bayflower.engines import execute
+from bayflower.rounds import solo
 from bayflower.tree import flatten
 
 

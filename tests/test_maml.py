@@ -12,10 +12,10 @@ from torch import nn
 
 from bayflower.clients.maml import Client
 from bayflower.config import Training
+from bayflower.contract import Work
 from bayflower.maths.meta import Way, hessian_free, second_order
-from bayflower.models import Model
+from bayflower.networks.model import Batch, Model
 from bayflower.strategies.maml import Config
-from bayflower.types import Batch, Work
 
 
 def tiny() -> tuple[Model, dict, tuple[Batch, Batch]]:

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from bayflower.config import parse
 from bayflower.engines import execute
 from bayflower.errors import ConfigError
-from bayflower.models import build
+from bayflower.networks.papers import build
 from bayflower.stacked.masked import Norm, mask_norms, real_samples
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]

@@ -11,11 +11,11 @@ MEMORY = """
 import resource, sys, torch, gc
 from flwr.app import Message, RecordDict, MetricRecord
 from bayflower import wire
-from bayflower.facts import Facts, to_header
+from bayflower.wire.hello import Facts, to_header
 from bayflower.flower.loop import InProcessGrid, contexts
 from bayflower.strategies import FedAvg
 from bayflower.strategies.fedavg import Update
-from bayflower.types import Anatomy, BayflowerError
+from bayflower.contract import Anatomy, BayflowerError
 
 torch.set_num_threads(1)
 REPLIES, SIZE = int(sys.argv[1]), 600_000

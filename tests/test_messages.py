@@ -10,13 +10,13 @@ from test_pfedvmp import dense_precision, finished, halves
 from torch import Tensor
 from torch.func import vmap
 
-from bayflower.gaussian import LowRank
+from bayflower.errors import WireError
 from bayflower.maths import classwise
+from bayflower.maths.classmessages import dense_ranks, pack_factors, ranks, roots
 from bayflower.maths.classwise import class_factors, class_means, class_variances, from_triangle, to_triangle
 from bayflower.maths.exact import Total
-from bayflower.messages import dense_ranks, pack_factors, ranks, roots
-from bayflower.protocol import WireError, shapes
-from bayflower.tree import stack
+from bayflower.maths.gaussian import LowRank
+from bayflower.tree import shapes, stack
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 CUT = {torch.float32: 1e-5, torch.float64: 1e-10}

@@ -12,19 +12,20 @@ from test_strategy import VICTIM, Rig, rewrite
 from torch import nn
 from torch.func import vmap
 
-from bayflower import solo
 from bayflower.clients.metavd import Client
 from bayflower.data import batches
 from bayflower.engines import execute
+from bayflower.errors import ConfigError
 from bayflower.flower.loop import run_loop
-from bayflower.fused import run_fused
+from bayflower.fused.run import run_fused
 from bayflower.maths import dropout, hypernet
 from bayflower.maths.exact import Total
-from bayflower.models import build
-from bayflower.outcome import result
+from bayflower.networks.model import Anatomy, Batch
+from bayflower.networks.papers import build
+from bayflower.rounds import solo
+from bayflower.rounds.result import result
 from bayflower.strategies.metavd import Broadcast, Config, Server, Update
 from bayflower.tree import stack
-from bayflower.types import Anatomy, Batch, ConfigError
 
 BASES = ["fedavg", "reptile", "maml", "perfedavg"]
 LAYER = "base.3.weight"

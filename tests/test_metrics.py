@@ -12,8 +12,8 @@ from sklearn.metrics import balanced_accuracy_score, log_loss
 from torch import Tensor
 from torch.func import vmap
 
+from bayflower.data.vision import prepare_torchvision
 from bayflower.metrics import NUM_BINS, Tally, add, summarise, tally, zero
-from bayflower.vision import prepare_torchvision
 
 prepare_torchvision()  # torchmetrics imports torchvision where there is one
 from torchmetrics.classification import MulticlassAccuracy  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bayflower.errors import ConfigError
-from bayflower.models import MODELS, NETWORKS, build
+from bayflower.networks.papers import MODELS, NETWORKS, build
 
 SIZES = {  # FedBPS: LeNet-5 (P = 61,706); He et al. 2016, Table 6: 0.27, 0.46, 0.66 and 0.85 million
     "lenet5": ((1, 28, 28), 61_706), "lenet-wide": ((3, 32, 32), 1_068_298), "resnet20": ((3, 32, 32), 269_722),

@@ -8,7 +8,7 @@ from conftest import small
 from plainsteps import assert_equal, both, half_rounds, mean, numbers, plain_sgd
 
 from bayflower.clients.moon import cosine
-from bayflower.types import ConfigError
+from bayflower.errors import ConfigError
 
 
 def test_two_rounds_equal_plain_torch():

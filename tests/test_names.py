@@ -21,12 +21,13 @@ from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from test_strategy import Rig
 
-from bayflower import strategies, wire
-from bayflower.flower import guest
+from bayflower import strategies
+from bayflower.errors import ConfigError
+from bayflower.files.store import MemoryStore
+from bayflower.flower import records, wrapped
+from bayflower.flower.classes import strategy_class
 from bayflower.flower.loop import InProcessGrid, contexts, federation_app
 from bayflower.methods import METHODS
-from bayflower.store import MemoryStore
-from bayflower.types import ConfigError
 
 SMALL = {"keep": 0.15, "local_epochs": 1, "rounds": 2}
 PLAIN = ["fedavg", "fedavg-ft", "fedpa", "fedprox", "moon"]
@@ -52,7 +53,7 @@ def test_what_mathematics_forbids_is_refused():
 
 def start(rig: Rig, rounds: int = 2, **more):
     initial = {**rig.halves.initial[0], **rig.halves.initial[1]}
-    return rig.strategy.start(rig.grid, wire.to_arrays(initial), num_rounds=rounds, timeout=60, **more)
+    return rig.strategy.start(rig.grid, records.to_arrays(initial), num_rounds=rounds, timeout=60, **more)
 
 
 def test_evaluate_fn_sees_the_global_model_before_and_after_every_round():
@@ -60,14 +61,14 @@ def test_evaluate_fn_sees_the_global_model_before_and_after_every_round():
     seen: dict[int, dict[str, torch.Tensor]] = {}
 
     def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        seen[round] = wire.to_tensors(arrays)
+        seen[round] = records.to_tensors(arrays)
         return MetricRecord({"norm": float(sum(value.norm() for value in seen[round].values()))}) if round != 1 else None
 
     result = start(rig, evaluate_fn=evaluate)
     assert sorted(seen) == [0, 1, 2]
     assert sorted(result.evaluate_metrics_serverapp) == [0, 2]
     assert_same_bits(seen[0], {**rig.halves.initial[0], **rig.halves.initial[1]})
-    assert_same_bits(seen[2], wire.to_tensors(result.arrays))
+    assert_same_bits(seen[2], records.to_tensors(result.arrays))
     assert not torch.equal(seen[0]["head.weight"], seen[1]["head.weight"])
 
 
@@ -129,15 +130,15 @@ class Federation:
         outer.query()(app)
         self.number = len(federation.clients)
         self.grid = InProcessGrid(outer, contexts(data.client for data in federation.clients))
-        self.inner = strategies.strategy_class(method)(seed=run.settings.seed, local_epochs=1, batch_size=16)
+        self.inner = strategy_class(method)(seed=run.settings.seed, local_epochs=1, batch_size=16)
 
     def start(self, outer, rounds: int = 2):
         np.random.seed(0)  # Flower's noise comes from numpy's own generator
         initial = {**self.halves.initial[0], **self.halves.initial[1]}
-        return outer.start(self.grid, wire.to_arrays(initial), num_rounds=rounds)
+        return outer.start(self.grid, records.to_arrays(initial), num_rounds=rounds)
 
 
-def wrapped(kind, federation: Federation, noise: float, clip: float):
+def inside(kind, federation: Federation, noise: float, clip: float):
     if "Adaptive" in kind.__name__:
         return kind(federation.inner, noise_multiplier=noise, num_sampled_clients=federation.number, initial_clipping_norm=clip)
     return kind(federation.inner, noise_multiplier=noise, clipping_norm=clip, num_sampled_clients=federation.number)
@@ -158,15 +159,15 @@ def test_inside_flowers_wrappers(way):
     alone = Federation()
     want = alone.start(alone.inner)
     wide = Federation(mods=mods)
-    got = wide.start(wrapped(kind, wide, 0.0, 1e6))
+    got = wide.start(inside(kind, wide, 0.0, 1e6))
     assert wide.inner.faults == []
-    for name, value in wire.to_tensors(want.arrays).items():
-        torch.testing.assert_close(wire.to_tensors(got.arrays)[name], value, rtol=1e-5, atol=1e-6)
+    for name, value in records.to_tensors(want.arrays).items():
+        torch.testing.assert_close(records.to_tensors(got.arrays)[name], value, rtol=1e-5, atol=1e-6)
     assert sorted(got.evaluate_metrics_clientapp) == [1, 2]
     narrow = Federation(mods=mods)
-    less = narrow.start(wrapped(kind, narrow, 0.0, 0.01), rounds=1)
+    less = narrow.start(inside(kind, narrow, 0.0, 0.01), rounds=1)
     initial = narrow.halves.initial[0]
-    moved = sum(float((value - initial[name]).square().sum()) for name, value in wire.to_tensors(less.arrays).items()) ** 0.5
+    moved = sum(float((value - initial[name]).square().sum()) for name, value in records.to_tensors(less.arrays).items()) ** 0.5
     assert moved <= 0.01 + 1e-5
     assert moved > 0
 
@@ -178,19 +179,19 @@ def test_noise_goes_into_what_clients_are_sent():
     ask = federation.grid.ask
 
     def spy(message):
-        head = dict(message.content[wire.HEADER])
+        head = dict(message.content[records.HEADER])
         if message.metadata.message_type == "train":
-            sent[head["round"]] = wire.to_tensors(wire.only_arrays(message))
+            sent[head["round"]] = records.to_tensors(records.only_arrays(message))
         return ask(message)
 
     federation.grid.ask = spy
-    outer = wrapped(DifferentialPrivacyServerSideFixedClipping, federation, 0.5, 1.0)
+    outer = inside(DifferentialPrivacyServerSideFixedClipping, federation, 0.5, 1.0)
     after: dict[int, dict[str, torch.Tensor]] = {}
     aggregate = outer.aggregate_train
 
     def watch(round, replies):
         arrays, metrics = aggregate(round, replies)
-        after[round] = wire.to_tensors(arrays)
+        after[round] = records.to_tensors(arrays)
         return arrays, metrics
 
     outer.aggregate_train = watch
@@ -201,20 +202,20 @@ def test_noise_goes_into_what_clients_are_sent():
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_the_other_methods_are_refused_with_the_reason(method):
-    why = guest.refusal(METHODS[method])
+    why = wrapped.refusal(METHODS[method])
     if method in PLAIN:
         assert why is None
         return
     federation = Federation(method)
     with pytest.raises(ConfigError, match=r"(shares a part of the network only|keeps more than|does not average)"):
-        federation.start(wrapped(DifferentialPrivacyServerSideFixedClipping, federation, 0.0, 1.0))
+        federation.start(inside(DifferentialPrivacyServerSideFixedClipping, federation, 0.0, 1.0))
     assert why is not None
 
 
 @pytest.mark.parametrize("method", [method for method in PLAIN if method != "fedavg"])
 def test_every_method_that_is_not_refused_runs_inside(method):
     federation = Federation(method)
-    got = federation.start(wrapped(DifferentialPrivacyServerSideFixedClipping, federation, 0.1, 1.0))
+    got = federation.start(inside(DifferentialPrivacyServerSideFixedClipping, federation, 0.1, 1.0))
     assert federation.inner.faults == []
     assert sorted(got.train_metrics_clientapp) == [1, 2]
 
@@ -222,4 +223,4 @@ def test_every_method_that_is_not_refused_runs_inside(method):
 def test_counters_of_batchnorm_are_refused():
     federation = Federation("fedavg", model="mlp-bn")
     with pytest.raises(ConfigError, match="num_batches_tracked' holds a whole number, which Flower's clipping cannot scale"):
-        federation.start(wrapped(DifferentialPrivacyServerSideFixedClipping, federation, 0.0, 1.0))
+        federation.start(inside(DifferentialPrivacyServerSideFixedClipping, federation, 0.0, 1.0))

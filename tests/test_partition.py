@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from bayflower.contract import Phase
 from bayflower.data import largest_batch, noise, num_steps, partition, plan, rng
 from bayflower.data.batches import noise_key, normal, table
-from bayflower.types import BayflowerError, ConfigError, Phase
+from bayflower.errors import BayflowerError, ConfigError
 
 LABELS = np.random.default_rng(7).choice(10, size=6000, p=np.arange(1, 11) / 55)  # unequal classes
 

@@ -10,8 +10,8 @@ from test_maml import numeric, tiny
 
 from bayflower.clients.perfedavg import Client
 from bayflower.config import Training
+from bayflower.contract import Work
 from bayflower.strategies.perfedavg import Config
-from bayflower.types import Work
 
 DELTA = 0.01
 

@@ -14,7 +14,7 @@ from conftest import NEEDED, SMALL
 from safetensors.torch import load_file
 
 import bayflower
-from bayflower import cli, solo
+from bayflower import cli
 from bayflower.config import parse
 from bayflower.data import load_client
 from bayflower.engines import prepare, run_to_result
@@ -22,6 +22,7 @@ from bayflower.errors import BayflowerError, ConfigError
 from bayflower.methods import METHODS
 from bayflower.personal import export, load_personal, personalise
 from bayflower.personal.runs import client_state, kept, open_run
+from bayflower.rounds import solo
 
 TRAINED, NEW = 1, 5  # of five clients that train and two that do not
 BAYESIAN = {name for name, row in METHODS.items() if row.stem in ("metavd", "fednp", "fedbps", "fedla", "fedmap", "pfedvmp")}

@@ -14,18 +14,19 @@ from conftest import assert_same_bits, small, small_prepared
 from test_data import unpacked  # noqa: F401  (a fixture)
 from torch import nn
 
-from bayflower import solo
 from bayflower.clients import pfedvmp as client_half
 from bayflower.clients.pfedvmp import Client
 from bayflower.config import Training, parse
+from bayflower.contract import Survey, Work
 from bayflower.data import batches
 from bayflower.engines import Prepared, prepare, run_to_result
+from bayflower.errors import ConfigError
 from bayflower.maths.exact import Total
-from bayflower.models import Model, build
-from bayflower.networks import BaseHead
+from bayflower.networks.model import Batch, Model
+from bayflower.networks.papers import BaseHead, build
+from bayflower.rounds import solo
 from bayflower.strategies import pfedvmp as server_half
 from bayflower.strategies.pfedvmp import Config, Server, State, Update
-from bayflower.types import Batch, ConfigError, Survey, Work
 
 CHOSEN = {"xi": 3.0, "alpha": 0.6, "optimizer": "sgd", "lr": 0.05, "momentum": 0.5, "dtype": "float64"}
 

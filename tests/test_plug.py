@@ -11,14 +11,15 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bayflower import clients, methods, strategies
+from bayflower import clients, methods
 from bayflower.clients import Plug
 from bayflower.config import describe
 from bayflower.data.loaders import pair
 from bayflower.errors import BayflowerError, ConfigError
+from bayflower.flower.classes import strategy_class
 from bayflower.flower.loop import InProcessGrid, contexts
-from bayflower.given import given
-from bayflower.models import Model
+from bayflower.networks.check import given
+from bayflower.networks.model import Model
 
 FIVE = ("pfedvmp", "fednp", "metavd", "fedmap", "fedbps")
 TRAINING = {"lr": 0.01, "local_epochs": 8, "batch_size": 16}
@@ -65,7 +66,7 @@ def load(context):
 
 
 def strategy_of(method: str, **more):
-    return strategies.strategy_class(method)(min_available_nodes=3, **TRAINING, **more)
+    return strategy_class(method)(min_available_nodes=3, **TRAINING, **more)
 
 
 def run(app: ClientApp, method: str, rounds: int = 3, net=Net, clients: int = 3, **more):
@@ -115,7 +116,7 @@ def test_frozen_layers_stay_and_never_travel(tmp_path):
 
 def test_curvature_of_a_network_with_frozen_and_tied_layers_is_that_of_single_gradients():
     from bayflower.maths.curvature import diagonal
-    from bayflower.types import Batch
+    from bayflower.networks.model import Batch
 
     model = Model(Net, 3)
     params, buffers = model.initial(0, torch.float64)

@@ -9,9 +9,11 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from test_strategy import Rig
 
-from bayflower import protocol, wire
 from bayflower.engines import execute
+from bayflower.flower import records
 from bayflower.methods import METHODS
+from bayflower.tree import shapes
+from bayflower.wire import protocol
 
 
 def real_bytes(content: RecordDict) -> int:
@@ -38,11 +40,11 @@ def test_every_message_of_a_run(method):
         assert protocol_bytes(message.content) - real_bytes(message.content) <= 65 * doubles
         if not doubles:
             assert protocol_bytes(message.content) == real_bytes(message.content)
-    assert any(wire.TALLY in message.content for message in seen)
+    assert any(records.TALLY in message.content for message in seen)
 
 
 def protocol_bytes(content: RecordDict) -> int:
-    return wire.num_bytes(content)
+    return records.num_bytes(content)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -67,20 +69,20 @@ def test_values_of_every_kind_and_size():
         "key" * 50: "x" * 20_000,
     }
     content = RecordDict({"config": ConfigRecord(values), "more": MetricRecord({"n": 3, "x": 0.5, "big": 2**50})})
-    assert wire.num_bytes(content) == real_bytes(content)
+    assert records.num_bytes(content) == real_bytes(content)
 
 
 def test_arrays_of_many_kinds_and_of_more_than_one_chunk():
     assert protocol.CHUNK_BYTES == FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
     tree = {"a": torch.randn(3), "b": torch.tensor(1), "c": torch.rand(2, 3, 4, dtype=torch.float64), "d": torch.zeros(0),
             "e": torch.tensor([True]), "f": torch.randn(protocol.CHUNK_BYTES // 4 + 1)}  # fmt: skip
-    content = RecordDict({"arrays": wire.to_arrays(tree)})
-    assert wire.num_bytes(content) == real_bytes(content)
-    assert protocol.content_bytes({"arrays": protocol.shapes(tree)}, {}, {}) == real_bytes(content)
+    content = RecordDict({"arrays": records.to_arrays(tree)})
+    assert records.num_bytes(content) == real_bytes(content)
+    assert protocol.content_bytes({"arrays": shapes(tree)}, {}, {}) == real_bytes(content)
 
 
 def test_values_that_users_add_to_a_message():
     """Bytes and lists, which Flower's records hold too."""
     values = {"a": b"12345", "b": [1.5, 2.5, 3.5], "c": [1, -200, 2**40], "d": ["x", "yy"], "e": [True, False], "f": [], "g": [b"z", b""]}
     content = RecordDict({"config": ConfigRecord(values), "more": MetricRecord({"x": [0.5] * 200, "n": [1] * 3})})
-    assert wire.num_bytes(content) == real_bytes(content)
+    assert records.num_bytes(content) == real_bytes(content)

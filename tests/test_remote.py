@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord
 
-from bayflower import wire
 from bayflower.client_app import app
 from bayflower.config import parse
 from bayflower.engines import prepare, run_to_result
+from bayflower.errors import BayflowerError
+from bayflower.flower import records
+from bayflower.flower.app import serve
 from bayflower.flower.loop import InProcessGrid, contexts
-from bayflower.flower.remote import serve
-from bayflower.types import Anatomy, BayflowerError
+from bayflower.networks.model import Anatomy
 
 WORK = {"num_clients": 3, "new_clients": 1, "partition": "dirichlet", "beta": 1.0, "rounds": 2, "local_epochs": 1, "batch_size": 16,
         "device": "cpu", "new_client_epochs": 1}  # fmt: skip
@@ -26,7 +27,7 @@ TIMES = {"seconds", "config", "engine"}
 FORKS = """
 import os, subprocess, sys, threading
 import numpy as np
-from bayflower.flower.remote import single_threaded
+from bayflower.flower.app import single_threaded
 
 x, matrix, done = np.ones((2000, 60)), np.ones((60, 60)), 0
 
@@ -114,7 +115,7 @@ def saying(change):
     def changed(message, context):
         reply = app(message, context)
         if message.metadata.message_type == "query" and context.node_config["partition-id"] == 2:
-            reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), **change})
+            reply.content[records.HEADER] = ConfigRecord({**dict(reply.content[records.HEADER]), **change})
         return reply
 
     return changed

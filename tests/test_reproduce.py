@@ -305,7 +305,7 @@ def test_compare_has_every_column_that_decides_a_choice():
 
     from rich.console import Console
 
-    from bayflower.tables import comparison_table
+    from bayflower.report.text import comparison_table
 
     metrics = {"accuracy": 0.5, "balanced_accuracy_mean": 0.41, "worst_client_accuracy": 0.12, "nll": 1.234, "ece": 0.031,
                "ece_allclass": 0.0042, "fairness_cv": 0.077}  # fmt: skip

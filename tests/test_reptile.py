@@ -8,7 +8,7 @@ from conftest import assert_same_bits, small, small_prepared
 from metaplain import SETTINGS, assert_rounds_agree, slopes
 
 from bayflower.engines import execute
-from bayflower.types import ConfigError
+from bayflower.errors import ConfigError
 
 
 def test_two_rounds_equal_plain_torch():

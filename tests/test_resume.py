@@ -12,10 +12,10 @@ import pytest
 import torch
 from conftest import SMALL, assert_same_bits, small, small_prepared
 
-from bayflower import checkpoint
 from bayflower.engines import execute, prepare
+from bayflower.errors import BayflowerError, ConfigError
+from bayflower.files import checkpoint
 from bayflower.methods import METHODS
-from bayflower.types import BayflowerError, ConfigError
 
 STAYS = {"seconds"}
 

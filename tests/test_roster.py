@@ -7,12 +7,13 @@ import torch
 from conftest import assert_same_bits, small_prepared
 from flwr.app import ConfigRecord, Error, Message
 
-from bayflower import checkpoint, wire
+from bayflower.errors import BayflowerError
+from bayflower.files import checkpoint
+from bayflower.files.store import DiskStore, MemoryStore
+from bayflower.flower import records
 from bayflower.flower.loop import FIRST_NODE, InProcessGrid, contexts, federation_app, make_strategy
 from bayflower.methods import METHODS
-from bayflower.store import DiskStore, MemoryStore
 from bayflower.tree import flatten
-from bayflower.types import BayflowerError
 
 FAST = {"new_clients": 0, "local_epochs": 1, "evaluate_every": 0, "rejoin_seconds": 0.0, "keep": 0.15}
 
@@ -36,7 +37,7 @@ class Town:
         self.grid.contexts = {self.contexts[client].node_id: self.contexts[client] for client in clients}
 
     def answer(self, message: Message):
-        told = dict(message.content[wire.HEADER])
+        told = dict(message.content[records.HEADER])
         if message.metadata.message_type == "train":
             self.asked.setdefault(told["round"], {})[message.metadata.dst_node_id - FIRST_NODE] = told
         reply = self.grid.ask(message)
@@ -49,7 +50,7 @@ class Town:
 
     def start(self):
         initial = {**self.halves.initial[0], **self.halves.initial[1]}
-        self.strategy.start(self.grid, wire.to_arrays(initial), num_rounds=max(self.plan), timeout=20)
+        self.strategy.start(self.grid, records.to_arrays(initial), num_rounds=max(self.plan), timeout=20)
         return self
 
     def trained(self, round: int) -> int:
@@ -152,7 +153,7 @@ def silent(client: int, rounds: set[int]):
 def test_a_silent_client_counts_as_gone_and_is_not_asked_again():
     plan = {round: [0, 1, 2] for round in range(1, 6)}
     town = Town("fedavg", plan, tamper=silent(1, {2, 3, 4, 5}), leave_after=2)
-    town.strategy.start(town.grid, wire.to_arrays({**town.halves.initial[0]}), num_rounds=5, timeout=2)
+    town.strategy.start(town.grid, records.to_arrays({**town.halves.initial[0]}), num_rounds=5, timeout=2)
     assert [sorted(town.asked[round]) for round in range(1, 6)] == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 2], [0, 2]]
     assert "client 1 has left: no reply in 2 rounds in a row; it is not part of the totals until it is back" in town.strategy.faults
 
@@ -163,12 +164,12 @@ def test_a_reply_that_was_not_used_never_happened(method, tmp_path):
 
     def run(tamper, store):
         town = Town(method, {1: [0, 1, 2], 2: [0, 1, 2], 3: [0, 1, 2]}, store=store, tamper=tamper)
-        town.strategy.start(town.grid, wire.to_arrays({**town.halves.initial[0], **town.halves.initial[1]}), num_rounds=3, timeout=2)
+        town.strategy.start(town.grid, records.to_arrays({**town.halves.initial[0], **town.halves.initial[1]}), num_rounds=3, timeout=2)
         return town
 
     def garbage(message, reply, told):
         if message.metadata.dst_node_id == FIRST_NODE + 1 and told["round"] == 2:
-            reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), "round": 7})
+            reply.content[records.HEADER] = ConfigRecord({**dict(reply.content[records.HEADER]), "round": 7})
         return reply
 
     def early(message, reply, told):  # raised before anything was kept
@@ -253,7 +254,7 @@ def test_a_late_client_with_another_network_is_left_out():
     def other(message, context):
         reply = honest(message, context)
         if message.metadata.message_type == "query" and context.node_config["partition-id"] == 2:
-            reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), "num_classes": 3})
+            reply.content[records.HEADER] = ConfigRecord({**dict(reply.content[records.HEADER]), "num_classes": 3})
         return reply
 
     town.grid.app = other

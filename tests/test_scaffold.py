@@ -9,9 +9,9 @@ import torch
 from conftest import small_prepared
 from torch import nn
 
-from bayflower import solo
 from bayflower.data import batches
 from bayflower.maths.exact import Total
+from bayflower.rounds import solo
 
 LR = 0.05
 

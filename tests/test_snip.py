@@ -8,13 +8,13 @@ from conftest import assert_same_bits, small, small_prepared, worst_difference
 from metaplain import loss_of, slopes
 from test_strategy import VICTIM, Rig, rewrite
 
-from bayflower import solo
 from bayflower.data import batches
 from bayflower.engines import execute
+from bayflower.errors import ConfigError
 from bayflower.flower.loop import run_loop
-from bayflower.fused import run_fused
+from bayflower.fused.run import run_fused
 from bayflower.maths.exact import Total
-from bayflower.types import ConfigError
+from bayflower.rounds import solo
 
 LAYER, LR = "base.3.weight", 0.05
 

@@ -9,24 +9,25 @@ from conftest import assert_same_bits, small_prepared, worst_difference
 from torch import nn
 from torch.func import vmap
 
-from bayflower import models
-from bayflower.checkpoint import read, to_resume
 from bayflower.engines import execute
+from bayflower.files.checkpoint import read, to_resume
 from bayflower.flower.loop import run_loop
-from bayflower.fused import Fused, run_fused
-from bayflower.halves import Halves
+from bayflower.fused import bank, choice, phases
+from bayflower.fused.bank import DiskBank
+from bayflower.fused.engine import Fused
+from bayflower.fused.fixed import Fixed
+from bayflower.fused.memory import Live
+from bayflower.fused.run import run_fused
 from bayflower.methods import get
-from bayflower.stacked import bank, choice, stacks
-from bayflower.stacked.bank import DiskBank
-from bayflower.stacked.live import Live
+from bayflower.networks.model import Model
+from bayflower.rounds.halves import Halves
 from bayflower.stacked.masked import mask_norms, real_samples
-from bayflower.stacked.replay import Fixed
 from bayflower.tree import flatten, map_tree, to
 
 SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "dtype": "float64"}
 
 
-def on(model: models.Model, method: str = "fedmap", **settings):
+def on(model: Model, method: str = "fedmap", **settings):
     """Return (run, federation, halves) of a small run with another model."""
     prepared = small_prepared(method, **settings)
     row, run = get(method), prepared.run
@@ -38,26 +39,26 @@ def on(model: models.Model, method: str = "fedmap", **settings):
 def test_segments_are_the_clients_still_training_at_each_step():
     lengths = np.array([9, 7, 7, 4, 1])
     for allowed in ([1, 2, 3, 4, 5], [2, 5], [5]):
-        steps = [size for size, times in stacks.segments(lengths, allowed) for _ in range(times)]
+        steps = [size for size, times in phases.segments(lengths, allowed) for _ in range(times)]
         assert len(steps) == 9
         for step, size in enumerate(steps):
             assert size == min(s for s in allowed if s >= (lengths > step).sum())
-    assert stacks.segments(np.array([]), [1]) == []
+    assert phases.segments(np.array([]), [1]) == []
 
 
 def test_pieces_cover_every_sample():
     sizes = np.array([0, 25, 7, 10, 3])
     for piece in (4, 10, 30):
-        for number, count in enumerate(stacks.active(sizes, piece)):
+        for number, count in enumerate(phases.active(sizes, piece)):
             assert all(size <= number * piece for size in sizes[count:])
-        assert len(stacks.active(sizes, piece)) * piece >= 25
-    assert stacks.active(np.array([0, 0]), 4) == [1]
+        assert len(phases.active(sizes, piece)) * piece >= 25
+    assert phases.active(np.array([0, 0]), 4) == [1]
 
 
 def test_recorded_sizes_are_few_and_reach_all():
-    assert stacks.allowed_sizes(20) == list(range(1, 21))
-    many = stacks.allowed_sizes(5000)
-    assert len(many) <= stacks.MOST_SIZES
+    assert phases.allowed_sizes(20) == list(range(1, 21))
+    many = phases.allowed_sizes(5000)
+    assert len(many) <= phases.MOST_SIZES
     assert many[0] == 1
     assert many[-1] == 5000
 
@@ -67,7 +68,7 @@ def test_clients_that_have_finished_do_not_move_when_sizes_are_rounded_up(monkey
     """With more clients than recordings a step takes finished clients along: neither parameters nor moments may move."""
     settings = {"dataset": "synthetic", "num_clients": 5, "new_clients": 0, "keep": 1.0, "batch_size": 128, "dtype": "float64"}
     exact = execute(small_prepared("fedmap", "fused", **settings, optimizer=optimizer))
-    monkeypatch.setattr(stacks, "MOST_SIZES", 2)
+    monkeypatch.setattr(phases, "MOST_SIZES", 2)
     rounded = execute(small_prepared("fedmap", "fused", **settings, optimizer=optimizer))
     assert worst_difference(rounded.server_state, exact.server_state) < 1e-12
     assert worst_difference(rounded.client_states, exact.client_states) < 1e-12
@@ -157,7 +158,7 @@ class Peeks(nn.Module):
 
 
 def test_a_layer_that_cannot_be_stacked_is_trained_one_by_one_and_named(caplog):
-    model = models.Model(lambda: nn.Sequential(nn.Flatten(), Peeks(), nn.Linear(64, 10)), 10, "peeks")
+    model = Model(lambda: nn.Sequential(nn.Flatten(), Peeks(), nn.Linear(64, 10)), 10, "peeks")
     run, federation, halves = on(model)
     fused = run_fused(run, federation, halves)
     assert "cannot be stacked" in fused.remarks[0]
@@ -173,7 +174,7 @@ class OwnNorm(nn.BatchNorm1d):
 
 
 def test_a_norm_of_somebodys_own_is_not_padded():
-    model = models.Model(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), OwnNorm(8), nn.Linear(8, 10)), 10, "own")
+    model = Model(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), OwnNorm(8), nn.Linear(8, 10)), 10, "own")
     assert "OwnNorm" in model.unstackable
     run, federation, halves = on(model)
     assert "cannot leave padding out" in run_fused(run, federation, halves).remarks[0]
@@ -211,7 +212,7 @@ FEW = {"num_clients": 2, "new_clients": 0}
 def test_on_a_cpu_no_clock_decides_by_itself(monkeypatch, layers, settings, remark):
     """With a clock two runs of one seed could differ in rounding, which Adam makes steps of behind BatchNorm."""
     monkeypatch.setattr(choice, "seconds", lambda fn, times=3: pytest.fail("a clock was asked"))
-    model = models.Model(lambda: nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 10)), 10, "small")
+    model = Model(lambda: nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 10)), 10, "small")
     run, federation, halves = on(model, "fedavg", stacking="auto", rounds=1, **settings)
     outcome = run_fused(run, federation, halves)
     assert bool(outcome.remarks) == (remark is not None)
@@ -240,7 +241,7 @@ def test_memory_on_a_cpu_is_that_of_activations_not_only_of_the_network():
     """A deep network of few weights: a client's step holds every layer's output, far more than the weights."""
     layers = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())]
     first = (nn.Flatten(), nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3, padding=1))
-    model = models.Model(lambda: nn.Sequential(*first, *layers, nn.Flatten(), nn.Linear(256, 10)), 10, "deep")
+    model = Model(lambda: nn.Sequential(*first, *layers, nn.Flatten(), nn.Linear(256, 10)), 10, "deep")
     needs = []
     for size in (4, 16):
         run, federation, halves = on(model, "fedavg", batch_size=size, dtype="float64")

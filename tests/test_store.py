@@ -16,10 +16,11 @@ import torch
 from conftest import assert_same_bits
 from test_roster import Town
 
-from bayflower import checkpoint, journal, status
-from bayflower.outcome import RoundRecord
-from bayflower.store import DiskStore, Saved, load_tensors, save_tensors
-from bayflower.types import BayflowerError
+from bayflower.errors import BayflowerError
+from bayflower.files import checkpoint, journal, status
+from bayflower.files.atomic import load_tensors, save_tensors
+from bayflower.files.records import RoundRecord
+from bayflower.files.store import DiskStore, Saved
 
 STATE = {"head.weight": torch.arange(5000.0), "count": torch.tensor(3)}
 

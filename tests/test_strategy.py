@@ -7,12 +7,12 @@ import torch
 from conftest import assert_same_bits, small_prepared
 from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord
 
-from bayflower import wire
+from bayflower.errors import BayflowerError, ConfigError
+from bayflower.files.store import MemoryStore
+from bayflower.flower import records
 from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
-from bayflower.store import MemoryStore
 from bayflower.strategies import FedMAP, FedProx
 from bayflower.tree import flatten, unflatten
-from bayflower.types import BayflowerError, ConfigError
 
 VICTIM = 2
 
@@ -30,7 +30,7 @@ class Rig:
             reply = self.grid.ask(message)
             self.seen.append(message)
             if reply.has_content():  # a copy, because the strategy empties what it reads
-                self.seen.append(Message(content=wire.copy_content(reply.content), metadata=reply.metadata))
+                self.seen.append(Message(content=records.copy_content(reply.content), metadata=reply.metadata))
             client = message.metadata.dst_node_id - 1000
             if tamper is None or message.metadata.message_type != "train" or client != VICTIM:
                 return reply
@@ -43,16 +43,16 @@ class Rig:
 
     def start(self, rounds: int = 1, timeout: float = 60):
         initial = {**self.halves.initial[0], **self.halves.initial[1]}
-        return self.strategy.start(self.grid, wire.to_arrays(initial), num_rounds=rounds, timeout=timeout)
+        return self.strategy.start(self.grid, records.to_arrays(initial), num_rounds=rounds, timeout=timeout)
 
 
 def rewrite(change):
     """Return a tamper function that changes the update's tensors."""
 
     def tamper(message, reply):
-        flat = wire.arrays(reply, wire.UPDATE)
+        flat = records.arrays(reply, records.UPDATE)
         change(flat)
-        reply.content[wire.UPDATE] = wire.to_arrays(flat)
+        reply.content[records.UPDATE] = records.to_arrays(flat)
         return reply
 
     return tamper
@@ -60,7 +60,7 @@ def rewrite(change):
 
 def head(**values):
     def tamper(message, reply):
-        reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), **values})
+        reply.content[records.HEADER] = ConfigRecord({**dict(reply.content[records.HEADER]), **values})
         return reply
 
     return tamper
@@ -76,9 +76,9 @@ def set_value(name, value):
 
 def set_loss(value):
     def tamper(message, reply):
-        reply.content[wire.METRICS].pop(wire.TRAIN_LOSS)
+        reply.content[records.METRICS].pop(records.TRAIN_LOSS)
         if value is not None:
-            reply.content[wire.METRICS][wire.TRAIN_LOSS] = value
+            reply.content[records.METRICS][records.TRAIN_LOSS] = value
         return reply
 
     return tamper
@@ -93,7 +93,7 @@ def drop_record(key):
 
 
 def broken_array(message, reply):
-    record = reply.content[wire.UPDATE]
+    record = reply.content[records.UPDATE]
     name = next(iter(record))
     record[name] = Array(dtype="float32", shape=(2,), stype="numpy.ndarray", data=b"not a npy block")
     return reply
@@ -117,8 +117,8 @@ GARBAGE = {
     "client of another kind": (head(client="x"), "is not known"),
     "another client": (head(client=1), "another node"),
     "protocol": (head(protocol=0), "protocol 0"),
-    "no update": (drop_record(wire.UPDATE), "ArrayRecord 'update' is missing"),
-    "no header": (drop_record(wire.HEADER), "ConfigRecord 'bayflower' is missing"),
+    "no update": (drop_record(records.UPDATE), "ArrayRecord 'update' is missing"),
+    "no header": (drop_record(records.HEADER), "ConfigRecord 'bayflower' is missing"),
     "loss nan": (set_loss(float("nan")), "train-loss must be a finite"),
     "loss missing": (set_loss(None), "train-loss must be a finite"),
     "huge count": (set_value("num_examples", 2**62), "num_examples"),
@@ -148,10 +148,10 @@ def test_garbage_is_reported_and_the_state_is_as_without_that_client(kind, witho
 
 def tamper_tally(change):
     def tamper(message, reply):
-        if wire.TALLY in reply.content:
-            flat = wire.arrays(reply, wire.TALLY)
+        if records.TALLY in reply.content:
+            flat = records.arrays(reply, records.TALLY)
             change(flat)
-            reply.content[wire.TALLY] = wire.to_arrays(flat)
+            reply.content[records.TALLY] = records.to_arrays(flat)
         return reply
 
     return tamper
@@ -185,7 +185,7 @@ def test_nodes_that_answer_nonsense_are_left_out():
     def liar(message, context):
         reply = honest(message, context)
         if message.metadata.message_type == "query" and context.node_config["partition-id"] == VICTIM:
-            reply.content[wire.HEADER] = ConfigRecord({**dict(reply.content[wire.HEADER]), "client": "me", "anatomy": "{"})
+            reply.content[records.HEADER] = ConfigRecord({**dict(reply.content[records.HEADER]), "client": "me", "anatomy": "{"})
         return reply
 
     rig.grid.app = liar
@@ -221,7 +221,7 @@ def test_too_few_replies_in_a_later_round_leave_a_checkpoint_of_the_round_before
     saved = []
 
     def only_in_round_2(message, reply):
-        return reply if dict(message.content[wire.HEADER])["round"] == 1 else GARBAGE["nan"][0](message, reply)
+        return reply if dict(message.content[records.HEADER])["round"] == 1 else GARBAGE["nan"][0](message, reply)
 
     rig = Rig(tamper=only_in_round_2, min_replies=5)
     rig.strategy.after_round = lambda strategy, round, forced: saved.append((round, forced, strategy.state))
@@ -239,7 +239,7 @@ def test_a_second_reply_is_not_counted():
 
     def twice(message_ids):
         replies = list(pull(message_ids))
-        return [Message(content=wire.copy_content(one.content), metadata=one.metadata) for one in replies for _ in range(2)]
+        return [Message(content=records.copy_content(one.content), metadata=one.metadata) for one in replies for _ in range(2)]
 
     rig.grid.pull_messages = lambda ids: twice(ids) if rig.strategy.half else pull(ids)
     rig.start()
@@ -288,11 +288,13 @@ def test_two_nodes_with_one_identity_are_refused():
 def test_a_repeated_message_is_answered_not_applied_twice():
     rig = Rig()
     rig.start()
-    message = next(m for m in rig.seen if m.metadata.message_type == "train" and wire.BROADCAST in m.content)
-    again, once_more = (rig.grid.ask(Message(content=wire.copy_content(message.content), metadata=message.metadata)) for _ in range(2))
-    first = next(m for m in rig.seen if wire.UPDATE in m.content and m.metadata.src_node_id == message.metadata.dst_node_id)
+    message = next(m for m in rig.seen if m.metadata.message_type == "train" and records.BROADCAST in m.content)
+    again, once_more = (rig.grid.ask(Message(content=records.copy_content(message.content), metadata=message.metadata)) for _ in range(2))
+    first = next(m for m in rig.seen if records.UPDATE in m.content and m.metadata.src_node_id == message.metadata.dst_node_id)
     for reply in (again, once_more):
-        assert {k: a.data for k, a in reply.content[wire.UPDATE].items()} == {k: a.data for k, a in first.content[wire.UPDATE].items()}
+        assert {k: a.data for k, a in reply.content[records.UPDATE].items()} == {
+            k: a.data for k, a in first.content[records.UPDATE].items()
+        }
 
 
 def test_clients_cannot_change_what_the_server_sent():
@@ -301,8 +303,8 @@ def test_clients_cannot_change_what_the_server_sent():
 
     def vandal(message, context):
         reply = original(message, context)
-        if wire.BROADCAST in message.content:
-            message.content[wire.BROADCAST].clear()
+        if records.BROADCAST in message.content:
+            message.content[records.BROADCAST].clear()
         return reply
 
     rig.grid.app = vandal
@@ -315,7 +317,7 @@ def test_result_and_outcome_agree_with_the_run():
     result = rig.start(rounds=2)
     want = run_loop(rig.prepared.run, rig.prepared.federation, rig.halves)
     assert_same_bits(rig.strategy.outcome.server_state, want.server_state)
-    arrays = wire.to_tensors(result.arrays)
+    arrays = records.to_tensors(result.arrays)
     assert_same_bits(arrays, rig.halves.server.shared(want.server_state))
     assert sorted(result.train_metrics_clientapp) == [1, 2]
     assert isinstance(result.evaluate_metrics_clientapp[2], MetricRecord)

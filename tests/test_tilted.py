@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import integrate, special
 from torch.func import grad, vmap
 
-from bayflower.gaussian import Diagonal, product
 from bayflower.maths import tilted
+from bayflower.maths.gaussian import Diagonal, product
 
 F64 = torch.float64
 NAMES = ["trapezoid", "quadrature", "thm2", "logz", "probit"]

@@ -14,9 +14,11 @@ import pytest
 import torch
 from conftest import small_prepared
 
-from bayflower import cite, cli, doctor, methods, tracking
+from bayflower import cli, methods
+from bayflower.cli import citations, examine
 from bayflower.engines import execute
 from bayflower.errors import ConfigError
+from bayflower.files import tracking
 
 
 def said(monkeypatch, capsys, *words: str, code: int = 0) -> str:
@@ -53,16 +55,16 @@ def test_doctor_says_when_a_port_is_taken_and_when_no_engine_answers(monkeypatch
         one.bind(("127.0.0.1", 0))
         one.listen()
         port = one.getsockname()[1]
-        assert doctor.free_port(port).state == "missing"
-    assert doctor.free_port(port).state == "ok"
+        assert examine.free_port(port).state == "missing"
+    assert examine.free_port(port).state == "ok"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.docker().seen == "no docker program"
+    assert examine.docker().seen == "no docker program"
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
     program.chmod(0o755)
-    assert doctor.docker() == ("docker", "missing", "Cannot connect to the Docker daemon", "start the Docker engine")
+    assert examine.docker() == ("docker", "missing", "Cannot connect to the Docker daemon", "start the Docker engine")
     program.write_text("#!/bin/sh\necho 27.1\n")
-    assert doctor.docker() == ("docker", "ok", "engine 27.1", "")
+    assert examine.docker() == ("docker", "ok", "engine 27.1", "")
 
 
 def test_doctor_reads_certificates_and_keys(tmp_path, monkeypatch, capsys):
@@ -70,26 +72,26 @@ def test_doctor_reads_certificates_and_keys(tmp_path, monkeypatch, capsys):
 
     authority = keys.make_authority(tmp_path, "test", 400)
     keys.make_certificate(authority, tmp_path, "server", ["localhost"], 10)
-    found = {one.what.rsplit("/", 1)[-1]: one for one in doctor.certificates(tmp_path)}
+    found = {one.what.rsplit("/", 1)[-1]: one for one in examine.certificates(tmp_path)}
     assert found["server.crt"].state == "missing"
     assert "9 days" in found["server.crt"].seen or "10 days" in found["server.crt"].seen
     assert all(one.state != "wrong" for one in found.values())
     key = next(tmp_path.glob("**/server.key"))
     key.chmod(0o644)
     assert f"others can read this key (mode 644) chmod 600 {key}" in " ".join(
-        f"{one.seen} {one.remedy}" for one in doctor.certificates(tmp_path) if one.state == "wrong"
+        f"{one.seen} {one.remedy}" for one in examine.certificates(tmp_path) if one.state == "wrong"
     )
     said(monkeypatch, capsys, "doctor", "--deployment", str(tmp_path), code=1)
     next(tmp_path.glob("**/server.crt")).write_text("nonsense")
-    assert any("cannot be read" in one.seen for one in doctor.certificates(tmp_path))
-    assert doctor.certificates(tmp_path / "nothing")[0].state == "missing"
+    assert any("cannot be read" in one.seen for one in examine.certificates(tmp_path))
+    assert examine.certificates(tmp_path / "nothing")[0].state == "missing"
 
 
 # -- cite ------------------------------------------------------------------------------------------------------------------------
 def test_every_method_can_be_cited(monkeypatch, capsys):
     for row in methods.ROWS:
-        keys = [entry[1] for entry in cite.entries([row.name])]
-        assert (cite.METHODS[row.stem][1] in keys) if row.stem != "local" else keys == ["beutel2020flower", "bayflower"]
+        keys = [entry[1] for entry in citations.entries([row.name])]
+        assert (citations.METHODS[row.stem][1] in keys) if row.stem != "local" else keys == ["beutel2020flower", "bayflower"]
     text = said(monkeypatch, capsys, "cite", "fedmap", "metavd")
     assert len(re.findall(r"^@\w+\{\w+,$", text, re.MULTILINE)) == 5
     assert text.count("{") == text.count("}")
@@ -98,7 +100,7 @@ def test_every_method_can_be_cited(monkeypatch, capsys):
 def test_citations_agree_with_the_table_of_methods():
     """Years and arXiv numbers of the table are those of the entries."""
     for row in methods.ROWS:
-        fields = cite.METHODS.get(row.stem, ("", "", {}))[2]
+        fields = citations.METHODS.get(row.stem, ("", "", {}))[2]
         for year in re.findall(r"\b(20\d\d)\b,? ", row.paper + " "):
             assert fields["year"] == year, row.name
         for number in re.findall(r"arXiv (\d+\.\d+)", row.paper):
@@ -111,7 +113,7 @@ def test_a_run_is_cited_with_its_data(tmp_path, monkeypatch, capsys):
     assert keys == ["pfedvmp", "krizhevsky2009cifar", "beutel2020flower", "bayflower"]
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(ConfigError, match="is no result of a run"):
-        cite.entries([str(tmp_path)])
+        citations.entries([str(tmp_path)])
 
 
 # -- tracking --------------------------------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ def test_tensorboard_files_have_the_numbers(tmp_path):
 
 
 def test_without_tensorboard_a_line_says_what_to_install(tmp_path):
-    code = "import sys; sys.modules['tensorboard'] = None\nfrom bayflower.tracking import TensorBoard\nTensorBoard('x')"
+    code = "import sys; sys.modules['tensorboard'] = None\nfrom bayflower.files.tracking import TensorBoard\nTensorBoard('x')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert "pip install 'bayflower[tensorboard]'" in done.stderr
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bayflower.tree import choose, digest, flatten, map_tree, put, stack, take, unflatten
-from bayflower.types import BayflowerError, Tensors
+from bayflower.errors import BayflowerError
+from bayflower.tree import Tensors, choose, digest, flatten, map_tree, put, stack, take, unflatten
 
 
 class Inner(NamedTuple):

@@ -200,7 +200,7 @@ rows = [{ name = "FedAvg, ours", method = "fedavg", published = ["", ""] }, { na
 def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
     pytest.importorskip("optuna")
     from bayflower import reproduce
-    from bayflower.commands.evidence import tune
+    from bayflower.cli.reproduce import tune
 
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "ours.toml").write_text(SMALL_TABLE)

@@ -18,9 +18,9 @@ from ..config import named_device, parse
 from ..data import ClientData, Federation
 from ..engines import Prepared, execute, prepare
 from ..errors import ConfigError
-from ..halves import make_halves
+from ..fused.meter import Meter
 from ..methods import METHODS
-from ..stacked.meter import Meter
+from ..rounds.halves import make_halves
 
 Say = Callable[[str], None]
 WARM_UP = 3  # rounds of the fused engine that do not count: kernels are compiled, steps recorded

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..outcome import write_json
-from ..tables import number, plain, size
+from ..files.atomic import write_json
+from ..report.text import number, plain, size
 from .cases import Options
 
 FORMAT = "bayflower-bench-1"

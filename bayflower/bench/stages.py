@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch.func import vmap
 
-from .. import sampling
+from ..contract import ClientHalf
 from ..data import batches
 from ..engines import Prepared
-from ..fused import SMALL_MODEL, Fused, Totals
-from ..stacked.meter import Mark, Meter
+from ..fused.engine import SMALL_MODEL, Fused, Totals
+from ..fused.meter import Mark, Meter
+from ..fused.phases import Course, segments
+from ..networks.model import Batch
+from ..rounds import sampling
 from ..stacked.replay import Replay
-from ..stacked.stacks import Course, segments
 from ..tree import stack, to
-from ..types import Batch, ClientHalf
 from .cases import WARM_UP, Options, Say, described, free, loaded, why
 
 COUNTS = (50, 40, 30, 20, 10, 5, 2, 1)

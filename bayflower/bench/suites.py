@@ -14,21 +14,7 @@ from ..data import Federation
 from ..engines import Prepared, prepare, run_under_flower
 from ..methods import METHODS
 from ..tree import flatten
-from .cases import (
-    WARM_UP,
-    Options,
-    Say,
-    Timing,
-    data_bytes,
-    described,
-    free,
-    loaded,
-    on_pictures,
-    parse,
-    pictures,
-    timed,
-    why,
-)
+from .cases import WARM_UP, Options, Say, Timing, data_bytes, described, free, loaded, on_pictures, parse, pictures, timed, why
 
 USUAL = ("fedper", "fedavg", "fedavg-ft", "fedrep", "pfedvmp", "pfedvmp-avg", "fedmap", "fedbps", "local")
 CHUNK = 50  # clients at a time where chunks are shown

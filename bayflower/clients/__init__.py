@@ -13,6 +13,6 @@ __all__ = ["Job", "Plug", "make_client_app"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"bayflower.clients has no {name!r}; it has {', '.join(__all__)}")
-    from . import plug
+    from ..flower import plug
 
     return getattr(plug, name)

@@ -22,9 +22,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import ClientHalf, Phase, Purpose, Work
+from ..networks.model import Batch
 from ..strategies.fedavg import State as Broadcast
 from ..strategies.fedavg import Update
-from ..types import Batch, ClientHalf, Phase, Purpose, Tensors, Work
+from ..tree import Tensors
 
 
 class State(NamedTuple):

@@ -29,12 +29,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import ClientHalf, Phase, Purpose, Survey, Work
+from ..errors import WireError
 from ..maths.bits import unpack_bits
 from ..maths.curvature import at_once, diagonal
-from ..models import Model
-from ..protocol import WireError
+from ..networks.model import Batch, Model
 from ..strategies.fedbps import Broadcast, Update
-from ..types import Batch, ClientHalf, Phase, Purpose, Survey, Tensors, Work
+from ..tree import Tensors
 from .fedavg import count
 
 FIT = "fit"  # the phase of a client that never trained

@@ -24,9 +24,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import Phase, Work
+from ..networks.model import Batch
 from ..strategies.feddc import State as Broadcast
 from ..strategies.feddc import Update
-from ..types import Batch, Phase, Tensors, Work
+from ..tree import Tensors
 from . import feddyn
 from .fedavg import count
 from .feddyn import inner

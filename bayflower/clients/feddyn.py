@@ -18,8 +18,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import Phase, Work
+from ..networks.model import Batch
 from ..strategies.fedavg import State as Broadcast
-from ..types import Batch, Phase, Tensors, Work
+from ..tree import Tensors
 from . import fedavg
 from .fedprox import sq_distance
 

@@ -20,11 +20,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import Phase, Survey, Work
 from ..maths.curvature import at_once, diagonal
-from ..models import Model
+from ..networks.model import Batch, Model
 from ..strategies.fedla import State as Broadcast
 from ..strategies.fedla import Update
-from ..types import Batch, Phase, Survey, Tensors, Work
+from ..tree import Tensors
 from . import fedavg
 
 LEAST = 1e-6

@@ -30,9 +30,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import ClientHalf, Phase, Purpose, Work
+from ..networks.model import Batch
 from ..strategies.fedmap import Broadcast, Update
-from ..tree import choose
-from ..types import Batch, ClientHalf, Phase, Purpose, Tensors, Work
+from ..tree import Tensors, choose
 from .fedavg import count
 from .fedprox import sq_distance
 

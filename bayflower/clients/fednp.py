@@ -32,13 +32,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gaussian import Diagonal, damp, quotient
+from ..contract import ClientHalf, Phase, Survey, Work
 from ..maths import npn
+from ..maths.gaussian import Diagonal, damp, quotient
 from ..maths.tilted import Tilted, bounded, make_slopes, tilt
-from ..models import Model
+from ..networks.model import Batch, Model
 from ..strategies.fednp import EXTRA, Broadcast, Update, classifier
-from ..tree import choose, map_tree
-from ..types import Batch, ClientHalf, Phase, Survey, Tensors, Work
+from ..tree import Tensors, choose, map_tree
 from .fedavg import count
 
 

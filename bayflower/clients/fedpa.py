@@ -23,8 +23,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import Phase, Purpose, Work
+from ..networks.model import Batch
 from ..strategies.fedavg import State as Broadcast
-from ..types import Batch, Phase, Purpose, Tensors, Work
+from ..tree import Tensors
 from . import fedavg
 
 SAMPLE = "sample"

@@ -13,7 +13,7 @@ does not say whether a model is tested before or after local training.
 
 from __future__ import annotations
 
-from ..types import Phase, Purpose
+from ..contract import Phase, Purpose
 from . import fedavg
 
 

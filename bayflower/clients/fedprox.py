@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..types import Batch, Phase, Tensors, Work
+from ..contract import Phase, Work
+from ..networks.model import Batch
+from ..tree import Tensors
 from . import fedavg
 
 

@@ -13,7 +13,7 @@ Departs: epochs instead of single gradient steps in both phases; each phase has 
 
 from __future__ import annotations
 
-from ..types import Phase, Purpose
+from ..contract import Phase, Purpose
 from . import fedper
 
 

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..contract import Phase, Purpose, Work
 from ..maths import meta
-from ..optim import Optimizer
-from ..types import Batch, Phase, Purpose, Tensors, Work
+from ..maths.optim import Optimizer
+from ..networks.model import Batch
+from ..tree import Tensors
 from . import reptile
 
 

@@ -30,12 +30,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..addon import LOCAL, TWO, AddOn
+from ..contract import Phase, Purpose, Work
 from ..maths import dropout
-from ..protocol import Shapes, shapes
+from ..networks.model import Batch
 from ..strategies.metavd import MASK, STEP, Broadcast, Update
-from ..tree import map_tree, unflatten
-from ..types import Batch, Phase, Purpose, Tensors, Work
+from ..tree import Shapes, Tensors, map_tree, shapes, unflatten
+from .addon import LOCAL, TWO, AddOn
 from .fedavg import State, count
 
 

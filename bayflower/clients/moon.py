@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from ..contract import Phase, Work
+from ..networks.model import Batch, masked_mean
 from ..strategies.fedavg import State as Broadcast
-from ..tree import choose
-from ..types import Batch, Phase, Tensors, Work, masked_mean
+from ..tree import Tensors, choose
 from . import fedavg
 
 TINY = 1e-8  # added to a squared norm

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..contract import Work
 from ..maths import meta
-from ..types import Tensors, Work
+from ..tree import Tensors
 from . import maml
 
 

@@ -27,13 +27,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..contract import Phase, Survey, Work
+from ..errors import ConfigError
+from ..maths.classmessages import Message, blank, dense_ranks, pack_factors, ranks
 from ..maths.classwise import class_factors, class_labels, class_means, class_variances
-from ..messages import Message, blank, dense_ranks, pack_factors, ranks
-from ..protocol import Shapes, shapes
+from ..networks.model import Batch, masked_mean
 from ..stacked.losses import pull
 from ..strategies.pfedvmp import Update
-from ..tree import flatten, map_tree
-from ..types import Batch, ConfigError, Phase, Survey, Tensors, Work, masked_mean
+from ..tree import Shapes, Tensors, flatten, map_tree, shapes
 from . import fedper
 from .fedavg import State
 

@@ -13,7 +13,7 @@ client that never trained does the same.
 
 from __future__ import annotations
 
-from ..types import Phase, Purpose
+from ..contract import Phase, Purpose
 from . import fedavg
 
 ADAPT = "adapt"  # the phase before a test

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from ..addon import AddOn
+from ..contract import Phase, Survey, Work
 from ..maths import dropout
-from ..protocol import Shapes, shapes
+from ..networks.model import Batch
 from ..strategies.snip import MASK, SENSITIVITY, Broadcast, Update
-from ..tree import flatten, map_tree, unflatten
-from ..types import Batch, Phase, Survey, Tensors, Work
+from ..tree import Shapes, Tensors, flatten, map_tree, shapes, unflatten
+from .addon import AddOn
 from .fedavg import State, count
 
 

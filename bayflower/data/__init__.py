@@ -14,7 +14,8 @@ from .federation import (
     standardise,
 )
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
-from .sources import Source, load_source, read_npz
+from .source import Source
+from .sources import load_source, read_npz
 
 __all__ = [
     "DATASETS",

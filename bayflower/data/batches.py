@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import BayflowerError, ConfigError, Phase
+from ..contract import Phase
+from ..errors import BayflowerError, ConfigError
 
 Group = tuple[np.ndarray, ...]
 GAMMA = -7046029254386353131  # SplitMix64's odd constant, 2^64 / golden ratio, as a signed number

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from ..types import ConfigError
+from ..errors import ConfigError
 from . import partition
-from .sources import Source
+from .source import Source
 
 SIDE = 32
 AT_ONCE = 4096  # images resized together

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..types import ConfigError
+from ..errors import ConfigError
 from . import domains, partition, synthetic
 from .batches import rng
 from .settings import DataSettings
-from .sources import Source, load_source
+from .source import Source
+from .sources import load_source
 
 
 class ClientData(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types import ConfigError
+from ..errors import ConfigError
 
 FEMNIST_CLASSES, SIDE = 62, 28
 CELEBA_SIDE, FEWEST = 84, 5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..types import ConfigError
+from ..errors import ConfigError
 
 LABELS = ("label", "labels", "y", "target", "targets", "fine_label")
 AT_ONCE = 256

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..types import ConfigError
+from ..errors import ConfigError
 
 REDRAWS = 10_000  # of the Dirichlet counts before giving up; no sample moves until a draw is accepted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..types import ConfigError
+from ..errors import ConfigError
 
 # name -> (samples of the original data set, torchvision's class or "" where only an .npz is known, what must be said about it)
 KNOWN: dict[str, tuple[int, str, str]] = {

@@ -9,39 +9,18 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..types import ConfigError
+from ..errors import ConfigError
 from .folders import FOLDERS, folder_of, read_folder
 from .settings import KNOWN, DataSettings
+from .source import Source
 
 KEYS = ("x", "y", "test", "client", "num_classes")
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A pooled data set. `x` is as stored (images of type uint8 stay so: a quarter of the memory); `samples` gives what a network sees."""
-
-    name: str
-    x: Any  # (N, ...): an array, or what looks like one and gives the samples that are asked for
-    y: np.ndarray  # (N,) int64
-    num_classes: int
-    client: np.ndarray | None = None  # (N,) int64 natural owner, negative = none
-    test: np.ndarray | None = None  # (N,) bool
-    note: str = ""  # what a table must say beside the name, such as "stand-in for ..."
-    domain: np.ndarray | None = None  # (N,) of several data sets in one: which of them a sample is from
-
-    def samples(self, indices: np.ndarray) -> np.ndarray:
-        """Return float32 samples: uint8 images as (x/255 - 0.5)/0.5 in NCHW, everything else as it is."""
-        x: np.ndarray = self.x[indices]
-        if x.dtype != np.uint8 or x.ndim == 2:
-            return np.asarray(x, dtype=np.float32)
-        x = (x.astype(np.float32) / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
-        return x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
 
 
 def load_source(settings: DataSettings) -> Source:
@@ -152,7 +131,7 @@ def _digits() -> Source:
 
 def _torchvision(settings: DataSettings, path: Path) -> Source:
     """Return both splits of a data set of torchvision (whose CIFAR loaders unpickle files after checking their published md5 sums)."""
-    from ..vision import import_torchvision
+    from .vision import import_torchvision
 
     kind = KNOWN[settings.dataset][1]
     if not kind:

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import BayflowerError
+from ..files.atomic import read_json, write_json
 from ..flower import processes
-from ..jsonfile import read_json, write_json
 from .layout import Deployment
 from .server import Server, register, write_connection
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BayflowerError, ConfigError
+from ..files.atomic import read_json, write_json
 from ..flower import processes
-from ..jsonfile import read_json, write_json
 from .server import Server
 
 RECORD = "submission.json"
@@ -36,7 +36,7 @@ def run_folder(server: Server, name: str) -> Path:
 def config_of(server: Server, method: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], str, int]:
     """Return the run-config, a name for the run, and how many clients it needs; wrong settings are found here."""
     from ..config import parse
-    from ..flower.remote import APP_KEYS
+    from ..flower.app import APP_KEYS
 
     ours = {key: value for key, value in given.items() if key in APP_KEYS}
     settings = {"num_clients": server.deployment.clients, "device": "cpu", **{key: given[key] for key in given if key not in APP_KEYS}}
@@ -77,7 +77,7 @@ def submit(
     watch: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run a method on the deployment's clients and return result.json's content; raise if the run failed, whatever Flower says."""
-    from .. import checkpoint
+    from ..files import checkpoint
 
     if resume:
         folder = run_folder(server, name)

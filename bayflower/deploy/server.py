@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import BayflowerError, ConfigError
+from ..files.atomic import read_json, write_json
 from ..flower import processes
-from ..jsonfile import read_json, write_json
 from .layout import Deployment
 
 INSIDE = "BAYFLOWER_INSIDE"  # set in the container beside the SuperLink: where results lie

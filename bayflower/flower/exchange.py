@@ -18,8 +18,8 @@ from typing import NamedTuple
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from .. import wire
-from ..facts import MAX_CLIENT, Facts, from_header, is_whole
+from ..wire.hello import MAX_CLIENT, Facts, from_header, is_whole
+from . import records
 
 log = logging.getLogger("bayflower")
 POLL_SECONDS = 0.2
@@ -79,7 +79,7 @@ def query(grid: Grid, nodes: list[int], timeout: float, line: Line, refused: Cal
 
     def ask(those: list[int], ttl: float) -> Iterator[Message]:
         for node in those:
-            yield Message(RecordDict({wire.HEADER: wire.make_header()}), dst_node_id=node, message_type=MessageType.QUERY, ttl=ttl)
+            yield Message(RecordDict({records.HEADER: records.make_header()}), dst_node_id=node, message_type=MessageType.QUERY, ttl=ttl)
 
     asked: dict[str, int] = {}
     for reply in stream(grid, nodes, ask, timeout, line, asked):
@@ -89,9 +89,9 @@ def query(grid: Grid, nodes: list[int], timeout: float, line: Line, refused: Cal
                 refused(node, reason(reply))
             continue
         try:
-            head = wire.header(reply, ("client", "new"))
+            head = records.header(reply, ("client", "new"))
             if not is_whole(head["client"], 0, MAX_CLIENT - 1):
-                raise wire.WireError(f"client must be a whole number below {MAX_CLIENT}, got {str(head['client'])[:80]!r}")
+                raise records.WireError(f"client must be a whole number below {MAX_CLIENT}, got {str(head['client'])[:80]!r}")
             member = Member(head["client"], node, bool(head["new"]), from_header(head))
         except Exception as error:  # whatever a node answers, it must not end the others' run
             refused(node, str(error) or type(error).__name__)

@@ -14,17 +14,18 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity  # the one internal import: Message() asks for it
 
-from .. import solo, wire
-from ..checkpoint import Checkpoint, make, write
-from ..clients.base import Site, client_app
 from ..config import Run
 from ..data import Federation
-from ..halves import Halves
-from ..outcome import Outcome, Progress
-from ..store import MemoryStore, Saved, Store
-from ..strategies import strategy_class
-from ..strategies.base import BayflowerStrategy
+from ..files.checkpoint import Checkpoint, make, write
+from ..files.records import Outcome, Progress
+from ..files.store import MemoryStore, Saved, Store
+from ..rounds import solo
+from ..rounds.halves import Halves
 from ..tree import flatten
+from . import records
+from .classes import strategy_class
+from .client import Site, client_app
+from .strategy import BayflowerStrategy
 
 SERVER_NODE = 1
 FIRST_NODE = 1000
@@ -82,7 +83,7 @@ class InProcessGrid(Grid):
         return [reply for number in ids for reply in self.pull_messages([number])]
 
     def _answer(self, message: Message) -> Message | None:
-        received = Message(content=wire.copy_content(message.content), metadata=message.metadata)  # type: ignore[call-overload]
+        received = Message(content=records.copy_content(message.content), metadata=message.metadata)  # type: ignore[call-overload]
         if self.fail is not None:
             return self.fail(received)
         return self.ask(received)
@@ -144,7 +145,7 @@ def run_loop(
 
     strategy = make_strategy(run, progress, after_round=save, resume=resume)
     params, buffers = halves.initial
-    strategy.start(grid, wire.to_arrays({**params, **buffers}), num_rounds=settings.rounds)
+    strategy.start(grid, records.to_arrays({**params, **buffers}), num_rounds=settings.rounds)
     assert strategy.outcome is not None
     return strategy.outcome
 

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import BayflowerError, ConfigError
-from ..jsonfile import read_json
+from ..files.atomic import read_json
 
 MARK = "BAYFLOWER_MARK"
 START_SECONDS = 60.0

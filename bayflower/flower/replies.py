@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from flwr.app import Message, MetricRecord, RecordDict
 
-from .. import bounds, wire
-from ..limits import Limits
+from ..config import Limits
+from ..contract import ServerHalf
 from ..metrics import Tally
-from ..types import ServerHalf
-from . import guest
+from . import bounds, records, wrapped
 from .exchange import Member, reason
 
 LARGEST_LOSS = 1e30  # a loss beyond it cannot be averaged, and training has diverged long before
@@ -45,20 +44,20 @@ class Accepted(NamedTuple):
 def sender(reply: Message, expected: Expected) -> int:
     """Return the client a reply comes from; raise if it is too large, or not a reply to what was asked in this round."""
     if reply.has_error():
-        raise wire.WireError(f"the client failed: {reason(reply)}")
-    wire.weigh(reply.content, expected.limits.max_message_mb)
-    head = wire.header(reply, ("method", "run", "round", "client"))
+        raise records.WireError(f"the client failed: {reason(reply)}")
+    records.weigh(reply.content, expected.limits.max_message_mb)
+    head = records.header(reply, ("method", "run", "round", "client"))
     client = head["client"]
     member = expected.members.get(client) if isinstance(client, int) and not isinstance(client, bool) else None
     if member is None:
-        raise wire.WireError(f"client {repr(client)[:80]} is not known")
+        raise records.WireError(f"client {repr(client)[:80]} is not known")
     if member.node != reply.metadata.src_node_id:
-        raise wire.WireError(f"it says it is client {client}, which is another node")
+        raise records.WireError(f"it says it is client {client}, which is another node")
     if client not in expected.asked:
-        raise wire.WireError(f"client {client} was not asked in this round")
+        raise records.WireError(f"client {client} was not asked in this round")
     for name in ("round", "run", "method"):
         if head[name] != getattr(expected, name):
-            raise wire.WireError(f"the reply is for {name} {repr(head[name])[:80]}, not {getattr(expected, name)!r}")
+            raise records.WireError(f"the reply is for {name} {repr(head[name])[:80]}, not {getattr(expected, name)!r}")
     return int(client)
 
 
@@ -66,14 +65,14 @@ def accept(reply: Message, expected: Expected, half: ServerHalf, state: Any, don
     """Return the content of a reply to train that can be used; raise with the reason otherwise."""
     client = sender(reply, expected)
     if client in done:
-        raise wire.WireError("a second reply in the same round")
+        raise records.WireError("a second reply in the same round")
     declared = expected.members[client].facts.train_size
-    flat = wire.arrays(reply, wire.UPDATE, consume=True)
-    update = half.unpack(state, guest.to_flat(flat, state, metric(reply, wire.NUM_EXAMPLES)) if expected.plain else flat)
+    flat = records.arrays(reply, records.UPDATE, consume=True)
+    update = half.unpack(state, wrapped.to_flat(flat, state, metric(reply, records.NUM_EXAMPLES)) if expected.plain else flat)
     why = half.check(state, client, update) or bounds.problem(half, state, client, update, declared, expected.limits, expected.training)
     if why:
-        raise wire.WireError(why)
-    tallies = tallies_of(reply, expected, client) if wire.TALLY in reply.content else {}
+        raise records.WireError(why)
+    tallies = tallies_of(reply, expected, client) if records.TALLY in reply.content else {}
     loss = train_loss(reply)
     if client in expected.caps:
         update = update._replace(num_examples=update.num_examples.clamp(max=expected.caps[client]))
@@ -88,27 +87,29 @@ def tested(reply: Message, expected: Expected) -> tuple[int, dict[str, Tally]]:
 
 def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Tally]:
     """Return the tallies of a reply by view, which must be what a test of this client's data can give."""
-    tallies = wire.arrays_to_tallies(wire.arrays(reply, wire.TALLY), expected.num_classes)
+    tallies = records.arrays_to_tallies(records.arrays(reply, records.TALLY), expected.num_classes)
     most = 2 * expected.members[client].facts.test_size
     for view, tally in tallies.items():
         if int(tally.num_examples) > most:
-            raise wire.WireError(f"the test result {view!r} is of {int(tally.num_examples)} samples, more than twice what the client had")
+            raise records.WireError(
+                f"the test result {view!r} is of {int(tally.num_examples)} samples, more than twice what the client had"
+            )
     if "personal" not in tallies:
-        raise wire.WireError("the test result of the personal model is missing")
+        raise records.WireError("the test result of the personal model is missing")
     return tallies
 
 
 def train_loss(reply: Message) -> float:
     """Return the mean loss of local training that a reply reports."""
-    loss = metric(reply, wire.TRAIN_LOSS)
+    loss = metric(reply, records.TRAIN_LOSS)
     if not isinstance(loss, (int, float)) or not math.isfinite(loss) or abs(loss) > LARGEST_LOSS:
-        raise wire.WireError(f"{wire.TRAIN_LOSS} must be a finite number of size up to {LARGEST_LOSS:g}, got {str(loss)[:80]}")
+        raise records.WireError(f"{records.TRAIN_LOSS} must be a finite number of size up to {LARGEST_LOSS:g}, got {str(loss)[:80]}")
     return float(loss)
 
 
 def metric(reply: Message, name: str) -> Any:
     """Return the metric called `name` of a reply, None if it has none."""
-    numbers = reply.content.get(wire.METRICS)
+    numbers = reply.content.get(records.METRICS)
     return numbers.get(name) if isinstance(numbers, MetricRecord) else None
 
 

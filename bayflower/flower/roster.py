@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from flwr.serverapp import Grid
 
-from .. import bounds
-from ..facts import Facts, Summary, agreed, disagreement, summary
-from ..journal import Journal
-from ..limits import Limits
-from ..types import BayflowerError, ServerHalf
+from ..config import Limits
+from ..contract import ServerHalf
+from ..errors import BayflowerError
+from ..files.journal import Journal
+from ..wire.hello import Facts, Summary, agreed, disagreement, summary
+from . import bounds
 from .exchange import POLL_SECONDS, Line, Member, query
 
 QUERY_SECONDS = 60.0  # how long a node that appeared during a run is given to say who it is

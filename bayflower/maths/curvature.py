@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 
-from ..models import Model
+from ..networks.model import Batch, Model
 from ..stacked.masked import MaskedBatchNorm
 from ..stacked.stackable import StackedConv2d
-from ..types import Batch, Tensors
+from ..tree import Tensors
 
 Kind = Literal["fisher", "sketch", "empirical"]
 Rule = Callable[[nn.Module, Tensors, Tensors, Tensor, Tensor], Tensors]

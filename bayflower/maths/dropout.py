@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..protocol import WireError
+from ..errors import ConfigError, WireError
+from ..networks.model import Anatomy
 from ..tree import Tensors
-from ..types import Anatomy, ConfigError
 from .bits import pack_bits, unpack_bits
 
 LIMIT = 8.5  # of |log alpha|

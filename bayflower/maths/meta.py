@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value
 
-from ..types import Tensors
+from ..tree import Tensors
 
 Loss = Callable[[Tensors, Tensors, int], tuple[Tensor, Tensors]]  # (parameters, buffers, group) → (loss, buffers after the pass)
 SUPPORT, QUERY = 0, 1

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ..types import Tensors
+from ..tree import Tensors
 from .tilted import ZETA2
 
 SLOPE, OFFSET = 4 - 2 * math.sqrt(2), math.log(math.sqrt(2) - 1)  # σ² ≈ σ(SLOPE (x + OFFSET))

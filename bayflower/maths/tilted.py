@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..gaussian import Diagonal
+from .gaussian import Diagonal
 
 Backend = Literal["trapezoid", "quadrature", "thm2", "logz", "probit"]
 Slopes = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of cavity mean, cavity variance, f

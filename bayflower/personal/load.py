@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from .. import models
-from ..store import below
+from ..errors import BayflowerError, ConfigError
+from ..files.atomic import below
+from ..networks.papers import build
 from ..tree import Tensors
-from ..types import BayflowerError, ConfigError
 from .made import FORMAT, Ready, as_probabilities
 
 AT_ONCE = 16  # samples whose derivatives are held at a time
@@ -135,7 +135,7 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
     recipe = card["network"]["recipe"]
     if model is None and recipe is None:
         return Personal(program(folder), card, below(extras, "std")).eval()
-    built = model if model is not None else models.build(recipe["name"], tuple(recipe["input_shape"]), recipe["num_classes"],
+    built = model if model is not None else build(recipe["name"], tuple(recipe["input_shape"]), recipe["num_classes"],
                                                          recipe["features"]).factory  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         network = built()

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import __version__, methods, metrics, solo
+from .. import __version__, methods, metrics
+from ..contract import ClientHalf
 from ..data import Scaling
-from ..outcome import write_json
-from ..store import save_tensors
+from ..errors import BayflowerError, ConfigError
+from ..files.atomic import save_tensors, write_json
+from ..networks.model import Batch
+from ..rounds import solo
 from ..tree import Tensors
-from ..types import Batch, BayflowerError, ClientHalf, ConfigError
 from .posterior import Posterior, posterior
 
 log = logging.getLogger("bayflower")

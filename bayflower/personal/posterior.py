@@ -19,11 +19,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..contract import ClientHalf
 from ..maths import npn
 from ..maths.curvature import diagonal
 from ..methods import METHODS
+from ..networks.model import Batch
 from ..tree import Tensors
-from ..types import Batch, ClientHalf
 
 Kind = Literal["sampled", "linear"]
 CHUNK = 8  # samples of one pass for curvature

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import checkpoint, solo
 from ..config import Run, parse
 from ..data import Scaling, client_scaling, load_client, load_federation, read_npz, rng, scaling
-from ..halves import Halves, make_halves
-from ..stacked.bank import DiskBank
-from ..store import DiskStore
+from ..errors import ConfigError
+from ..files import checkpoint
+from ..files.store import DiskStore
+from ..fused.bank import DiskBank
+from ..networks.model import Batch
+from ..rounds import solo
+from ..rounds.halves import Halves, make_halves
 from ..tree import Tensors, flatten, take, unflatten
-from ..types import Batch, ConfigError
 from .made import Kept, batch_of, keep
 
 

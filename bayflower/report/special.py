@@ -13,7 +13,7 @@ from ..data import load_federation
 from ..errors import BayflowerError
 from ..personal.made import numbers
 from ..personal.runs import Opened, client_state, kept, open_run
-from ..solo import one_thread, samples
+from ..rounds.solo import one_thread, samples
 from .collect import Found, Group
 from .figures import Figure, lines_over_rounds, quantiles
 from .svg import Chart, around, legend

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import groups, parse
-from ..jsonfile import write_json
+from ..files.atomic import write_json
 from ..methods import get
 from .data import images_to_keep, pooled, with_folder
 from .tables import Spec
@@ -129,3 +131,14 @@ def engine_values(spec: Spec, seed: int, data_dir: str, device: str) -> dict[str
     if images:
         values["keep"] = images_to_keep(images, spec.values()["dataset"], data_dir)
     return {"evaluate_every": max(1, int(values.get("rounds", 50)) // 20), "checkpoint_every": 0, **values}
+
+
+def commit() -> str:
+    """Return the commit of the checkout that this package is in, "" if it is in none; BAYFLOWER_COMMIT names that of a copy without git."""
+    if stated := os.environ.get("BAYFLOWER_COMMIT"):
+        return stated
+    call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(call, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

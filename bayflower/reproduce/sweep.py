@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import BayflowerError, ConfigError
-from .cache import Cache, Say, engine_values, key_of
+from .cache import Cache, Say, commit, engine_values, key_of
 from .data import pooled, remedy
 from .tables import Cell, Spec, Table
 
@@ -212,14 +210,3 @@ def condensed(result: dict[str, Any], seconds: float) -> dict[str, Any]:
         "faults": len(result["faults"]),
         "last": {key: value for key, value in rounds[-1].items() if isinstance(value, int | float)}, "curve": curve, "final": final,
     }  # fmt: skip
-
-
-def commit() -> str:
-    """Return the commit of the checkout that this package is in, "" if it is in none; BAYFLOWER_COMMIT names that of a copy without git."""
-    if stated := os.environ.get("BAYFLOWER_COMMIT"):
-        return stated
-    call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
-        return subprocess.run(call, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import methods, solo
+from .. import methods
 from ..config import Training
 from ..maths.exact import Total
-from ..models import Model
-from ..outcome import versions
-from ..types import Batch, masked_mean
+from ..networks.model import Batch, Model, masked_mean
+from ..rounds import solo
+from ..rounds.result import versions
 from .tables import Spec
 
 SEGMENTS = ((30, -7.0, -5.0), (20, -2.0, 2.0), (50, 4.0, 8.0))
@@ -106,7 +106,7 @@ def powers(x: Tensor) -> Tensor:
 
 def run_toy(spec: Spec, seed: int) -> dict[str, Any]:
     """Return a run of the toy problem in the form of the cache."""
-    from .sweep import commit
+    from .cache import commit
 
     values, started = spec.values(), time.monotonic()
     with solo.one_thread():

@@ -21,8 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import ServerHalf, Statistic, Sum
+from ..errors import ConfigError
 from ..maths.exact import Scaled
-from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
+from ..tree import Tensors
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_words
+from ..contract import ServerHalf, Statistic, Sum
+from ..errors import ConfigError, check_words
 from ..maths.bits import pack_bits
 from ..maths.curvature import Kind
-from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
+from ..tree import Tensors
 from .fedavg import averaged, weighted
 
 Ranking = Literal["paper", "balanced"]

@@ -24,7 +24,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..types import ConfigError, Statistic, Sum, Tensors
+from ..contract import Statistic, Sum
+from ..errors import ConfigError
+from ..tree import Tensors
 from . import fedavg
 
 

@@ -22,10 +22,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_words
+from ..contract import Statistic, Sum
+from ..errors import ConfigError, check_words
 from ..maths.curvature import Kind
 from ..maths.exact import Scaled
-from ..types import ConfigError, Statistic, Sum, Tensors
+from ..tree import Tensors
 from . import fedavg
 
 

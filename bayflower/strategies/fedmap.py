@@ -32,8 +32,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_words
-from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
+from ..contract import ServerHalf, Statistic, Sum
+from ..errors import ConfigError, check_words
+from ..tree import Tensors
 from .fedavg import summed, weighted
 
 Weights = Literal["mean", "count", "sum", "uniform"]

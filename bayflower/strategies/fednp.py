@@ -35,12 +35,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_words
-from ..gaussian import Diagonal, product
+from ..contract import ServerHalf, Statistic, Sum
+from ..errors import ConfigError, check_words
 from ..maths import npn
+from ..maths.gaussian import Diagonal, product
 from ..maths.tilted import NODES, Backend
-from ..tree import digest
-from ..types import ConfigError, ServerHalf, Statistic, Sum, Tensors
+from ..tree import Tensors, digest
 from .fedavg import averaged, summed, weighted
 
 Site = Literal["vector", "scalar"]

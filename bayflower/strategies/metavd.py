@@ -35,12 +35,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_words
+from ..contract import Statistic, Sum
+from ..errors import ConfigError, check_words
 from ..maths import beliefs, dropout
 from ..maths.beliefs import Belief
-from ..protocol import matching
-from ..tree import Tensors, digest, flatten
-from ..types import ConfigError, Statistic, Sum
+from ..tree import Tensors, digest, flatten, matching
 from . import reptile
 from .fedavg import averaged, summed, weighted
 

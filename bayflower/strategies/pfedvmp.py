@@ -39,12 +39,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_words
-from ..gaussian import solve_precision, solve_without_waiting
+from ..contract import ServerHalf, Statistic, Sum
+from ..errors import BayflowerError, ConfigError, check_words
+from ..maths.classmessages import Message, blank, received, roots, shrunk, sizes
 from ..maths.classwise import class_sums, from_triangle, to_triangle
-from ..messages import Message, blank, received, roots, shrunk, sizes
-from ..tree import upload
-from ..types import Anatomy, BayflowerError, ConfigError, ServerHalf, Statistic, Sum, Tensors
+from ..maths.gaussian import solve_precision, solve_without_waiting
+from ..networks.model import Anatomy
+from ..tree import Tensors, upload
 from . import fedper
 
 Centroid = Literal["precision", "diag", "count_mean", "mean"]

@@ -22,7 +22,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..types import ConfigError, Sum, Tensors
+from ..contract import Sum
+from ..errors import ConfigError
+from ..tree import Tensors
 from . import fedavg
 
 

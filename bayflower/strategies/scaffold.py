@@ -24,7 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..types import Statistic, Sum, Tensors
+from ..contract import Statistic, Sum
+from ..tree import Tensors
 from . import fedavg
 from .fedavg import Config as FedAvgConfig
 

@@ -20,11 +20,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_words
+from ..contract import Statistic, Sum
+from ..errors import ConfigError, check_words
 from ..maths import dropout
-from ..protocol import matching
-from ..tree import Tensors, flatten
-from ..types import ConfigError, Statistic, Sum
+from ..tree import Tensors, flatten, matching
 from . import reptile
 from .fedavg import summed, weighted
 

@@ -36,7 +36,7 @@ class ResNet(nn.Module):
 def pictures(data_dir: str):
     """Return all pictures (N, 1, H, W) and labels: Fashion-MNIST from torchvision's files in `data_dir`, or scikit-learn's digits."""
     if data_dir:
-        from bayflower.vision import import_torchvision
+        from bayflower.data.vision import import_torchvision
 
         try:
             data = import_torchvision().datasets.FashionMNIST(data_dir, download=False)

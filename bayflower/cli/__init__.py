@@ -1,0 +1,39 @@
+"""The command line: one file a command, named after it. Each imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import typer
+from rich.console import Console
+
+from ..errors import BayflowerError, ConfigError
+from . import bench, cite, deploy, doctor, lists, personal, report, reproduce, run, tryout, tune
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Bayesian personalised federated learning on Flower.",
+    epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
+)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    *(run.run, run.compare, report.report, personal.export, personal.personalise),
+    *(lists.methods, lists.settings, lists.models, tryout.try_app, reproduce.reproduce, tune.tune),
+    *(bench.bench, doctor.doctor, cite.cite, lists.version),
+)
+for command in COMMANDS:
+    app.command("try" if command is tryout.try_app else None)(command)
+app.add_typer(deploy.app, name="deploy")
+
+
+def main() -> None:
+    """Run the command line; an error that a person can act on is one line and exit code 2 (configuration) or 1."""
+    try:
+        app()
+    except BayflowerError as error:
+        console = Console(stderr=True)
+        console.print(f"bayflower: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

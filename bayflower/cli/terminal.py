@@ -1,0 +1,98 @@
+"""What every command does at a terminal: read KEY=VALUE, show a table or a progress bar, keep logs quiet."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import ConfigError
+
+LINE_SECONDS = 15.0  # between two lines of progress where there is no terminal
+
+
+def values(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
+    """Return the settings given by flags and by --set KEY=VALUE."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    for text in sets or []:
+        key, mark, value = text.partition("=")
+        if not mark or not key:
+            raise ConfigError(f"--set needs KEY=VALUE, got {text!r}; for example --set lr=0.01")
+        if key.replace("-", "_") in given:
+            raise ConfigError(f"setting {key!r} was given twice; give it once")
+        given[key.replace("-", "_")] = value
+    return given
+
+
+def show(rows: list[dict[str, Any]], columns: tuple[str, ...], as_json: bool) -> None:
+    """Print rows as a table or as JSON."""
+    if as_json:
+        print(json.dumps(rows))
+        return
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        grid.add_column(column, overflow="fold", no_wrap=column == "name")
+    for row in rows:
+        grid.add_row(*(str(row[column]) for column in columns))
+    Console().print(grid)
+
+
+def check_folder(folder: Path) -> None:
+    """Make `folder` now, so that a run does not fail at its end for want of a place to write."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out {str(folder)!r} cannot be made ({error.strerror}); choose another folder") from None
+
+
+class bar:  # noqa: N801 (reads as a verb: with bar(...))
+    """A progress bar over rounds with the current loss and accuracy; nothing where no one looks."""
+
+    def __init__(self, rounds: int, title: str, hidden: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[now]}"),
+            console=console, disable=hidden or not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.bar.add_task(title, total=rounds, now="")
+        self.accuracy = ""
+        self.title, self.rounds = title, rounds
+        self.lines = not hidden and not console.is_terminal  # a log file gets a line now and then instead of a bar
+        self.said = time.monotonic()
+
+    def __enter__(self) -> Callable[[list[Any]], None]:
+        self.bar.start()
+        return self.update
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def update(self, records: list[Any]) -> None:
+        """Show the last round."""
+        if not records:
+            return
+        for record in records[-2:]:
+            if "personal" in record:
+                self.accuracy = f"accuracy {record['personal']['accuracy']:.1%}"
+        loss, done = records[-1]["train_loss"], records[-1]["round"]
+        now = f"loss {loss:.4f} {self.accuracy}" if loss is not None else self.accuracy
+        self.bar.update(self.task, completed=done, now=now)
+        if self.lines and time.monotonic() - self.said > LINE_SECONDS:
+            self.said = time.monotonic()
+            print(f"{self.title}: round {done} of {self.rounds}, {now}", flush=True)
+
+
+def quiet_logs(verbose: bool) -> None:
+    """Show warnings only, or everything of ours with --verbose."""
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("bayflower").setLevel(logging.INFO if verbose else logging.ERROR)
+    logging.getLogger("flwr").setLevel(logging.WARNING)

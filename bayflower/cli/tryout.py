@@ -1,0 +1,31 @@
+"""`bayflower try`: a Flower app in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ConfigError
+
+
+def try_app(
+    folder: Annotated[Path, typer.Argument(metavar="APP", help="folder of a Flower app, with its pyproject.toml")],
+    clients: Annotated[int, typer.Option(min=1, help="number of nodes")] = 3,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a run-config key of the app")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="where the clients keep their states [bayflower-runs/state at home]")] = None,
+) -> None:
+    """Run a Flower app in this process, clients one after another: no SuperLink, no Ray. Any app will do, ours or not.
+
+    Example: `bayflower try examples/fedavg_app --clients 3 --set num-server-rounds=1`
+    """
+    from ..flower.tryout import try_app as run
+
+    changes = {}
+    for text in sets or []:
+        key, mark, value = text.partition("=")
+        if not mark or not key:
+            raise ConfigError(f"--set needs KEY=VALUE, got {text!r}")
+        changes[key] = value
+    run(folder, clients, changes, {"state-dir": str(state_dir)} if state_dir else None)

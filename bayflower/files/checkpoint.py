@@ -1,0 +1,101 @@
+"""A run that can go on: server state, client states where they live in this process, and what was reported, in one file.
+
+`<out>/checkpoint.safetensors`, written beside and renamed. The file does not depend on the engine: "server/…" and "client/<k>/…".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..config import Limits, Run
+from ..errors import ConfigError
+from ..tree import Tensors, flatten, unflatten
+from .atomic import below, load_tensors, save_tensors
+from .records import RoundRecord
+
+FORMAT = "bayflower-run-1"
+FILE = "checkpoint.safetensors"
+FREE = {"rounds", "evaluate_every", "device", "max_fused", "stacking", "cuda_graphs", "tf32", "bf16", "checkpoint_every", "min_replies",
+        "data_dir", "download", *(field.name for field in fields(Limits))}  # may differ  # fmt: skip
+
+
+class Checkpoint(NamedTuple):
+    """A run after `round`."""
+
+    run: str  # identity of the run: client states are kept under it
+    round: int
+    config: dict[str, Any]
+    server: Tensors
+    clients: dict[int, Tensors]  # empty where clients keep their states themselves
+    records: list[RoundRecord]
+    faults: list[str]
+    roster: dict[str, Any] = {}  # who took part so far (`Roster.memory`); {} where clients never change
+
+
+def make(
+    run: Run, name: str, round: int, server: Any, clients: dict[int, Any], records: list[RoundRecord], faults: list[str],
+    roster: dict[str, Any] | None = None,
+) -> Checkpoint:  # fmt: skip
+    """Return the checkpoint of a run after `round`."""
+    states = {client: flatten(state) for client, state in clients.items()}
+    return Checkpoint(name, round, run.flat(), flatten(server), states, records, faults, roster or {})
+
+
+def write(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the checkpoint so that a reader sees the old one or this one, never a part."""
+    tensors = {f"server/{name}": tensor for name, tensor in checkpoint.server.items()}
+    for client, state in checkpoint.clients.items():
+        tensors.update({f"client/{client}/{name}": tensor for name, tensor in state.items()})
+    facts = {"run": checkpoint.run, "round": checkpoint.round, "config": checkpoint.config, "clients": sorted(checkpoint.clients),
+             "records": checkpoint.records, "faults": checkpoint.faults, "roster": checkpoint.roster}  # fmt: skip
+    save_tensors(folder / FILE, tensors, {"format": FORMAT, "facts": json.dumps(facts)}, sealed=True)
+
+
+def read(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint in `folder`, or None if there is none."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    tensors, head = load_tensors(path, FORMAT, "checkpoint")
+    facts = json.loads(head["facts"])
+    clients = {int(client): below(tensors, f"client/{client}") for client in facts["clients"]}
+    records = [RoundRecord(record) for record in facts["records"]]
+    server, roster = below(tensors, "server"), facts.get("roster", {})
+    return Checkpoint(facts["run"], facts["round"], facts["config"], server, clients, records, facts["faults"], roster)
+
+
+def to_resume(folder: Path, run: Run) -> Checkpoint:
+    """Return the checkpoint `run` goes on from; its settings must be the same where they decide the numbers."""
+    checkpoint = read(folder)
+    if checkpoint is None:
+        raise ConfigError(f"there is nothing to resume: {folder / FILE} is not there; start without --resume")
+    now = run.flat()
+    for key in sorted({*now, *checkpoint.config} - FREE):
+        if now.get(key) != checkpoint.config.get(key):
+            was = checkpoint.config.get(key)
+            raise ConfigError(f"{key} is {now.get(key)!r} but the run in {folder} has {was!r}; give the same settings, or another --out")
+    return checkpoint
+
+
+def begin_anew(folder: Path) -> None:
+    """Clear a folder for a new run; a run that has not finished is not thrown away."""
+    old = read(folder)
+    if old is not None and old.round < old.config["rounds"]:
+        raise ConfigError(
+            f"{folder} holds a run that stopped after round {old.round} of {old.config['rounds']}; "
+            f"add --resume to go on, choose another --out, or remove {FILE}"
+        )
+    if old is not None and re.fullmatch(r"[0-9a-f]{32}", old.run):
+        shutil.rmtree(folder / "state" / old.run, ignore_errors=True)
+    for name in (FILE, "result.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def server_state(checkpoint: Checkpoint, kind: type) -> Any:
+    """Return the server's state as the NamedTuple `kind`."""
+    return unflatten(kind, checkpoint.server)

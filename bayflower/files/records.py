@@ -1,0 +1,47 @@
+"""What a run gives, and `result.json`: the file other tools rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .. import metrics
+from .atomic import write_json as write_json  # part of what this module offers
+
+Views = dict[str, dict[int, metrics.Tally]]
+CURVE = ("accuracy", "balanced_accuracy_mean", "nll")
+
+
+class RoundRecord(dict[str, Any]):
+    """One entry of result.json's "rounds"."""
+
+    @classmethod
+    def make(
+        cls, round: int, seconds: float, up: int, down: int, losses: Mapping[int, tuple[int, float]], report: Mapping[str, float]
+    ) -> RoundRecord:
+        """Return the record of a round; `losses` holds (samples, mean loss) of each client that trained."""
+        weight = sum(count for count, _ in losses.values())
+        loss = sum(count * losses[client][1] for client in sorted(losses) for count in [losses[client][0]]) / weight if weight else None
+        return cls(round=round, seconds=seconds, bytes_up=up, bytes_down=down, train_loss=loss, num_clients=len(losses), **report)
+
+
+Progress = Callable[[list[RoundRecord]], None]
+
+
+class Outcome(NamedTuple):
+    """All rounds, the tallies of the final test (training clients by view, new clients by view), and the last states."""
+
+    rounds: list[RoundRecord]
+    views: Views
+    new_clients: Views
+    server_state: Any
+    client_states: dict[int, Any]
+    faults: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()  # what a person should know of how it was run
+    usage: Mapping[str, Any] | None = None  # seconds by part of a round, peak memory, utilisation of the device
+
+
+def curve_point(views: Views) -> dict[str, Any]:
+    """Return a point of the accuracy curve: the personal model, and that before local training, on the clients that were tested."""
+    found = {view: metrics.summarise(views[view]) for view in ("personal", "before") if view in views}
+    return {view: {key: summary[key] for key in (*CURVE, "num_clients")} for view, summary in found.items()}

@@ -1,0 +1,157 @@
+"""A client's durable state: what it knew after round r and r−1, and the reply it gave, so that a repeated message is answered
+again and not applied twice.
+
+One file a round and client, `<root>/<run>/client-<k>/round-<r>.safetensors`, written beside and renamed; the two newest are kept.
+`test.safetensors` beside them is the reply to the last test.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from ..errors import BayflowerError
+from ..tree import Tensors
+from .atomic import below, load_tensors, save_tensors
+
+log = logging.getLogger("bayflower")
+KEPT = 2
+TEST = "test.safetensors"
+FORMAT = "bayflower-client-1"
+
+
+class Saved(NamedTuple):
+    """A client after one round."""
+
+    round: int
+    cause: str  # digest of the broadcast that led to it
+    state: Tensors
+    update: Tensors
+    tally: Tensors
+    numbers: dict[str, float]  # what else was in the reply
+
+
+class Store(Protocol):
+    """Where clients keep their states."""
+
+    def load(self, run: str, client: int) -> list[Saved]:
+        """Return what is known of a client, newest first, at most two."""
+
+    def save(self, run: str, client: int, saved: Saved) -> None:
+        """Keep `saved` and the newest one before it."""
+
+    def drop(self, run: str, client: int, after: int) -> None:
+        """Forget the states of rounds later than `after`: they led to replies that were never used."""
+
+    def load_test(self, run: str, client: int) -> Saved | None:
+        """Return the last test, in which `state` and `update` are empty."""
+
+    def save_test(self, run: str, client: int, saved: Saved) -> None:
+        """Keep the last test."""
+
+
+class MemoryStore:
+    """States in this process only."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, int], list[Saved]] = {}
+        self.tests: dict[tuple[str, int], Saved] = {}
+
+    def load(self, run: str, client: int) -> list[Saved]:
+        """Return what is known of a client, newest first."""
+        return self.kept.get((run, client), [])
+
+    def save(self, run: str, client: int, saved: Saved) -> None:
+        """Keep `saved` and the newest one before it."""
+        older = [one for one in self.load(run, client) if one.round < saved.round]
+        self.kept[run, client] = [saved, *older][:KEPT]
+
+    def drop(self, run: str, client: int, after: int) -> None:
+        """Forget the states of rounds later than `after`."""
+        self.kept[run, client] = [one for one in self.load(run, client) if one.round <= after]
+
+    def load_test(self, run: str, client: int) -> Saved | None:
+        """Return the last test."""
+        return self.tests.get((run, client))
+
+    def save_test(self, run: str, client: int, saved: Saved) -> None:
+        """Keep the last test."""
+        self.tests[run, client] = saved
+
+
+class DiskStore:
+    """States in files under `root`."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def folder(self, run: str, client: int) -> Path:
+        """Return the folder of a client; `run` comes over the network, so it must be a plain word."""
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
+            raise BayflowerError(f"run must be 1 to 64 letters, digits, - or _, got {run!r}")
+        return self.root / run / f"client-{client}"
+
+    def load(self, run: str, client: int) -> list[Saved]:
+        """Return what is known of a client, newest first; a file that is damaged is set aside and said so."""
+        found = []
+        for path in rounds(self.folder(run, client))[:KEPT]:
+            try:
+                found.append(read(path))
+            except BayflowerError as error:
+                with suppress(OSError):
+                    path.rename(path.with_suffix(".damaged"))
+                log.warning("client %d: %s; set aside as %s", client, error, path.with_suffix(".damaged").name)
+        return found
+
+    def save(self, run: str, client: int, saved: Saved) -> None:
+        """Keep `saved` and the newest one before it."""
+        folder = self.folder(run, client)
+        write(folder / f"round-{saved.round}.safetensors", saved)
+        files = rounds(folder)
+        newer = [path for path in files if number(path) > saved.round]
+        for path in [*newer, *[path for path in files if number(path) <= saved.round][KEPT:]]:
+            path.unlink(missing_ok=True)
+
+    def drop(self, run: str, client: int, after: int) -> None:
+        """Forget the states of rounds later than `after`."""
+        for path in rounds(self.folder(run, client)):
+            if number(path) > after:
+                path.unlink(missing_ok=True)
+
+    def load_test(self, run: str, client: int) -> Saved | None:
+        """Return the last test; one that cannot be read is as good as none."""
+        with suppress(BayflowerError):
+            return read(self.folder(run, client) / TEST)
+        return None
+
+    def save_test(self, run: str, client: int, saved: Saved) -> None:
+        """Keep the last test."""
+        write(self.folder(run, client) / TEST, saved)
+
+
+def number(path: Path) -> int:
+    """Return the round in a file's name."""
+    return int(path.stem.split("-")[1])
+
+
+def rounds(folder: Path) -> list[Path]:
+    """Return the files of a client, newest round first."""
+    return sorted(folder.glob("round-*.safetensors"), key=number, reverse=True)
+
+
+def write(path: Path, saved: Saved) -> None:
+    """Write one file of a client."""
+    parts = {f"{part}/{name}": tensor for part in ("state", "update", "tally") for name, tensor in getattr(saved, part).items()}
+    head = {"format": FORMAT, "round": str(saved.round), "cause": saved.cause, "numbers": json.dumps(saved.numbers)}
+    save_tensors(path, parts, head, sealed=True)
+
+
+def read(path: Path) -> Saved:
+    """Return the content of one file of a client."""
+    tensors, head = load_tensors(path, FORMAT, "client state")
+    parts = {part: below(tensors, part) for part in ("state", "update", "tally")}
+    return Saved(int(head["round"]), head["cause"], numbers=json.loads(head["numbers"]), **parts)

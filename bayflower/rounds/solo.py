@@ -1,0 +1,155 @@
+"""One client alone, the plain way: train a round, adapt, test. Every engine but the fused one runs this; so does debugging.
+
+The numbers depend on the arguments only: batches and noise are drawn from (seed, client, round), and torch's own generator is
+seeded likewise for networks that draw for themselves (dropout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import metrics
+from ..contract import ClientHalf, Purpose, Survey, Work
+from ..data import ClientData, batches
+from ..networks.model import Batch
+from ..tree import map_tree
+
+CHUNK = 1024  # test samples in one pass
+
+
+class Samples(NamedTuple):
+    """A client's data on its device."""
+
+    train: Batch
+    test: Batch
+
+
+class Trained(NamedTuple):
+    """What one round of one client gives."""
+
+    state: Any
+    update: Any
+    loss: float  # mean over all samples seen
+
+
+def samples(data: ClientData, device: torch.device, dtype: torch.dtype) -> Samples:
+    """Return the client's data as tensors."""
+
+    def batch(x: np.ndarray, y: np.ndarray) -> Batch:
+        inputs = torch.as_tensor(x).to(device=device, dtype=dtype)
+        return Batch(inputs, torch.as_tensor(y).to(device), torch.ones(len(y), dtype=dtype, device=device))
+
+    return Samples(batch(data.x_train, data.y_train), batch(data.x_test, data.y_test))
+
+
+def train(half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int) -> Trained:
+    """Return the client's state, update and loss after one round."""
+    with seeded(seed, client, round):
+        work, loss = run_phases(half, half.begin(state, broadcast, data), data, "train", seed=seed, client=client, round=round)
+        new_state, update = half.finish(state, surveyed(half, work, data), data)
+    return Trained(detach(new_state), detach(update), loss)
+
+
+def adapt(half: ClientHalf, state: Any, broadcast: Any, data: Batch, purpose: Purpose, *, seed: int, client: int, round: int) -> Any:
+    """Return the state to predict with: `state` itself where the method adapts nothing for `purpose`."""
+    if not half.phases(purpose):
+        return state
+    with seeded(seed, client, round):
+        work = half.adapt(state, broadcast, data, purpose)
+        work, _ = run_phases(half, work, data, purpose, seed=seed, client=client, round=round)
+        return detach(half.adapted(state, work, data, purpose))
+
+
+def test(half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int) -> dict[str, metrics.Tally]:
+    """Return the tally of every view on `data`."""
+    shapes = half.noise("predict", CHUNK)
+    noise = batches.noise(shapes, seed=seed, client=client, round=round, stage="predict", step=0, dtype=data.mask.dtype)
+    noise = {name: value.to(data.x.device) for name, value in noise.items()}
+    result = {}
+    with torch.no_grad():
+        for view in half.views():
+            parts = []
+            for start in range(0, len(data.y), CHUNK):
+                part = Batch(*(tensor[start : start + CHUNK] for tensor in data))
+                probs = half.predict(view, state, broadcast, part.x, noise)
+                parts.append(metrics.tally(probs, part.y, part.mask))
+            tally = parts[0]
+            for part_tally in parts[1:]:
+                tally = metrics.add(tally, part_tally)
+            result[view] = map_tree(lambda leaf: leaf.cpu(), tally)
+    return result
+
+
+def run_phases(half: ClientHalf, work: Work, data: Batch, purpose: Purpose, *, seed: int, client: int, round: int) -> tuple[Work, float]:
+    """Return the work after all phases of `purpose`, and the mean loss over the samples seen."""
+    total = torch.zeros((), dtype=torch.float64, device=data.x.device)
+    seen = 0
+    for phase in half.phases(purpose):
+        work = fresh_optimizer(phase, work)
+        shapes = half.noise(phase.name, phase.batch_size)
+        keys: dict[str, Any] = {"seed": seed, "client": client, "round": round}
+        plan = batches.plan(len(data.y), phase, **keys, purpose=purpose, coupled=half.model.coupled)
+        for step, groups in enumerate(plan):
+            chosen = tuple(pick(data, rows) for rows in groups)
+            noise = batches.noise(shapes, **keys, stage=f"{purpose}/{phase.name}", step=step, dtype=data.mask.dtype, device=data.x.device)
+            work, info = half.step(phase, work, chosen, noise)
+            count = sum(len(rows) for rows in groups)
+            total += info["loss"].detach().double() * count
+            seen += count
+    return work, float(total) / max(seen, 1)
+
+
+def surveyed(half: ClientHalf, work: Work, data: Batch) -> Work:
+    """Return the work with the survey of all training data, if the half asks for one."""
+    if not half.surveys:
+        return work
+    starts = range(0, len(data.y), half.surveys)
+    with torch.no_grad():
+        parts = [half.survey(work, Batch(*(tensor[start : start + half.surveys] for tensor in data))) for start in starts]
+    total = parts[0].total
+    for part in parts[1:]:
+        total = map_tree(torch.add, total, part.total)
+    each = map_tree(lambda *pieces: torch.cat(pieces), *(part.each for part in parts))
+    return work._replace(survey=Survey(total, each))
+
+
+def fresh_optimizer(phase: Any, work: Work) -> Work:
+    """Return the work with a new optimiser state for the parameters that move in `phase`."""
+    return work._replace(opt=phase.optimizer.init({name: work.params[name] for name in phase.moving(work.params)}))
+
+
+def pick(data: Batch, rows: np.ndarray) -> Batch:
+    """Return the samples at `rows`."""
+    index = torch.as_tensor(rows, device=data.y.device)
+    return Batch(data.x[index], data.y[index], data.mask[index])
+
+
+def detach(tree: Any) -> Any:
+    """Return the tree without its history."""
+    return map_tree(Tensor.detach, tree)
+
+
+@contextmanager
+def seeded(seed: int, client: int, round: int) -> Iterator[None]:
+    """Seed torch's own generator for one client and round, and restore it afterwards."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int(batches.rng(seed, "torch", client, round).integers(2**62)))
+        yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run with one torch thread: with more, sums are split differently on machines with other numbers of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

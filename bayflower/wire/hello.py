@@ -1,0 +1,148 @@
+"""What a client tells of itself in its first reply, so that a server needs neither data nor a model of its own.
+
+It is what a result file shows in the end and no more: the network's names, the shape of an input, the number of classes, how many samples
+the client has, and how the federation's data came about. Everything here was written by a peer, so everything is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import BayflowerError, WireError
+from ..networks.model import Anatomy
+
+MAX_CLIENT = 2**31  # client numbers are below this
+MAX_INPUT = 2**28  # numbers in one input
+MAX_CLASSES = 2**20
+MAX_SAMPLES = 2**40
+MAX_TEXT = 4_000_000  # characters of a text in the first reply
+
+
+class Facts(NamedTuple):
+    """One client's."""
+
+    anatomy: Anatomy
+    input_shape: tuple[int, ...]
+    num_classes: int
+    train_size: int
+    test_size: int
+    origin: dict[str, Any]  # "dataset", "note", "partition" as in a result file; {} if the client does not say
+
+
+class Summary(NamedTuple):
+    """The federation as a result file describes it; the clients by number. `data.Federation` has the same fields, with data."""
+
+    clients: tuple[int, ...]
+    new_clients: tuple[int, ...]
+    dataset: str
+    partition: dict[str, Any]
+    note: str
+
+
+def to_header(facts: Facts) -> dict[str, Any]:
+    """Return the facts as the scalars of a header."""
+    return {
+        "anatomy": anatomy_to_text(facts.anatomy),
+        "input_shape": json.dumps(list(facts.input_shape)),
+        "num_classes": facts.num_classes,
+        "train_size": facts.train_size,
+        "test_size": facts.test_size,
+        "origin": json.dumps(facts.origin),
+    }
+
+
+def from_header(head: Mapping[str, Any]) -> Facts:
+    """Return the facts in a header; raise if they cannot be true."""
+    shape = parsed(head, "input_shape", list)
+    if len(shape) > 8 or not all(is_whole(length, 1, MAX_INPUT) for length in shape) or math.prod(shape) > MAX_INPUT:
+        raise WireError(f"input_shape must be at most 8 whole numbers with a product up to {MAX_INPUT}, got {str(shape)[:80]}")
+    for name, least, most in (("num_classes", 1, MAX_CLASSES), ("train_size", 0, MAX_SAMPLES), ("test_size", 0, MAX_SAMPLES)):
+        if not is_whole(head.get(name), least, most):
+            raise WireError(f"{name} must be a whole number from {least} to {most}, got {str(head.get(name))[:80]!r}")
+    anatomy = text_to_anatomy(head.get("anatomy"))
+    return Facts(anatomy, tuple(shape), head["num_classes"], head["train_size"], head["test_size"], parsed(head, "origin", dict))
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Return whether `value` is a whole number in [least, most]; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def parsed(head: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return the JSON text called `name`, which must hold a `kind` that a result file can hold."""
+    text = head.get(name)
+    if not isinstance(text, str) or len(text) > MAX_TEXT:
+        raise WireError(f"{name} must be a text of at most {MAX_TEXT} characters")
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # a file without NaN and infinity must be able to hold it
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"{name} cannot be read ({str(error)[:80]})") from None
+    if not isinstance(value, kind):
+        raise WireError(f"{name} must hold a {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def anatomy_to_text(anatomy: Anatomy) -> str:
+    """Return the anatomy as JSON."""
+    return json.dumps({name: sorted(value) if isinstance(value, frozenset) else value for name, value in anatomy._asdict().items()})
+
+
+def text_to_anatomy(text: Any) -> Anatomy:
+    """Return the anatomy a client reported."""
+    raw = parsed({"anatomy": text}, "anatomy", dict)
+    for name in Anatomy._fields:
+        names = raw.get(name)
+        if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+            raise WireError(f"anatomy has no list of names called {name!r}")
+    return Anatomy(tuple(raw["trainable"]), tuple(raw["buffers"]), frozenset(raw["norm_names"]), frozenset(raw["head_names"]))
+
+
+SAME: tuple[tuple[str, Callable[[Facts], Any], str], ...] = (
+    ("different networks", lambda facts: facts.anatomy, "all must use the same model"),
+    ("inputs of different shapes", lambda facts: facts.input_shape, "all must prepare their data alike"),
+    ("different numbers of classes", lambda facts: facts.num_classes, "give each the number of classes of the whole federation"),
+)
+
+
+def agreed(known: Mapping[int, Facts]) -> Facts:
+    """Return the facts of the lowest client, whose network all must share; raise with the names of those who do not."""
+    first = min(known)
+    for what, read, remedy in SAME:
+        others = [client for client in sorted(known) if read(known[client]) != read(known[first])]
+        if others:
+            alike = [client for client in sorted(known) if client not in others]
+            raise BayflowerError(f"clients {listed(alike)} and {listed(others)} have {what}; {remedy}")
+    return known[first]
+
+
+def disagreement(facts: Facts, common: Facts) -> str | None:
+    """Return why a client that comes later cannot take part, or None."""
+    return next((f"it has {what.replace('different', 'other')} than the rest; {remedy}" for what, read, remedy in SAME
+                 if read(facts) != read(common)), None)  # fmt: skip
+
+
+def listed(clients: Sequence[int], most: int = 10) -> str:
+    """Return the clients' numbers for a sentence."""
+    shown = ", ".join(str(client) for client in clients[:most])
+    return shown if len(clients) <= most else f"{shown} and {len(clients) - most} more"
+
+
+def summary(known: Mapping[int, Facts], new: Mapping[int, Facts], dataset: str) -> Summary:
+    """Return the federation of the clients `known` and `new`; of how the data came about, what all of them say alike."""
+    everyone = [*(known[client] for client in sorted(known)), *(new[client] for client in sorted(new))]
+    origins = [facts.origin for facts in everyone]
+    partitions: list[dict[str, Any]] = [said if isinstance(said := origin.get("partition"), dict) else {} for origin in origins]
+    common = {key: value for key, value in partitions[0].items() if all(part.get(key) == value for part in partitions)}
+    sizes = {"train_sizes": [facts.train_size for facts in everyone], "test_sizes": [facts.test_size for facts in everyone]}
+    name, note = common_text(origins, "dataset", dataset), common_text(origins, "note", "")
+    return Summary(tuple(sorted(known)), tuple(sorted(new)), name, {**common, **sizes}, note)
+
+
+def common_text(origins: Sequence[Mapping[str, Any]], key: str, otherwise: str) -> str:
+    """Return the text that all say under `key`, else `otherwise`."""
+    said = {str(origin.get(key, ""))[:1000] for origin in origins}
+    return (said.pop() or otherwise) if len(said) == 1 else otherwise

@@ -1,0 +1,128 @@
+"""Every file is in its room: rooms import downwards only, there is no circle, and only the adapters import flwr."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "bayflower"
+# from the ground up: a room may import itself and the rooms before it
+ROOMS = ("errors", "tree", "metrics", "tasks", "calibration", "stacked", "networks", "maths", "contract", "strategies", "clients",
+         "methods", "data", "config", "wire", "files", "rounds", "fused", "personal", "privacy", "flower", "engines", "api", "testing",
+         "report", "deploy", "reproduce", "bench", "cli", "server_app", "client_app", "__init__", "__main__")  # fmt: skip
+RESERVED = {"tasks", "calibration", "privacy", "api", "testing"}  # rooms for what comes next
+UPWARDS = {  # arrows that point up on purpose, imported on demand: the public names
+    ("strategies/__init__.py", "flower"),
+    ("clients/__init__.py", "flower"),
+}
+FLWR = ("flower/", "server_app.py", "client_app.py", "deploy/superlink.py")  # who may import flwr
+
+
+def arrows(package: Path) -> list[tuple[str, int, str, str]]:
+    """Return (file, line, module it imports, name it takes) of every import inside the package, wherever in a file."""
+    found = []
+    modules = {module_of(path, package) for path in package.rglob("*.py")}
+    for path in sorted(package.rglob("*.py")):
+        inside = path.relative_to(package).parts[:-1]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "bayflower"):
+                base = list(inside)[: len(inside) - node.level + 1] if node.level else []
+                base += [part for part in (node.module or "").split(".") if part and part != "bayflower"]
+                for name in node.names:
+                    full = ".".join([*base, name.name])
+                    target = full if full in modules else ".".join(base)
+                    found.append((str(path.relative_to(package)), node.lineno, target, name.name))
+    return found
+
+
+def module_of(path: Path, package: Path) -> str:
+    parts = path.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0] or "__init__"
+
+
+def wrong_way(package: Path) -> list[str]:
+    """Return the imports that point upwards."""
+    found = []
+    for file, line, target, name in arrows(package):
+        here, there = file.removesuffix(".py").split("/")[0], room_of(target)
+        if (there, name) == ("__init__", "__version__"):  # a constant of the package, which is loaded first
+            continue
+        if ROOMS.index(there) > ROOMS.index(here) and (file, there) not in UPWARDS:
+            found.append(f"{file}:{line} imports {target or 'bayflower'}")
+    return found
+
+
+def circles(package: Path) -> list[set[str]]:
+    """Return the sets of modules that import each other in a circle, by what each can reach."""
+    graph: dict[str, set[str]] = {}
+    for file, _, target, _ in arrows(package):
+        own = module_of(package / file, package)
+        if target and target != own:
+            graph.setdefault(own, set()).add(target)
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for other in graph.get(todo.pop(), set()) - seen:
+                seen.add(other)
+                todo.append(other)
+        return seen
+
+    reached = {module: reach(module) for module in graph}
+    found = {frozenset(other for other in reached[module] if module in reached.get(other, set())) for module in graph}
+    return [set(group) for group in found if group]
+
+
+def test_every_room_is_in_the_list():
+    rooms = {
+        path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert rooms <= set(ROOMS)
+    assert set(ROOMS) - rooms <= RESERVED
+
+
+def test_rooms_import_downwards():
+    assert wrong_way(PACKAGE) == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    # the two arrows that point up on purpose would close circles through the lists of public names
+    allowed = [{"strategies", "clients"} & group for group in circles(PACKAGE)]
+    assert [group for group, up in zip(circles(PACKAGE), allowed, strict=True) if not up] == []
+
+
+def test_only_the_adapters_import_flwr():
+    importing = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(name.split(".")[0] == "flwr" for name in names):
+                importing.add(str(path.relative_to(PACKAGE)))
+    assert importing  # the rule is about something
+    assert [file for file in importing if not file.startswith(FLWR)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "fault"),
+    [
+        ("maths/exact.py", "from ..flower import records", "maths/exact.py:"),
+        ("tree.py", "from .contract import Work", "tree.py:"),
+        ("files/store.py", "def late():\n    from ..fused.run import run_fused", "files/store.py:"),
+    ],
+)
+def test_an_arrow_that_is_turned_round_is_found(tmp_path, file, line, fault):
+    copy = tmp_path / "bayflower"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.toml"))
+    (copy / file).write_text((copy / file).read_text() + "\n" + line + "\n")
+    assert [one for one in wrong_way(copy) if one.startswith(fault)]
+    assert circles(copy)
