@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 import json
 import math
-import re
 import types
 import typing
 from collections.abc import Mapping
@@ -25,6 +23,7 @@ from .data import DataSettings
 from .errors import ConfigError
 from .maths.optim import Optimizer, OptimizerName
 from .networks.papers import MODELS
+from .settings import meanings, setting
 
 ENGINES: dict[str, str] = {
     "fused": "all clients of a round trained together, on one GPU or CPU",
@@ -38,15 +37,15 @@ ENGINES: dict[str, str] = {
 class Training:
     """How a client trains in one round; the same for every method of a comparison unless set otherwise."""
 
-    optimizer: OptimizerName = "adam"  # sgd, adam or rmsprop; its state is fresh in every round
-    lr: float = 0.001  # learning rate
-    momentum: float = 0.0  # sgd and rmsprop
-    weight_decay: float = 0.0  # added to the gradient, times the parameter
-    clip_norm: float = 0.0  # largest norm of a gradient; 0 = no clipping
-    batch_size: int = 64  # samples in one step
-    local_epochs: int = 5  # passes over the local data in a round
-    local_steps: int = 0  # if positive: that many steps in a round instead of epochs
-    new_client_epochs: int = 50  # passes over its data for a client that never trained in the rounds
+    optimizer: OptimizerName = setting("adam", "sgd, adam or rmsprop; its state is fresh in every round")
+    lr: float = setting(0.001, "learning rate")
+    momentum: float = setting(0.0, "sgd and rmsprop")
+    weight_decay: float = setting(0.0, "added to the gradient, times the parameter")
+    clip_norm: float = setting(0.0, "largest norm of a gradient; 0 = no clipping")
+    batch_size: int = setting(64, "samples in one step")
+    local_epochs: int = setting(5, "passes over the local data in a round")
+    local_steps: int = setting(0, "if positive: that many steps in a round instead of epochs")
+    new_client_epochs: int = setting(50, "passes over its data for a client that never trained in the rounds")
 
     def __post_init__(self) -> None:
         self.make_optimizer()
@@ -68,22 +67,22 @@ class Training:
 class Settings:
     """The run itself."""
 
-    rounds: int = 50  # rounds of training
-    seed: int = 0  # decides partition, initialisation, batches and sampling
-    model: str = "auto"  # see `bayflower models`
-    features: int = 512  # width of the cnn's feature layer
-    fraction_train: float = 1.0  # share of the clients that take part in a round, drawn anew each time
-    min_replies: int = 1  # fewest valid replies of a round; fewer stop the run
-    evaluate_every: int = 5  # rounds between two points of the accuracy curve; the last round is always tested; 0 = only the last
-    checkpoint_every: int = 10  # rounds between two checkpoints, from which --resume goes on; 0 = none (ray, deployment: every round)
-    device: str = "auto"  # cpu, cuda or cuda:N; auto = a GPU if there is one
-    dtype: Literal["float32", "float64"] = "float32"  # of parameters, data and messages
-    tf32: bool = False  # let a GPU round the inputs of float32 products to 10 bits: faster, and no longer equal to a CPU's numbers
-    bf16: bool = False  # training passes with products and activations of bfloat16; parameters, messages and tests stay in float32
-    max_fused: int = 0  # fused engine: most clients trained together; 0 = as many as fit into memory
-    stacking: Literal["auto", "measured", "yes", "no"] = "auto"  # fused engine: train clients as a stack; on a CPU auto goes by a rule
-    cuda_graphs: bool = True  # fused engine on a GPU: record a training step once and replay it
-    client_states: Literal["device", "disk"] = "device"  # fused engine: where states of clients are kept between rounds; disk = in `out`
+    rounds: int = setting(50, "rounds of training")
+    seed: int = setting(0, "decides partition, initialisation, batches and sampling")
+    model: str = setting("auto", "see `bayflower models`")
+    features: int = setting(512, "width of the cnn's feature layer")
+    fraction_train: float = setting(1.0, "share of the clients that take part in a round, drawn anew each time")
+    min_replies: int = setting(1, "fewest valid replies of a round; fewer stop the run")
+    evaluate_every: int = setting(5, "rounds between two points of the accuracy curve; the last round is always tested; 0 = only the last")
+    checkpoint_every: int = setting(10, "rounds between two checkpoints, from which --resume goes on; 0 = none (ray, deployment: every round)")
+    device: str = setting("auto", "cpu, cuda or cuda:N; auto = a GPU if there is one")
+    dtype: Literal["float32", "float64"] = setting("float32", "of parameters, data and messages")
+    tf32: bool = setting(False, "let a GPU round the inputs of float32 products to 10 bits: faster, and no longer equal to a CPU's numbers")
+    bf16: bool = setting(False, "training passes with products and activations of bfloat16; parameters, messages and tests stay in float32")
+    max_fused: int = setting(0, "fused engine: most clients trained together; 0 = as many as fit into memory")
+    stacking: Literal["auto", "measured", "yes", "no"] = setting("auto", "fused engine: train clients as a stack; on a CPU auto goes by a rule")
+    cuda_graphs: bool = setting(True, "fused engine on a GPU: record a training step once and replay it")
+    client_states: Literal["device", "disk"] = setting("device", "fused engine: where states of clients are kept between rounds; disk = in `out`")
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("seed", 0), ("features", 1), ("min_replies", 1), ("evaluate_every", 0), ("checkpoint_every", 0),
@@ -129,16 +128,16 @@ def named_device(name: str) -> torch.device:
 class Limits:
     """Bounds for peers; `SECURITY.md` says what each protects. The fused engine, which has no peers, does not look at them."""
 
-    max_faults: int = 5  # replies in a row that cannot be used after which a client is excluded from the run
-    leave_after: int = 3  # rounds in a row without a reply after which a client counts as gone; it may come back
-    rejoin_seconds: float = 90.0  # how long a client whose node is lost is waited for before the round goes on without it
-    ask_again_seconds: float = 120.0  # silence after which a node that is online is asked again, then after twice that time; 0 = never
-    max_message_mb: int = 2048  # largest content of a reply, in millions of bytes; a larger one is not unpacked
-    max_examples: int = 100_000_000  # most training samples that a client may claim
-    max_share: float = 1.0  # largest share of a round's samples (pFedVMP: also of a class's precision) one client may have; 1 = no limit
-    max_change: float = 1e4  # largest norm of a client's change of the model, as a multiple of 1 + the model's own norm
-    max_precision: float = 1e6  # largest precision that a client may claim for one number (FedLA, FedNP)
-    max_value: float = 1e12  # largest size of any other number in an update
+    max_faults: int = setting(5, "replies in a row that cannot be used after which a client is excluded from the run")
+    leave_after: int = setting(3, "rounds in a row without a reply after which a client counts as gone; it may come back")
+    rejoin_seconds: float = setting(90.0, "how long a client whose node is lost is waited for before the round goes on without it")
+    ask_again_seconds: float = setting(120.0, "silence after which a node that is online is asked again, then after twice that time; 0 = never")
+    max_message_mb: int = setting(2048, "largest content of a reply, in millions of bytes; a larger one is not unpacked")
+    max_examples: int = setting(100_000_000, "most training samples that a client may claim")
+    max_share: float = setting(1.0, "largest share of a round's samples (pFedVMP: also of a class's precision) one client may have; 1 = no limit")
+    max_change: float = setting(1e4, "largest norm of a client's change of the model, as a multiple of 1 + the model's own norm")
+    max_precision: float = setting(1e6, "largest precision that a client may claim for one number (FedLA, FedNP)")
+    max_value: float = setting(1e12, "largest size of any other number in an update")
 
     def __post_init__(self) -> None:
         for name in ("max_faults", "leave_after", "max_message_mb", "max_examples"):
@@ -248,15 +247,10 @@ def strategy_settings(method: str, given: Mapping[str, Any]) -> tuple[Training, 
 
 
 def describe(method: str) -> list[tuple[str, str, Any, str]]:
-    """Return (group, name, default, meaning) of every setting of `method`; the meaning is the comment beside the field."""
+    """Return (group, name, default, meaning) of every setting of `method`; the meaning is what its class says of it."""
     row = methods.get(method)
     return [
         (group, field.name, row.defaults.get(field.name, field.default), meanings(kind).get(field.name, ""))
         for group, kind in groups(method).items()
         for field in dataclasses.fields(kind)
     ]
-
-
-def meanings(kind: type) -> dict[str, str]:
-    """Return the comment beside each field in the source of a settings class: each number is explained once, there."""
-    return dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind), re.MULTILINE))

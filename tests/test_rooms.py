@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "bayflower"
 # from the ground up: a room may import itself and the rooms before it
-ROOMS = ("errors", "tree", "metrics", "tasks", "calibration", "stacked", "networks", "maths", "contract", "strategies", "clients",
+ROOMS = ("errors", "settings", "tree", "metrics", "tasks", "calibration", "stacked", "networks", "maths", "contract", "strategies", "clients",
          "methods", "data", "config", "wire", "files", "rounds", "fused", "personal", "privacy", "flower", "engines", "api", "testing",
          "report", "deploy", "reproduce", "bench", "cli", "server_app", "client_app", "__init__", "__main__")  # fmt: skip
 RESERVED = {"tasks", "calibration", "privacy", "api", "testing"}  # rooms for what comes next

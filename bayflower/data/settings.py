@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..settings import setting
 
 # name -> (samples of the original data set, torchvision's class or "" where only an .npz is known, what must be said about it)
 KNOWN: dict[str, tuple[int, str, str]] = {
@@ -30,25 +31,25 @@ SCENARIOS = ("feature", "quantity", "label")
 class DataSettings:
     """Which data each client has. Equal settings and seed give equal clients, whatever else changes."""
 
-    dataset: str = "digits"  # a name in DATASETS, several as A+B, or an .npz file with x, y and optionally test, client, num_classes
-    data_dir: str = "data"  # where data sets lie: <data_dir>/<dataset>.npz, or torchvision's own folders
-    download: bool = False  # let torchvision fetch what is not there
-    num_clients: int = 10  # clients that train
-    new_clients: int = 0  # clients that never train; they are drawn from the same partition
-    partition: str = "dirichlet"  # a name in PARTITIONS; `synthetic` brings its own clients
-    beta: float = 0.3  # concentration of the Dirichlet distribution (partitions dirichlet and quantity); small = skewed
-    min_size: int = 10  # fewest samples of a client, train and test together
-    classes_per_client: int = 2  # pathological: classes a client has
-    samples_per_class: int = 0  # pathological: samples a client has of each of its classes; 0 = split everything
-    major_classes: int = 2  # major-minor: frequent classes of a client
-    minor_share: float = 0.2  # major-minor: the share s of erratum E-B7
-    major_minor_reading: str = "r1"  # major-minor: r1 s is iid over all classes; r2 s is the share of the majors; r3 of the minors
-    samples_per_client: int = 0  # major-minor: samples of every client; 0 = as many as the data allow
-    test_fraction: float | None = None  # of each client's samples; None = 0.2, synthetic 0.3; 0 = those the data set marks as test
-    validation: float = 0.0  # share of each training client's training part that takes the place of its test part; 0 = none (for tuning)
-    keep: float = 1.0  # share of the pooled data set that is used, drawn uniformly
-    scenario: str = "label"  # synthetic: a name in SCENARIOS
-    nuisance_variance: float = 9.0  # synthetic: variance s^2 of the 26 directions without information (erratum E-M6)
+    dataset: str = setting("digits", "a name in DATASETS, several as A+B, or an .npz file with x, y and optionally test, client, num_classes")
+    data_dir: str = setting("data", "where data sets lie: <data_dir>/<dataset>.npz, or torchvision's own folders")
+    download: bool = setting(False, "let torchvision fetch what is not there")
+    num_clients: int = setting(10, "clients that train")
+    new_clients: int = setting(0, "clients that never train; they are drawn from the same partition")
+    partition: str = setting("dirichlet", "a name in PARTITIONS; `synthetic` brings its own clients")
+    beta: float = setting(0.3, "concentration of the Dirichlet distribution (partitions dirichlet and quantity); small = skewed")
+    min_size: int = setting(10, "fewest samples of a client, train and test together")
+    classes_per_client: int = setting(2, "pathological: classes a client has")
+    samples_per_class: int = setting(0, "pathological: samples a client has of each of its classes; 0 = split everything")
+    major_classes: int = setting(2, "major-minor: frequent classes of a client")
+    minor_share: float = setting(0.2, "major-minor: the share s of erratum E-B7")
+    major_minor_reading: str = setting("r1", "major-minor: r1 s is iid over all classes; r2 s is the share of the majors; r3 of the minors")
+    samples_per_client: int = setting(0, "major-minor: samples of every client; 0 = as many as the data allow")
+    test_fraction: float | None = setting(None, "of each client's samples; None = 0.2, synthetic 0.3; 0 = those the data set marks as test")
+    validation: float = setting(0.0, "share of each training client's training part that takes the place of its test part; 0 = none (for tuning)")
+    keep: float = setting(1.0, "share of the pooled data set that is used, drawn uniformly")
+    scenario: str = setting("label", "synthetic: a name in SCENARIOS")
+    nuisance_variance: float = setting(9.0, "synthetic: variance s^2 of the 26 directions without information (erratum E-M6)")
 
     def __post_init__(self) -> None:
         if self.domains:

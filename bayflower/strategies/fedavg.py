@@ -24,6 +24,7 @@ from torch import Tensor
 from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError
 from ..maths.exact import Scaled
+from ..settings import setting
 from ..tree import Tensors
 
 
@@ -31,7 +32,7 @@ from ..tree import Tensors
 class Config:
     """What the user sets for FedAvg."""
 
-    finetune_epochs: int = 0  # epochs of local fine-tuning before a test; 0 = test the global model (fedavg-ft: 1)
+    finetune_epochs: int = setting(0, "epochs of local fine-tuning before a test; 0 = test the global model (fedavg-ft: 1)")
 
     def __post_init__(self) -> None:
         if self.finetune_epochs < 0:

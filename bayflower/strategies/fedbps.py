@@ -41,6 +41,7 @@ from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_words
 from ..maths.bits import pack_bits
 from ..maths.curvature import Kind
+from ..settings import setting
 from ..tree import Tensors
 from .fedavg import averaged, weighted
 
@@ -53,12 +54,12 @@ Statistics = Literal["local", "average"]
 class Config:
     """What the user sets for FedBPS."""
 
-    personal_share: float = 0.7  # share p of the entries that are personal; 0 is FedAvg, 1 is local training
-    delta: float | None = None  # prior precision added to the curvature; none = weight_decay · n_i, or 1 without weight decay
-    curvature: Kind = "fisher"  # fisher: over the model's own labels, the Hessian's for ReLU; sketch: its estimate; empirical: true labels
-    ranking: Ranking = "paper"  # paper: variance within plus between clients; balanced: each divided by its median first
-    threshold: Threshold = "global"  # global: one threshold for all tensors; tensor: the share p in each of them
-    statistics: Statistics = "local"  # BatchNorm's running statistics: kept by each client, or averaged
+    personal_share: float = setting(0.7, "share p of the entries that are personal; 0 is FedAvg, 1 is local training")
+    delta: float | None = setting(None, "prior precision added to the curvature; none = weight_decay · n_i, or 1 without weight decay")
+    curvature: Kind = setting("fisher", "fisher: over the model's own labels, the Hessian's for ReLU; sketch: its estimate; empirical: true labels")
+    ranking: Ranking = setting("paper", "paper: variance within plus between clients; balanced: each divided by its median first")
+    threshold: Threshold = setting("global", "global: one threshold for all tensors; tensor: the share p in each of them")
+    statistics: Statistics = setting("local", "BatchNorm's running statistics: kept by each client, or averaged")
 
     def __post_init__(self) -> None:
         if not 0 <= self.personal_share <= 1:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..contract import Statistic, Sum
 from ..errors import ConfigError
+from ..settings import setting
 from ..tree import Tensors
 from . import fedavg
 
@@ -34,7 +35,7 @@ from . import fedavg
 class Config:
     """What the user sets for FedDC."""
 
-    dc_alpha: float = 0.01  # strength of the penalty that ties a client's model to the global one less its drift
+    dc_alpha: float = setting(0.01, "strength of the penalty that ties a client's model to the global one less its drift")
 
     def __post_init__(self) -> None:
         if not 0 <= self.dc_alpha < float("inf"):

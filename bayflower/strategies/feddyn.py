@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..contract import Statistic, Sum
 from ..errors import ConfigError
+from ..settings import setting
 from ..tree import Tensors
 from . import fedavg
 
@@ -34,7 +35,7 @@ from . import fedavg
 class Config:
     """What the user sets for FedDyn."""
 
-    dyn_alpha: float = 0.01  # strength of the proximal term; also the rate at which drifts are corrected
+    dyn_alpha: float = setting(0.01, "strength of the proximal term; also the rate at which drifts are corrected")
 
     def __post_init__(self) -> None:
         if not 0 < self.dyn_alpha < float("inf"):

@@ -26,6 +26,7 @@ from ..contract import Statistic, Sum
 from ..errors import ConfigError, check_words
 from ..maths.curvature import Kind
 from ..maths.exact import Scaled
+from ..settings import setting
 from ..tree import Tensors
 from . import fedavg
 
@@ -34,10 +35,10 @@ from . import fedavg
 class Config:
     """What the user sets for FedLA."""
 
-    la_weight: float = 1.0  # weight of the prior that the server sends, in the local loss; 1 is MAP
-    la_start: float = 0.01  # precision of the prior before the first round
-    memory: float = 0.9  # share of the precision that is left after a round, in [0, 1]; 1 never forgets
-    curvature: Kind = "fisher"  # fisher: over the model's own labels; sketch: its estimate, one pass for all; empirical: true labels
+    la_weight: float = setting(1.0, "weight of the prior that the server sends, in the local loss; 1 is MAP")
+    la_start: float = setting(0.01, "precision of the prior before the first round")
+    memory: float = setting(0.9, "share of the precision that is left after a round, in [0, 1]; 1 never forgets")
+    curvature: Kind = setting("fisher", "fisher: over the model's own labels; sketch: its estimate, one pass for all; empirical: true labels")
 
     def __post_init__(self) -> None:
         if not 0 <= self.la_weight < float("inf"):

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_words
+from ..settings import setting
 from ..tree import Tensors
 from .fedavg import summed, weighted
 
@@ -45,9 +46,9 @@ BIN = 256  # powers of two in one exponent bin
 class Config:
     """What the user sets for FedMAP."""
 
-    sigma2: float = 100.0  # variance of the prior around gamma; small ties clients together, large lets them go
-    weights: Weights = "mean"  # mean: exp(−J_k/tau); count: n_k times that; sum: the paper's eq. 8; uniform: equal
-    tau: float = 1.0  # temperature of the weights `mean` and `count`
+    sigma2: float = setting(100.0, "variance of the prior around gamma; small ties clients together, large lets them go")
+    weights: Weights = setting("mean", "mean: exp(−J_k/tau); count: n_k times that; sum: the paper's eq. 8; uniform: equal")
+    tau: float = setting(1.0, "temperature of the weights `mean` and `count`")
 
     def __post_init__(self) -> None:
         if not (self.sigma2 > 0 and math.isfinite(self.sigma2)):

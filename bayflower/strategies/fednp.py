@@ -40,6 +40,7 @@ from ..errors import ConfigError, check_words
 from ..maths import npn
 from ..maths.gaussian import Diagonal, product
 from ..maths.tilted import NODES, Backend
+from ..settings import setting
 from ..tree import Tensors, digest
 from .fedavg import averaged, summed, weighted
 
@@ -51,14 +52,14 @@ EXTRA = "fednp."  # what the names of the f-layer and the NPN begin with
 class Config:
     """What the user sets for FedNP."""
 
-    latent: int = 10  # D, numbers in the latent z (16 for speech, 1 for the toy problem)
-    moments: Backend = "trapezoid"  # moments of the tilted Gaussian: trapezoid, quadrature (with `nodes`), thm2, logz, probit
-    nodes: int = NODES  # nodes of moments=quadrature
-    np_weight: float = 0.01  # lambda, weight of KL_theta + KL_z in the local loss (the paper's best for images; 0.001 for speech)
-    epsilon: float = 0.1  # variance around the classifier's weights in KL_theta; the pull on a weight is np_weight / epsilon
-    damping: float = 0.5  # step of a factor towards its new value, in (0, 1]; 1 means no damping
-    site: Site = "vector"  # vector: f has D outputs; scalar: their mean, as in the paper (then z is one number, D times)
-    npn_hidden: int = 10  # width of the natural-parameter network's hidden layer
+    latent: int = setting(10, "D, numbers in the latent z (16 for speech, 1 for the toy problem)")
+    moments: Backend = setting("trapezoid", "moments of the tilted Gaussian: trapezoid, quadrature (with `nodes`), thm2, logz, probit")
+    nodes: int = setting(NODES, "nodes of moments=quadrature")
+    np_weight: float = setting(0.01, "lambda, weight of KL_theta + KL_z in the local loss (the paper's best for images; 0.001 for speech)")
+    epsilon: float = setting(0.1, "variance around the classifier's weights in KL_theta; the pull on a weight is np_weight / epsilon")
+    damping: float = setting(0.5, "step of a factor towards its new value, in (0, 1]; 1 means no damping")
+    site: Site = setting("vector", "vector: f has D outputs; scalar: their mean, as in the paper (then z is one number, D times)")
+    npn_hidden: int = setting(10, "width of the natural-parameter network's hidden layer")
 
     def __post_init__(self) -> None:
         for name, least in (("latent", 1), ("nodes", 3), ("npn_hidden", 1)):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..settings import setting
 from . import fedavg
 
 
@@ -25,9 +26,9 @@ from . import fedavg
 class Config:
     """What the user sets for FedPA."""
 
-    num_samples: int = 5  # posterior samples of a client and round
-    sample_steps: int = 10  # steps whose mean is one sample; they come after the local epochs, which are the burn-in
-    shrinkage: float = 0.01  # rho: 0 trusts no covariance (FedAvg with averaged iterates), large trusts the samples' one
+    num_samples: int = setting(5, "posterior samples of a client and round")
+    sample_steps: int = setting(10, "steps whose mean is one sample; they come after the local epochs, which are the burn-in")
+    shrinkage: float = setting(0.01, "rho: 0 trusts no covariance (FedAvg with averaged iterates), large trusts the samples' one")
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "sample_steps"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..settings import setting
 from . import fedavg
 
 
@@ -18,8 +19,8 @@ from . import fedavg
 class Config:
     """What the user sets for FedProx."""
 
-    mu: float = 0.01  # strength of the proximal term; 0 is FedAvg
-    finetune_epochs: int = 0  # epochs of local fine-tuning before a test
+    mu: float = setting(0.01, "strength of the proximal term; 0 is FedAvg")
+    finetune_epochs: int = setting(0, "epochs of local fine-tuning before a test")
 
     def __post_init__(self) -> None:
         if not self.mu >= 0:

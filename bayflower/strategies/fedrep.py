@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..settings import setting
 from . import fedper
 
 
@@ -19,7 +20,7 @@ from . import fedper
 class Config:
     """What the user sets for FedRep."""
 
-    head_epochs: int = 5  # epochs on the head alone, before `local_epochs` on the representation alone
+    head_epochs: int = setting(5, "epochs on the head alone, before `local_epochs` on the representation alone")
 
     def __post_init__(self) -> None:
         if self.head_epochs < 1:

@@ -39,6 +39,7 @@ from ..contract import Statistic, Sum
 from ..errors import ConfigError, check_words
 from ..maths import beliefs, dropout
 from ..maths.beliefs import Belief
+from ..settings import setting
 from ..tree import Tensors, digest, flatten, matching
 from . import reptile
 from .fedavg import averaged, summed, weighted
@@ -54,31 +55,31 @@ MASK, STEP = "mask/layer", "log_alpha_step"
 class Config:
     """What the user sets for MetaVD and its ablations."""
 
-    base: Base = "reptile"  # what MetaVD is added to; fedavg does not adapt before a test
-    posterior: Posterior = "hyper"  # hyper: alpha from a hypernetwork; global: one for all (VD); own: one a client (EnsembleVD)
-    dropout_layer: str = ""  # name of the linear layer with dropout; empty = the last one before the head
-    kl_weight: float = 1.0  # weight of the mean KL over the layer's K weights; 10 in the authors' code, where K is 32,768
-    ramp_rounds: int = 20  # rounds in which the weight of the KL rises from 0
-    log_alpha_start: float = -3.0  # log alpha before the first round, about
-    alpha_rate: float = 1.0  # rate of log alpha on the client, as a multiple of lr
-    variance_floor: float = 1e-3  # added to the variances by which the layer is averaged
-    weighting: Weighting = "variance"  # variance: 1/(alpha theta²); alpha: 1/alpha
-    hyper_width: int = 200  # hidden units of the hypernetwork
-    hyper_momentum: float = 0.6  # momentum of the hypernetwork's steps
-    embedding_momentum: float = 0.3  # momentum of the embeddings' steps
-    hyper_decay: float = 5e-4  # weight decay of hypernetwork and embeddings
-    hyper_clip: float = 100.0  # largest norm of a step's gradient
-    hyper_reach: float = 0.1  # most that a round's step moves log alpha, root mean square over clients and weights; 0 = no limit
-    ood: Ood = "mean"  # alpha of clients that never trained: of the mean embedding, or nearly none (deterministic)
-    predict_samples: int = 0  # weight samples of the view `sampled`; 0 = no such view
-    drop_above: float = 0.0  # weights with a larger dropout rate are dropped; 0 = none
-    drop_after: int = 150  # rounds before weights are dropped
-    inner_lr: float = 0.02  # maml, perfedavg: rate of the inner step, and of the adaptation before a test
-    inner_steps: int = 1  # maml, perfedavg: inner steps on the support set
-    hf_delta: float = 0.01  # perfedavg: length of the step between two gradients
-    server_lr: float = 1.0  # step of the global model towards the clients' average; 1 = all the way
-    server_momentum: float = 0.0  # share of its last step that the global model takes again
-    adapt_steps: int = 1  # steps on the client's training data before a test; 0 = test the global model
+    base: Base = setting("reptile", "what MetaVD is added to; fedavg does not adapt before a test")
+    posterior: Posterior = setting("hyper", "hyper: alpha from a hypernetwork; global: one for all (VD); own: one a client (EnsembleVD)")
+    dropout_layer: str = setting("", "name of the linear layer with dropout; empty = the last one before the head")
+    kl_weight: float = setting(1.0, "weight of the mean KL over the layer's K weights; 10 in the authors' code, where K is 32,768")
+    ramp_rounds: int = setting(20, "rounds in which the weight of the KL rises from 0")
+    log_alpha_start: float = setting(-3.0, "log alpha before the first round, about")
+    alpha_rate: float = setting(1.0, "rate of log alpha on the client, as a multiple of lr")
+    variance_floor: float = setting(1e-3, "added to the variances by which the layer is averaged")
+    weighting: Weighting = setting("variance", "variance: 1/(alpha theta²); alpha: 1/alpha")
+    hyper_width: int = setting(200, "hidden units of the hypernetwork")
+    hyper_momentum: float = setting(0.6, "momentum of the hypernetwork's steps")
+    embedding_momentum: float = setting(0.3, "momentum of the embeddings' steps")
+    hyper_decay: float = setting(5e-4, "weight decay of hypernetwork and embeddings")
+    hyper_clip: float = setting(100.0, "largest norm of a step's gradient")
+    hyper_reach: float = setting(0.1, "most that a round's step moves log alpha, root mean square over clients and weights; 0 = no limit")
+    ood: Ood = setting("mean", "alpha of clients that never trained: of the mean embedding, or nearly none (deterministic)")
+    predict_samples: int = setting(0, "weight samples of the view `sampled`; 0 = no such view")
+    drop_above: float = setting(0.0, "weights with a larger dropout rate are dropped; 0 = none")
+    drop_after: int = setting(150, "rounds before weights are dropped")
+    inner_lr: float = setting(0.02, "maml, perfedavg: rate of the inner step, and of the adaptation before a test")
+    inner_steps: int = setting(1, "maml, perfedavg: inner steps on the support set")
+    hf_delta: float = setting(0.01, "perfedavg: length of the step between two gradients")
+    server_lr: float = setting(1.0, "step of the global model towards the clients' average; 1 = all the way")
+    server_momentum: float = setting(0.0, "share of its last step that the global model takes again")
+    adapt_steps: int = setting(1, "steps on the client's training data before a test; 0 = test the global model")
 
     def __post_init__(self) -> None:
         reptile.check_meta(self)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..settings import setting
 from . import fedavg
 
 
@@ -21,8 +22,8 @@ from . import fedavg
 class Config:
     """What the user sets for MOON."""
 
-    mu: float = 1.0  # weight of the contrastive term; 0 is FedAvg
-    moon_temperature: float = 0.5  # temperature of the contrastive term
+    mu: float = setting(1.0, "weight of the contrastive term; 0 is FedAvg")
+    moon_temperature: float = setting(0.5, "temperature of the contrastive term")
 
     def __post_init__(self) -> None:
         if not self.mu >= 0:

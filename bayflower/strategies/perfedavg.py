@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..settings import setting
 from . import reptile
 from .reptile import check_meta
 
@@ -20,12 +21,12 @@ from .reptile import check_meta
 class Config:
     """What the user sets for PerFedAvg; `lr` is the rate of the outer step."""
 
-    inner_lr: float = 0.02  # rate of the inner step, and of the adaptation before a test
-    inner_steps: int = 1  # inner steps on the support set
-    hf_delta: float = 0.01  # length of the step between the two gradients whose difference stands for the Hessian; float32 wants no less
-    server_lr: float = 1.0  # step of the global model towards the clients' average; 1 = all the way
-    server_momentum: float = 0.0  # share of its last step that the global model takes again
-    adapt_steps: int = 1  # steps on the client's training data before a test; 0 = test the global model
+    inner_lr: float = setting(0.02, "rate of the inner step, and of the adaptation before a test")
+    inner_steps: int = setting(1, "inner steps on the support set")
+    hf_delta: float = setting(0.01, "length of the step between the two gradients whose difference stands for the Hessian; float32 wants no less")
+    server_lr: float = setting(1.0, "step of the global model towards the clients' average; 1 = all the way")
+    server_momentum: float = setting(0.0, "share of its last step that the global model takes again")
+    adapt_steps: int = setting(1, "steps on the client's training data before a test; 0 = test the global model")
 
     def __post_init__(self) -> None:
         check_meta(self)

@@ -45,6 +45,7 @@ from ..maths.classmessages import Message, blank, received, roots, shrunk, sizes
 from ..maths.classwise import class_sums, from_triangle, to_triangle
 from ..maths.gaussian import solve_precision, solve_without_waiting
 from ..networks.model import Anatomy
+from ..settings import setting
 from ..tree import Tensors, upload
 from . import fedper
 
@@ -57,13 +58,13 @@ AT_ONCE = 16  # matrices that are solved together
 class Config:
     """What the user sets for pFedVMP."""
 
-    xi: float = 50.0  # weight of the pull of features to their class's centroid; 0 = none
-    alpha: float = 1.0  # precision in the directions in which a client saw no spread
-    centroid: Centroid = "precision"  # how clients count: precision (the paper), diag, count_mean (by samples), mean (equally)
-    prior_precision: float = 0.0  # of a prior N(0, I/prior_precision) over centroids; 0 = none
-    min_count: int = 5  # a class with fewer samples is not sent: one sample's message is the sample's feature itself
-    diag_floor: float = 0.001  # centroid=diag: added to the variances
-    cut: float = 0.0  # eigenvalues below this share of the largest are no spread; 0 = 1e-5 in float32, 1e-10 in float64
+    xi: float = setting(50.0, "weight of the pull of features to their class's centroid; 0 = none")
+    alpha: float = setting(1.0, "precision in the directions in which a client saw no spread")
+    centroid: Centroid = setting("precision", "how clients count: precision (the paper), diag, count_mean (by samples), mean (equally)")
+    prior_precision: float = setting(0.0, "of a prior N(0, I/prior_precision) over centroids; 0 = none")
+    min_count: int = setting(5, "a class with fewer samples is not sent: one sample's message is the sample's feature itself")
+    diag_floor: float = setting(0.001, "centroid=diag: added to the variances")
+    cut: float = setting(0.0, "eigenvalues below this share of the largest are no spread; 0 = 1e-5 in float32, 1e-10 in float64")
 
     def __post_init__(self) -> None:
         for name, least in (("xi", 0.0), ("prior_precision", 0.0), ("cut", 0.0)):

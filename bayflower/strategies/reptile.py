@@ -24,6 +24,7 @@ import torch
 
 from ..contract import Sum
 from ..errors import ConfigError
+from ..settings import setting
 from ..tree import Tensors
 from . import fedavg
 
@@ -32,9 +33,9 @@ from . import fedavg
 class Config:
     """What the user sets for Reptile."""
 
-    server_lr: float = 1.0  # step of the global model towards the clients' average; 1 = all the way
-    server_momentum: float = 0.0  # share of its last step that the global model takes again
-    adapt_steps: int = 1  # steps on the client's training data before a test; 0 = test the global model
+    server_lr: float = setting(1.0, "step of the global model towards the clients' average; 1 = all the way")
+    server_momentum: float = setting(0.0, "share of its last step that the global model takes again")
+    adapt_steps: int = setting(1, "steps on the client's training data before a test; 0 = test the global model")
 
     def __post_init__(self) -> None:
         check_meta(self)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
+from ..settings import setting
 from ..tree import Tensors
 from . import fedavg
 from .fedavg import Config as FedAvgConfig
@@ -34,7 +35,7 @@ from .fedavg import Config as FedAvgConfig
 class Config(FedAvgConfig):
     """What the user sets for SCAFFOLD."""
 
-    finetune_epochs: int = 0  # epochs of local fine-tuning before a test
+    finetune_epochs: int = setting(0, "epochs of local fine-tuning before a test")
 
 
 class State(NamedTuple):

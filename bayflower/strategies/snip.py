@@ -23,6 +23,7 @@ from torch import Tensor
 from ..contract import Statistic, Sum
 from ..errors import ConfigError, check_words
 from ..maths import dropout
+from ..settings import setting
 from ..tree import Tensors, flatten, matching
 from . import reptile
 from .fedavg import summed, weighted
@@ -35,15 +36,15 @@ MASK, SENSITIVITY = "mask", "sensitivity"
 class Config:
     """What the user sets for SNIP."""
 
-    base: Base = "reptile"  # how clients train; fedavg does not adapt before a test
-    prune_share: float = 0.7  # share of the layer's weights that are pruned after the first round
-    dropout_layer: str = ""  # name of the linear layer that is pruned; empty = the last one before the head
-    inner_lr: float = 0.02  # maml, perfedavg: rate of the inner step, and of the adaptation before a test
-    inner_steps: int = 1  # maml, perfedavg: inner steps on the support set
-    hf_delta: float = 0.01  # perfedavg: length of the step between two gradients
-    server_lr: float = 1.0  # step of the global model towards the clients' average; 1 = all the way
-    server_momentum: float = 0.0  # share of its last step that the global model takes again
-    adapt_steps: int = 1  # steps on the client's training data before a test; 0 = test the global model
+    base: Base = setting("reptile", "how clients train; fedavg does not adapt before a test")
+    prune_share: float = setting(0.7, "share of the layer's weights that are pruned after the first round")
+    dropout_layer: str = setting("", "name of the linear layer that is pruned; empty = the last one before the head")
+    inner_lr: float = setting(0.02, "maml, perfedavg: rate of the inner step, and of the adaptation before a test")
+    inner_steps: int = setting(1, "maml, perfedavg: inner steps on the support set")
+    hf_delta: float = setting(0.01, "perfedavg: length of the step between two gradients")
+    server_lr: float = setting(1.0, "step of the global model towards the clients' average; 1 = all the way")
+    server_momentum: float = setting(0.0, "share of its last step that the global model takes again")
+    adapt_steps: int = setting(1, "steps on the client's training data before a test; 0 = test the global model")
 
     def __post_init__(self) -> None:
         reptile.check_meta(self)
