@@ -1,4 +1,6 @@
-"""Flower's ClientApp: one client of the federation named in the run-config, known by its partition id."""
+"""Flower's ClientApp: one client of the federation named in the run-config, known by its partition
+id.
+"""
 
 from .flower.app import site_of
 from .flower.client import client_app

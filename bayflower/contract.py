@@ -9,11 +9,12 @@ Symbols
     m^(t)            state                 what a half remembers from round to round
     omega, pi, g     (names of a half)     weights of clients in an average
 
-A *state*, *broadcast* or *update* is a NamedTuple whose fields are tensors, or dicts of tensors by name. Numbers are 0-d tensors.
-So one piece of code stacks, saves and sends all of them (`tree.py`).
+A *state*, *broadcast* or *update* is a NamedTuple whose fields are tensors, or dicts of tensors by
+name. Numbers are 0-d tensors. So one piece of code stacks, saves and sends all of them (`tree.py`).
 
-A *statistic* is a finite map from names to tensors. Two statistics are added name by name and a missing name counts as zero:
-the empty map is the identity. Names use "/" between levels, e.g. "params/fc.weight" or "alpha/17".
+A *statistic* is a finite map from names to tensors. Two statistics are added name by name and a
+missing name counts as zero: the empty map is the identity. Names use "/" between levels, e.g.
+"params/fc.weight" or "alpha/17".
 
 Halves hold configuration only; every function is pure. They never import flwr.
 """
@@ -45,8 +46,9 @@ Purpose = Literal["train", "finetune", "new"]
 class Phase(NamedTuple):
     """One stretch of local training. Everything here is static: a step may branch on it.
 
-    Exactly one of `epochs` and `steps` is positive. `trainable` names the parameters that move (all if None).
-    `batches` is how many mini-batches one step consumes (2 for the support and query sets of MAML).
+    Exactly one of `epochs` and `steps` is positive. `trainable` names the parameters that move (all
+    if None). `batches` is how many mini-batches one step consumes (2 for the support and query sets
+    of MAML).
     """
 
     name: str
@@ -63,20 +65,26 @@ class Phase(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What one pass over the training data found: `total` is summed over the samples, `each` has one row a sample (both trees)."""
+    """What one pass over the training data found: `total` is summed over the samples, `each` has
+    one row a sample (both trees).
+    """
 
     total: Any
     each: Any
 
 
 class Work(NamedTuple):
-    """What lives during one call of a client: parameters on the move, buffers, the half's own notes, optimiser state."""
+    """What lives during one call of a client: parameters on the move, buffers, the half's own
+    notes, optimiser state.
+    """
 
     params: Tensors
     buffers: Tensors
     memo: Any  # a tree: constants of the round, or what a step remembers for the next
-    opt: OptState = OptState(torch.zeros(()), {}, {})  # the engine makes a fresh one at the start of each phase
-    survey: Survey = Survey({}, {})  # filled after the phases, before `finish`, where the half asks for it
+    # the engine makes a fresh one at the start of each phase
+    opt: OptState = OptState(torch.zeros(()), {}, {})
+    # filled after the phases, before `finish`, where the half asks for it
+    survey: Survey = Survey({}, {})
 
 
 class ServerHalf(ABC):
@@ -100,26 +108,35 @@ class ServerHalf(ABC):
 
     @abstractmethod
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
-        """Return the client's element of the monoid: real or integer tensors by name (`Scaled` where a product would be large)."""
+        """Return the client's element of the monoid: real or integer tensors by name (`Scaled`
+        where a product would be large).
+        """
 
     @abstractmethod
     def finalise(self, state: Any, total: Sum) -> Any:
-        """Return the next state from the sum of all statistics; an empty sum must return `state` itself."""
+        """Return the next state from the sum of all statistics; an empty sum must return `state`
+        itself.
+        """
 
     @abstractmethod
     def expects(self, state: Any) -> Any:
-        """Return an update whose tensors have the names, shapes and dtypes a client must send; values mean nothing."""
+        """Return an update whose tensors have the names, shapes and dtypes a client must send;
+        values mean nothing.
+        """
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum | None:
-        """Return the sum of the statistics of stacked updates, in float64 on their device, as fast as it goes.
+        """Return the sum of the statistics of stacked updates, in float64 on their device, as fast
+        as it goes.
 
-        Unlike the sum of `statistic`s it may depend on the order in its last bits; only the fused engine asks for it.
-        None: the engine adds the statistics one by one.
+        Unlike the sum of `statistic`s it may depend on the order in its last bits; only the fused
+        engine asks for it. None: the engine adds the statistics one by one.
         """
         return None
 
     def unpack(self, state: Any, flat: Tensors) -> Any:
-        """Return the update that `ClientHalf.pack` made `flat` of; raise if it cannot be one. Values are checked to be finite."""
+        """Return the update that `ClientHalf.pack` made `flat` of; raise if it cannot be one.
+        Values are checked to be finite.
+        """
         return matching(flat, self.expects(state))
 
     def pack(self, broadcast: Any) -> Tensors:
@@ -127,24 +144,34 @@ class ServerHalf(ABC):
         return flatten(broadcast)
 
     def negligible(self, names: Iterable[str]) -> set[str]:
-        """Return the names of a running total that can no longer influence `finalise`; they are dropped to save memory."""
+        """Return the names of a running total that can no longer influence `finalise`; they are
+        dropped to save memory.
+        """
         return set()
 
     def check(self, state: Any, client: int, update: Any) -> str | None:
-        """Return why a well-formed update must not be used, or None. Shapes, dtypes and NaN are checked before."""
+        """Return why a well-formed update must not be used, or None. Shapes, dtypes and NaN are
+        checked before.
+        """
         return None
 
     def admit(self, state: Any, client: int) -> Any:
-        """Return the state with a client that begins to train in the middle of a run; called once for each such client."""
+        """Return the state with a client that begins to train in the middle of a run; called once
+        for each such client.
+        """
         return state
 
     def forget(self, state: Any, client: int) -> Any:
-        """Return the state without what a client that left adds to totals; state only that client needs is kept in case it returns."""
+        """Return the state without what a client that left adds to totals; state only that client
+        needs is kept in case it returns.
+        """
         return state
 
     @abstractmethod
     def shared(self, state: Any) -> Tensors:
-        """Return the global parameters and buffers in `state` by name (the shared part, for methods that share a part)."""
+        """Return the global parameters and buffers in `state` by name (the shared part, for methods
+        that share a part).
+        """
 
     def report(self, state: Any) -> dict[str, float]:
         """Return what a person wants to see of the last round."""
@@ -152,55 +179,76 @@ class ServerHalf(ABC):
 
 
 class ClientHalf(ABC):
-    """The client half of a method. All functions but `phases` and `noise` are run under `torch.func.vmap` by the fused engine."""
+    """The client half of a method. All functions but `phases` and `noise` are run under
+    `torch.func.vmap` by the fused engine.
+    """
 
     state_type: ClassVar[type]
     update_type: ClassVar[type]
     private: ClassVar[tuple[str, ...]] = ()  # fields of the state that never travel
-    measured: ClassVar[tuple[str, ...]] = ()  # leaves of an update whose values `packed` looks at, by the beginning of their names
-    surveys: int = 0  # samples of one `survey`; 0 = the half needs no pass over the data after training
+    # leaves of an update whose values `packed` looks at, by the beginning of their names
+    measured: ClassVar[tuple[str, ...]] = ()
+    # samples of one `survey`; 0 = the half needs no pass over the data after training
+    surveys: int = 0
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         self.config = config
         self.training = training
         self.model = model
 
-    # -- what is static ------------------------------------------------------------------------------------------
+    # -- what is static ---------------------------------------------------------------------------
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return the stretches of training of a round ("train"), before a test ("finetune"), of a client that never trained ("new")."""
+        """Return the stretches of training of a round ("train"), before a test ("finetune"), of a
+        client that never trained ("new").
+        """
         return (self.training.phase("local"),) if purpose == "train" else ()
 
     def views(self) -> dict[str, str]:
-        """Return the models that `predict` can show, each with a description; "personal" is always among them."""
+        """Return the models that `predict` can show, each with a description; "personal" is always
+        among them.
+        """
         return {"personal": "the client's own model"}
 
     def noise(self, stage: str, batch_size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the standard normal noise one call of `stage` (a phase's name, or "predict") needs.
+        """Return the shapes of the standard normal noise one call of `stage` (a phase's name, or
+        "predict") needs.
 
         Always for a full batch: a half that gets fewer samples uses the first rows.
         """
         return {}
 
     def remark(self) -> str | None:
-        """Return a line for the person if the method is not what its name promises on this network."""
+        """Return a line for the person if the method is not what
+        its name promises on this network.
+        """
         return None
 
-    # -- one round -----------------------------------------------------------------------------------------------
+    # -- one round --------------------------------------------------------------------------------
     @abstractmethod
     def init(self, params: Tensors, buffers: Tensors) -> Any:
-        """Return the state of a client that has not trained, from the seeded initialisation of the model."""
+        """Return the state of a client that has not trained, from the seeded initialisation of the
+        model.
+        """
 
     @abstractmethod
     def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
         """Return the work of a round."""
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return (the objective to minimise on one batch, the buffers after the forward pass)."""
-        logits, buffers = self.model.forward(params, work.buffers, batch.x, train=True, mask=batch.mask)
+        logits, buffers = self.model.forward(
+            params, work.buffers, batch.x, train=True, mask=batch.mask
+        )
         return self.model.mean_nll(logits, batch.y, batch.mask), buffers
 
-    def gradient(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Tensors, Tensors, Tensor]:
-        """Return (the gradient for the parameters that move, the buffers, the loss) of one step. Default: that of `loss`."""
+    def gradient(
+        self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
+    ) -> tuple[Tensors, Tensors, Tensor]:
+        """Return (the gradient for the parameters that move, the buffers, the loss) of one step.
+        Default: that of `loss`.
+        """
         moving = {name: work.params[name] for name in phase.moving(work.params)}
 
         def objective(moving: Tensors) -> tuple[Tensor, Tensors]:
@@ -209,17 +257,27 @@ class ClientHalf(ABC):
         grads, (loss, buffers) = grad_and_value(objective, has_aux=True)(moving)
         return grads, buffers, loss
 
-    def step(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Work, Tensors]:
-        """Return (the work after one step, what a person wants to see). Default: one step of the optimiser down `gradient`.
+    def step(
+        self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
+    ) -> tuple[Work, Tensors]:
+        """Return (the work after one step, what a person wants to see). Default: one step of the
+        optimiser down `gradient`.
 
-        The fused engine does the default on stacks in place; a half that overrides it is stepped as it says.
+        The fused engine does the default on stacks in place; a half that overrides it is stepped as
+        it says.
         """
         grads, buffers, loss = self.gradient(phase, work, batches, noise)
-        moved, opt = phase.optimizer.update({name: work.params[name] for name in grads}, grads, work.opt)
-        return work._replace(params={**work.params, **moved}, buffers=buffers, opt=opt), {"loss": loss}
+        moved, opt = phase.optimizer.update(
+            {name: work.params[name] for name in grads}, grads, work.opt
+        )
+        return work._replace(params={**work.params, **moved}, buffers=buffers, opt=opt), {
+            "loss": loss
+        }
 
     def survey(self, work: Work, batch: Batch) -> Survey:
-        """Return what `batch` adds to the pass over all training data after the phases of a round; padding must add nothing to `total`."""
+        """Return what `batch` adds to the pass over all training data after the phases of a round;
+        padding must add nothing to `total`.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -230,7 +288,7 @@ class ClientHalf(ABC):
         """Return the state with which a client that was forgotten goes on."""
         return state
 
-    # -- what travels ----------------------------------------------------------------------------------------------
+    # -- what travels -----------------------------------------------------------------------------
     def pack(self, update: Any) -> Tensors:
         """Return what travels of an update, by name; its shapes may depend on the values."""
         return flatten(update)
@@ -244,9 +302,11 @@ class ClientHalf(ABC):
         """Return the broadcast, of type `kind`, that `ServerHalf.pack` made `flat` of."""
         return unflatten(kind, flat)
 
-    # -- the model that is used ----------------------------------------------------------------------------------
+    # -- the model that is used -------------------------------------------------------------------
     def adapt(self, state: Any, broadcast: Any, data: Batch, purpose: Purpose) -> Work:
-        """Return the work of `phases(purpose)`, "finetune" or "new"; for "new" `state` is a fresh one from `init`."""
+        """Return the work of `phases(purpose)`, "finetune" or "new"; for "new" `state` is a fresh
+        one from `init`.
+        """
         return self.begin(state, broadcast, data)
 
     def adapted(self, state: Any, work: Work, data: Batch, purpose: Purpose) -> Any:

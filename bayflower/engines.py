@@ -47,11 +47,18 @@ def run_under_flower(
     show: Callable[[dict[str, Any]], None],
     app: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the results of some methods run one after another by Flower's own programs, in one app."""
+    """Return the results of some methods run one after another by Flower's own programs, in one
+    app.
+    """
     from .flower.processes import run_app
 
     first = prepared[0]
-    config = {**given, "method": ",".join(one.run.method for one in prepared), "resume": resume, "wait": 120}
+    config = {
+        **given,
+        "method": ",".join(one.run.method for one in prepared),
+        "resume": resume,
+        "wait": 120,
+    }
     if Path(first.run.data.dataset).suffix:  # the apps run in other folders
         config["dataset"] = str(Path(first.run.data.dataset).resolve())
     config["data_dir"] = str(Path(first.run.data.data_dir).resolve())
@@ -60,11 +67,18 @@ def run_under_flower(
     return [json.loads((folder / "result.json").read_text()) for folder in folders]
 
 
-def execute(prepared: Prepared, progress: Progress | None = None, out: Path | None = None, resume: Checkpoint | None = None) -> Outcome:
+def execute(
+    prepared: Prepared,
+    progress: Progress | None = None,
+    out: Path | None = None,
+    resume: Checkpoint | None = None,
+) -> Outcome:
     """Return the outcome of a prepared run; checkpoints go to `out`."""
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     if prepared.engine not in ("fused", "loop"):
-        raise ConfigError(f"engine {prepared.engine} runs in processes of its own; use run_under_flower")
+        raise ConfigError(
+            f"engine {prepared.engine} runs in processes of its own; use run_under_flower"
+        )
     run, engine, federation, halves = prepared
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
     if engine == "fused":
@@ -77,7 +91,10 @@ def execute(prepared: Prepared, progress: Progress | None = None, out: Path | No
 
 
 def run_to_result(
-    prepared: Prepared, out: Path | None = None, progress: Progress | None = None, resume: Checkpoint | None = None
+    prepared: Prepared,
+    out: Path | None = None,
+    progress: Progress | None = None,
+    resume: Checkpoint | None = None,
 ) -> dict[str, Any]:
     """Return result.json's content, written to `out`/result.json if given."""
     outcome = execute(prepared, progress, out, resume)

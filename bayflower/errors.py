@@ -1,4 +1,6 @@
-"""Errors a person can act on. Apart from everything heavy, so that the command line answers at once."""
+"""Errors a person can act on. Apart from everything heavy, so that the command line answers at
+once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def check_words(config: Any) -> None:
     """Raise if a setting of the data class `config` that is one of some words is another."""
     for name, kind in get_type_hints(type(config)).items():
         if get_origin(kind) is Literal and getattr(config, name) not in get_args(kind):
-            raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(config, name)!r}")
+            raise ConfigError(
+                f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(config, name)!r}"
+            )
 
 
 class WireError(BayflowerError):

@@ -1,15 +1,19 @@
-"""Metrics as tallies: counts and sums that are made where the data is, can be added anywhere, and are the same on every engine.
+"""Metrics as tallies: counts and sums that are made where the data is, can be added anywhere, and
+are the same on every engine.
 
-torchmetrics and scikit-learn define these numbers, and the tests hold us to them, but at run time they want all predictions in one
-place. A `Tally` is a fixed set of small tensors per client: it is additive (any order, any tree), it is made under `torch.func.vmap`
-for all clients at once, and no single prediction leaves a client. The real-valued sums are rounded to multiples of 2^-32 per term, so they
-are whole numbers in disguise: adding tallies is exact below 2^21 (two million samples, or nats), whatever the chunks, padding or device.
+torchmetrics and scikit-learn define these numbers, and the tests hold us to them, but at run time
+they want all predictions in one place. A `Tally` is a fixed set of small tensors per client: it is
+additive (any order, any tree), it is made under `torch.func.vmap` for all clients at once, and no
+single prediction leaves a client. The real-valued sums are rounded to multiples of 2^-32 per term,
+so they are whole numbers in disguise: adding tallies is exact below 2^21 (two million samples, or
+nats), whatever the chunks, padding or device.
 
-Calibration uses 10 equal bins over [0, 1], [0, 0.1), [0.1, 0.2), …, [0.9, 1], with edges in the dtype of the probabilities as
-torchmetrics has them: p on an edge belongs to the upper bin. The one difference: p = 1 falls into the last bin, where torchmetrics (1.9)
-opens an eleventh for it. Two kinds: *top-label* bins the confidence of the predicted class; *all-class* bins all N×C probabilities against
-one-hot labels, which is what MetaVD's tables show (E-V9). Balanced accuracy is the mean recall of the classes present, which is what
-FedMAP's tables show (E-M7).
+Calibration uses 10 equal bins over [0, 1], [0, 0.1), [0.1, 0.2), …, [0.9, 1], with edges in the
+dtype of the probabilities as torchmetrics has them: p on an edge belongs to the upper bin. The one
+difference: p = 1 falls into the last bin, where torchmetrics (1.9) opens an eleventh for it. Two
+kinds: *top-label* bins the confidence of the predicted class; *all-class* bins all N×C
+probabilities against one-hot labels, which is what MetaVD's tables show (E-V9). Balanced accuracy
+is the mean recall of the classes present, which is what FedMAP's tables show (E-M7).
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ LARGEST_NLL = 709.0  # of one sample: −log of the smallest normal float64
 
 
 class Tally(NamedTuple):
-    """What is counted on test samples. Integers are int64, the other sums float64 and multiples of 2^-32."""
+    """What is counted on test samples. Integers are int64, the other sums float64 and multiples of
+    2^-32.
+    """
 
     num_examples: Tensor
     correct: Tensor
@@ -52,11 +58,23 @@ def zero(num_classes: int, device: torch.device | str = "cpu") -> Tally:
 
 
 def possible(t: Tally) -> bool:
-    """Return whether a tally can have come from samples: nothing negative, parts within their wholes, and sums that agree."""
+    """Return whether a tally can have come from samples: nothing negative, parts within their
+    wholes, and sums that agree.
+    """
     number, classes = int(t.num_examples), t.class_total.numel()
-    parts = ((t.class_correct, t.class_total), (t.bin_correct, t.bin_count), (t.all_correct, t.all_count))
-    sums = ((t.class_total, number), (t.bin_count, number), (t.all_count, number * classes), (t.all_correct, number),
-            (t.class_correct, int(t.correct)), (t.bin_correct, int(t.correct)))  # fmt: skip
+    parts = (
+        (t.class_correct, t.class_total),
+        (t.bin_correct, t.bin_count),
+        (t.all_correct, t.all_count),
+    )
+    sums = (
+        (t.class_total, number),
+        (t.bin_count, number),
+        (t.all_count, number * classes),
+        (t.all_correct, number),
+        (t.class_correct, int(t.correct)),
+        (t.bin_correct, int(t.correct)),
+    )
     return (
         number < 2**40
         and all(bool((leaf >= 0).all()) and bool((leaf < 2**60).all()) for leaf in t)
@@ -74,10 +92,12 @@ def add(a: Tally, b: Tally) -> Tally:
 
 
 def tally(probs: Tensor, y: Tensor, mask: Tensor) -> Tally:
-    """Return the tally of the samples that the mask (N,) marks with 1: probs (N, C), y (N,). Pure, and runs under vmap.
+    """Return the tally of the samples that the mask (N,) marks with 1: probs (N, C), y (N,). Pure,
+    and runs under vmap.
 
-    −log p is taken at the smallest normal number of the dtype where p is below it (87 in float32, 708 in float64), never inf. A
-    sample with a probability that is not finite counts as p = 0 everywhere and is wrong.
+    −log p is taken at the smallest normal number of the dtype where p is below it (87 in float32,
+    708 in float64), never inf. A sample with a probability that is not finite counts as p = 0
+    everywhere and is wrong.
     """
     used = mask != 0
     finite = probs.isfinite().all(-1)
@@ -108,7 +128,8 @@ def on_grid(x: Tensor) -> Tensor:
 def binned(p: Tensor, hit: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return, for each bin, how many p fall into it, their sum, and how many of them hit."""
     edges = torch.linspace(0, 1, NUM_BINS + 1, dtype=p.dtype, device=p.device)[1:-1]
-    above = [used] + [used & (p >= edge) for edge in edges]  # a bin is what is above its lower edge less what is above its upper edge
+    # a bin is what is above its lower edge less what is above its upper edge
+    above = [used] + [used & (p >= edge) for edge in edges]
     terms = on_grid(p)
 
     def per_bin(x: Tensor) -> Tensor:
@@ -121,7 +142,8 @@ def binned(p: Tensor, hit: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor
 def summarise(tallies: Mapping[int, Tally]) -> dict[str, Any]:
     """Return the block METRICS of a result: plain numbers, None where a number is not defined.
 
-    Means over clients leave out clients without test samples; `per_client` lists those with None. `num_clients` counts those with samples.
+    Means over clients leave out clients without test samples; `per_client` lists those with None.
+    `num_clients` counts those with samples.
     """
     clients = [(client, tallies[client]) for client in sorted(tallies)]
     seen = [(client, t) for client, t in clients if int(t.num_examples) > 0]
@@ -139,7 +161,11 @@ def summarise(tallies: Mapping[int, Tally]) -> dict[str, Any]:
     accuracies = [float(t.correct) / float(t.num_examples) for _, t in seen]
     balanced = [b for _, t in seen if (b := balanced_accuracy(t)) is not None]
     mean = math.fsum(accuracies) / len(accuracies) if seen else None
-    std = math.sqrt(math.fsum((a - mean) ** 2 for a in accuracies) / len(accuracies)) if mean is not None else None
+    std = (
+        math.sqrt(math.fsum((a - mean) ** 2 for a in accuracies) / len(accuracies))
+        if mean is not None
+        else None
+    )
     pooled = reduce(add, (t for _, t in seen)) if seen else zero(1)
     ece, mce = calibration(pooled.bin_count, pooled.bin_confidence, pooled.bin_correct)
     ece_all, mce_all = calibration(pooled.all_count, pooled.all_confidence, pooled.all_correct)
@@ -173,17 +199,29 @@ def ratio(part: Tensor, whole: Tensor) -> float | None:
 
 def balanced_accuracy(t: Tally) -> float | None:
     """Return the mean recall over the classes that have samples."""
-    recalls = [c / n for n, c in zip(t.class_total.tolist(), t.class_correct.tolist(), strict=True) if n]
+    recalls = [
+        c / n for n, c in zip(t.class_total.tolist(), t.class_correct.tolist(), strict=True) if n
+    ]
     return math.fsum(recalls) / len(recalls) if recalls else None
 
 
-def calibration(count: Tensor, confidence: Tensor, correct: Tensor) -> tuple[float | None, float | None]:
-    """Return (expected, maximum) calibration error: the mean, weighted by count, and the largest |accuracy − confidence| of the bins."""
-    rows = [row for row in zip(count.tolist(), confidence.tolist(), correct.tolist(), strict=True) if row[0]]
+def calibration(
+    count: Tensor, confidence: Tensor, correct: Tensor
+) -> tuple[float | None, float | None]:
+    """Return (expected, maximum) calibration error: the mean, weighted by count, and the largest
+    |accuracy − confidence| of the bins.
+    """
+    rows = [
+        row
+        for row in zip(count.tolist(), confidence.tolist(), correct.tolist(), strict=True)
+        if row[0]
+    ]
     if not rows:
         return None, None
     gaps = [abs(hits - total) for _, total, hits in rows]
-    return math.fsum(gaps) / sum(row[0] for row in rows), max(gap / row[0] for gap, row in zip(gaps, rows, strict=True))
+    return math.fsum(gaps) / sum(row[0] for row in rows), max(
+        gap / row[0] for gap, row in zip(gaps, rows, strict=True)
+    )
 
 
 def diagram(count: Tensor, confidence: Tensor, correct: Tensor) -> list[dict[str, Any]]:
@@ -196,5 +234,7 @@ def diagram(count: Tensor, confidence: Tensor, correct: Tensor) -> list[dict[str
             "confidence": total / n if n else None,
             "accuracy": hits / n if n else None,
         }
-        for i, (n, total, hits) in enumerate(zip(count.tolist(), confidence.tolist(), correct.tolist(), strict=True))
+        for i, (n, total, hits) in enumerate(
+            zip(count.tolist(), confidence.tolist(), correct.tolist(), strict=True)
+        )
     ]

@@ -1,4 +1,6 @@
-"""Flower's ServerApp: `flwr run .` runs the methods named in the run-config on whatever nodes are there."""
+"""Flower's ServerApp: `flwr run .` runs the methods named in the run-config on whatever nodes are
+there.
+"""
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -9,6 +11,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run every method in turn and write their results."""
-    from .flower.app import serve  # not before it is needed: Flower imports this module to look at it
+    # not before it is needed: Flower imports this module to look at it
+    from .flower.app import serve
 
     serve(grid, context.run_config)

@@ -1,4 +1,6 @@
-"""What a setting is: a field of a frozen dataclass with a default and a meaning that a person reads."""
+"""What a setting is: a field of a frozen dataclass with a default and a meaning that a person
+reads.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""States as trees of tensors: flattened to names for files and messages, stacked over clients for the fused engine.
+"""States as trees of tensors: flattened to names for files and messages, stacked over clients for
+the fused engine.
 
-A tree is a tensor, a dict of trees, a NamedTuple or tuple of trees, or None. Flat names join the levels with "/":
-`State(params={"fc.weight": w}, count=c)` becomes `{"params/fc.weight": w, "count": c}`.
+A tree is a tensor, a dict of trees, a NamedTuple or tuple of trees, or None. Flat names join the
+levels with "/": `State(params={"fc.weight": w}, count=c)` becomes `{"params/fc.weight": w, "count":
+c}`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def map_tree(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     if isinstance(tree, Tensor):
         return fn(tree, *rest)
     if isinstance(tree, Mapping):
-        return {key: map_tree(fn, value, *(other[key] for other in rest)) for key, value in tree.items()}
+        return {
+            key: map_tree(fn, value, *(other[key] for other in rest)) for key, value in tree.items()
+        }
     if isinstance(tree, tuple):
         parts = [map_tree(fn, *leaves) for leaves in zip(tree, *rest, strict=True)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
@@ -40,13 +44,21 @@ def stack(trees: Sequence[T]) -> T:
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Return numbers (a list, an array) as a tensor on the device; a GPU takes them when it gets there, and nobody waits."""
+    """Return numbers (a list, an array) as a tensor on the device; a GPU takes them when it gets
+    there, and nobody waits.
+    """
     tensor = torch.as_tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 class Rows:
-    """Which row of a stack each client has, and the rows of some clients on the device, uploaded once while they stay the same."""
+    """Which row of a stack each client has, and the rows of some clients on the device, uploaded
+    once while they stay the same.
+    """
 
     def __init__(self, clients: Sequence[int], device: torch.device) -> None:
         self.of = {client: row for row, client in enumerate(clients)}
@@ -67,15 +79,21 @@ def take(tree: T, index: Tensor | int) -> T:
 
 
 def put(tree: T, index: Tensor, values: T) -> T:
-    """Return the tree with leaf[index] replaced by the leaves of `values`; the input is left as it was."""
+    """Return the tree with leaf[index] replaced by the leaves of `values`; the input is left as it
+    was.
+    """
     return map_tree(lambda leaf, value: leaf.index_copy(0, index, value), tree, values)
 
 
 def choose(condition: Tensor, yes: T, no: T) -> T:
-    """Return the tree of where(condition, yes, no), `condition` along the leading axis of every leaf (or 0-d)."""
+    """Return the tree of where(condition, yes, no), `condition` along the leading axis of every
+    leaf (or 0-d).
+    """
 
     def pick(a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b)
+        return torch.where(
+            condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b
+        )
 
     return map_tree(pick, yes, no)
 
@@ -99,14 +117,19 @@ def flatten(tree: Any, prefix: str = "") -> Tensors:
 
 
 def unflatten(kind: type[T], flat: Mapping[str, Tensor], prefix: str = "") -> T:
-    """Return the NamedTuple `kind` whose leaves are `flat`; dict fields take every name under them, so they may be empty."""
+    """Return the NamedTuple `kind` whose leaves are `flat`; dict fields take every name under them,
+    so they may be empty.
+    """
     known = set()
     fields: dict[str, Any] = {}
     for field, hint in get_type_hints(kind).items():
         name = prefix + field
         if hint is Tensor:
             if name not in flat:
-                raise BayflowerError(f"{kind.__qualname__} needs {name!r}, which is missing; it was written by another version or method")
+                raise BayflowerError(
+                    f"{kind.__qualname__} needs {name!r}, which is missing; it was written by "
+                    "another version or method"
+                )
             fields[field] = flat[name]
             known.add(name)
         elif hasattr(hint, "_fields"):
@@ -115,19 +138,29 @@ def unflatten(kind: type[T], flat: Mapping[str, Tensor], prefix: str = "") -> T:
             known.update(inner)
         else:
             inner = {key: value for key, value in flat.items() if key.startswith(name + "/")}
-            fields[field] = {key[len(name) + 1 :]: inner[key] for key in sorted(inner)}  # sums over names must not depend on their order
+            # sums over names must not depend on their order
+            fields[field] = {key[len(name) + 1 :]: inner[key] for key in sorted(inner)}
             known.update(inner)
     if unknown := sorted(set(flat) - known):
-        raise BayflowerError(f"{kind.__qualname__} does not know {unknown[0]!r}; it was written by another version or method")
+        raise BayflowerError(
+            f"{kind.__qualname__} does not know {unknown[0]!r}; it was written by another version "
+            "or method"
+        )
     return kind(**fields)
 
 
 def digest(tree: Any) -> str:
-    """Return a SHA-256 over names, dtypes, shapes and bytes of the leaves, in the order of names."""
+    """Return a SHA-256 over names, dtypes, shapes and bytes of the
+    leaves, in the order of names.
+    """
     seal = hashlib.sha256()
     for name, leaf in sorted(flatten(tree).items()):
         seal.update(f"{name}|{leaf.dtype}|{tuple(leaf.shape)}|".encode())
-        seal.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
+        seal.update(
+            leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            if leaf.numel()
+            else b""
+        )
     return seal.hexdigest()
 
 
@@ -136,11 +169,16 @@ Shapes = tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and dtype o
 
 def shapes(tree: Any) -> Shapes:
     """Return what travels of a tree's leaves."""
-    return tuple((name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in flatten(tree).items())
+    return tuple(
+        (name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+        for name, leaf in flatten(tree).items()
+    )
 
 
 def matching(flat: Mapping[str, Tensor], template: Any) -> Any:
-    """Return the tree shaped like `template` with the values of `flat`; names, shapes and dtypes must agree and be finite."""
+    """Return the tree shaped like `template` with the values of `flat`; names, shapes and dtypes
+    must agree and be finite.
+    """
     expected = flatten(template)
     if missing := sorted(set(expected) - set(flat)):
         raise WireError(f"key {missing[0]!r} is missing")

@@ -1,11 +1,13 @@
-"""Time and memory of FedBPS's curvature pass against one epoch of its local training, on LeNet-5 and ResNet-20.
+"""Time and memory of FedBPS's curvature pass against one epoch of its local training, on LeNet-5
+and ResNet-20.
 
-    python benchmarks/curvature.py --json FILE --markdown FILE                      # CPU, one client, one thread
-    python benchmarks/curvature.py --device cuda --clients 20 --samples 600 …       # stacked clients on a GPU
+    python benchmarks/curvature.py --json FILE --markdown FILE         # CPU, one client, one thread
+    python benchmarks/curvature.py --device cuda --clients 20 --samples 600 … # on a GPU, stacked
 
-Both go through the client half: an epoch is `step` over batches of 128 (SGD with momentum), the pass is `survey` over all samples in the
-half's chunks. Each measurement runs in a process of its own. Memory is what it needs beyond model and data: on a CPU the growth of the peak
-resident size (VmHWM) after a warm-up on one sample, on a GPU torch's peak. Time is the fastest of `--repeats`.
+Both go through the client half: an epoch is `step` over batches of 128 (SGD with momentum), the
+pass is `survey` over all samples in the half's chunks. Each measurement runs in a process of its
+own. Memory is what it needs beyond model and data: on a CPU the growth of the peak resident size
+(VmHWM) after a warm-up on one sample, on a GPU torch's peak. Time is the fastest of `--repeats`.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def half_of(network: str, kind: str) -> Client:
     return Client(Config(curvature=kind), training, build(network, NETWORKS[network], 10))  # type: ignore[arg-type]
 
 
-def problem(model: Model, shape: tuple[int, ...], clients: int, samples: int, device: str) -> tuple[Work, Batch]:
+def problem(
+    model: Model, shape: tuple[int, ...], clients: int, samples: int, device: str
+) -> tuple[Work, Batch]:
     """Return the work and the data of `clients` stacked clients (not stacked if there is one)."""
     generator = torch.Generator().manual_seed(0)
     lead = (clients,) if clients > 1 else ()
@@ -57,12 +61,16 @@ def problem(model: Model, shape: tuple[int, ...], clients: int, samples: int, de
     if clients > 1:
         work = work._replace(opt=work.opt._replace(steps=torch.zeros(())))
         work = map_tree(lambda leaf: leaf.expand(clients, *leaf.shape).clone(), work)
-    return map_tree(lambda leaf: leaf.to(device), work), Batch(x.to(device), y.to(device), torch.ones(*lead, samples, device=device))
+    return map_tree(lambda leaf: leaf.to(device), work), Batch(
+        x.to(device), y.to(device), torch.ones(*lead, samples, device=device)
+    )
 
 
 def cut(data: Batch, start: int, size: int, clients: int) -> Batch:
     """Return some samples of every client."""
-    return Batch(*(t[:, start : start + size] if clients > 1 else t[start : start + size] for t in data))
+    return Batch(
+        *(t[:, start : start + size] if clients > 1 else t[start : start + size] for t in data)
+    )
 
 
 def epoch(network: str, clients: int, device: str) -> Callable[[Work, Batch], Any]:
@@ -70,7 +78,10 @@ def epoch(network: str, clients: int, device: str) -> Callable[[Work, Batch], An
     half = half_of(network, "fisher")
     phase = half.phases("train")[0]
     lift: Callable[..., Any] = vmap if clients > 1 else lambda fn: fn
-    fresh, step = lift(lambda w: solo.fresh_optimizer(phase, w)), lift(lambda w, b: half.step(phase, w, (b,), {})[0])
+    fresh, step = (
+        lift(lambda w: solo.fresh_optimizer(phase, w)),
+        lift(lambda w, b: half.step(phase, w, (b,), {})[0]),
+    )
 
     def run(work: Work, data: Batch) -> Any:
         work = fresh(work)
@@ -99,7 +110,9 @@ def survey(network: str, clients: int, kind: str) -> Callable[[Work, Batch], Any
 
 
 def laplace_torch(network: str) -> Callable[[Work, Batch], Any]:
-    """Return laplace-torch's diagonal GGN (BackPACK, which knows Sequential networks) as a function of the same arguments."""
+    """Return laplace-torch's diagonal GGN (BackPACK, which knows Sequential networks) as a function
+    of the same arguments.
+    """
     from bayflower.data.vision import prepare_torchvision
 
     prepare_torchvision()
@@ -110,7 +123,10 @@ def laplace_torch(network: str) -> Callable[[Work, Batch], Any]:
     backend = BackPackGGN(nn.Sequential(*module.base, module.head), "classification")  # type: ignore[misc]
 
     def run(work: Work, data: Batch) -> Any:
-        return sum(backend.diag(data.x[s : s + BATCH], data.y[s : s + BATCH])[1] for s in range(0, len(data.y), BATCH))
+        return sum(
+            backend.diag(data.x[s : s + BATCH], data.y[s : s + BATCH])[1]
+            for s in range(0, len(data.y), BATCH)
+        )
 
     return run
 
@@ -130,8 +146,12 @@ def measure(way: str, network: str, args: argparse.Namespace) -> dict[str, float
     if way == "epoch":
         run = epoch(network, args.clients, args.device)
     else:
-        run = laplace_torch(network) if way == "laplace-torch" else survey(network, args.clients, way)
-    work, data = problem(half_of(network, "fisher").model, NETWORKS[network], args.clients, args.samples, args.device)
+        run = (
+            laplace_torch(network) if way == "laplace-torch" else survey(network, args.clients, way)
+        )
+    work, data = problem(
+        half_of(network, "fisher").model, NETWORKS[network], args.clients, args.samples, args.device
+    )
     wait = torch.cuda.synchronize if args.device != "cpu" else lambda: None
     clock = time.perf_counter if args.device != "cpu" else time.process_time
     run(work, cut(data, 0, 2, args.clients))
@@ -153,27 +173,42 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# The curvature pass of FedBPS against one epoch of training",
         "",
-        f"{result['clients']} client(s) × {result['samples']} samples of random data, 10 classes, float32, {result['device']}, torch "
-        f"{result['torch']}. Epoch: SGD, batches of {BATCH}; pass: chunks of 19 samples (`sketch`, `empirical`: 64).",
+        f"{result['clients']} client(s) × {result['samples']} samples of random data, 10 classes, "
+        f"float32, {result['device']}, torch "
+        f"{result['torch']}. Epoch: SGD, batches of {BATCH}; pass: chunks of 19 samples "
+        "(`sketch`, `empirical`: 64).",
         "",
         "| network | what | time, ms | in epochs | memory, MB | in epochs' |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    names = {"epoch": "one epoch of training", "fisher": "curvature `fisher` (exact, 10 columns)",
-             "sketch": "curvature `sketch` (1 column)",
-             "empirical": "curvature `empirical` (1 column)", "laplace-torch": "laplace-torch's diagonal GGN"}  # fmt: skip
+    names = {
+        "epoch": "one epoch of training",
+        "fisher": "curvature `fisher` (exact, 10 columns)",
+        "sketch": "curvature `sketch` (1 column)",
+        "empirical": "curvature `empirical` (1 column)",
+        "laplace-torch": "laplace-torch's diagonal GGN",
+    }
     for row in result["rows"]:
         lines.append(
-            f"| {row['network']} | {names[row['way']]} | {1000 * row['seconds']:.0f} | {row['time_ratio']:.1f} | "
+            f"| {row['network']} | {names[row['way']]} | {1000 * row['seconds']:.0f} | "
+            f"{row['time_ratio']:.1f} | "
             f"{row['megabytes']:.0f} | {row['memory_ratio']:.1f} |"
         )
     lines += [
         "",
-        "Counting products: an epoch is one pass forward, two back (to weights, to inputs); the exact diagonal is one forward and two back",
-        "for each class. With 10 classes that is (1 + 20)/3 = 7 epochs where both run at the machine's peak. A matrix of rank 9 a sample",
-        "needs 9 passes back, so no exact way is much cheaper. Less is due to Linear layers, which form no gradients, and to training that",
-        "does not reach the peak (small batches, the optimiser, launches of kernels on a GPU). `sketch` and `empirical` are one column.",
-        *(["On a CPU shared with other work these times vary by a third from run to run."] if "CPU" in result["device"] else []),
+        "Counting products: an epoch is one pass forward, two back (to weights, to inputs); the "
+        "exact diagonal is one forward and two back",
+        "for each class. With 10 classes that is (1 + 20)/3 = 7 epochs where both run at the "
+        "machine's peak. A matrix of rank 9 a sample",
+        "needs 9 passes back, so no exact way is much cheaper. Less is due to Linear layers, "
+        "which form no gradients, and to training that",
+        "does not reach the peak (small batches, the optimiser, launches of kernels on a GPU). "
+        "`sketch` and `empirical` are one column.",
+        *(
+            ["On a CPU shared with other work these times vary by a third from run to run."]
+            if "CPU" in result["device"]
+            else []
+        ),
         "",
     ]
     return "\n".join(lines)
@@ -181,32 +216,57 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--samples", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--only", nargs=2, metavar=("WAY", "NETWORK"), help="one measurement in this process, as JSON")
+    parser.add_argument(
+        "--only",
+        nargs=2,
+        metavar=("WAY", "NETWORK"),
+        help="one measurement in this process, as JSON",
+    )
     args = parser.parse_args()
     if args.only:
         print(json.dumps(measure(*args.only, args)))
         return
     name = "one CPU thread" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
-    facts = {"device": name, "clients": args.clients, "samples": args.samples, "torch": torch.__version__}
+    facts = {
+        "device": name,
+        "clients": args.clients,
+        "samples": args.samples,
+        "torch": torch.__version__,
+    }
     result: dict[str, Any] = {**facts, "rows": []}
     for network in NETWORKS:
         base: dict[str, float] = {}
         for way in WAYS:
             known = importlib.util.find_spec("laplace") and importlib.util.find_spec("backpack")
-            if way == "laplace-torch" and (not known or network != "lenet5" or args.clients > 1 or args.device != "cpu"):
+            if way == "laplace-torch" and (
+                not known or network != "lenet5" or args.clients > 1 or args.device != "cpu"
+            ):
                 continue
-            more = [f"--{key}={getattr(args, key)}" for key in ("device", "clients", "samples", "repeats")]
-            done = subprocess.run([sys.executable, __file__, "--only", way, network, *more], check=True, capture_output=True, text=True)
+            more = [
+                f"--{key}={getattr(args, key)}"
+                for key in ("device", "clients", "samples", "repeats")
+            ]
+            done = subprocess.run(
+                [sys.executable, __file__, "--only", way, network, *more],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
             row = json.loads(done.stdout.splitlines()[-1])
             base = base or row
-            ratios = {"time_ratio": row["seconds"] / base["seconds"], "memory_ratio": row["megabytes"] / max(base["megabytes"], 1e-9)}
+            ratios = {
+                "time_ratio": row["seconds"] / base["seconds"],
+                "memory_ratio": row["megabytes"] / max(base["megabytes"], 1e-9),
+            }
             result["rows"].append({"network": network, "way": way, **row, **ratios})
     text = table(result)
     print(text)

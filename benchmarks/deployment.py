@@ -1,11 +1,13 @@
-"""A deployment over time: seconds of a round next to stock Flower FedAvg on the same nodes, and memory over thirty rounds.
+"""A deployment over time: seconds of a round next to stock Flower FedAvg on the same nodes, and
+memory over thirty rounds.
 
     python benchmarks/deployment.py rounds     writes benchmarks/results/rounds.json and .md
     python benchmarks/deployment.py soak       writes benchmarks/results/soak.json and .md
 
-Three clients as processes over TLS with authenticated nodes (`bayflower deploy up --local`). Stock FedAvg trains the same network on as
-many samples with the same optimiser; it asks twice a round, to train and to evaluate, where Bayflower asks once. Runs alternate, so that
-both meet the same noise; ratios are of medians.
+Three clients as processes over TLS with authenticated nodes (`bayflower deploy up --local`). Stock
+FedAvg trains the same network on as many samples with the same optimiser; it asks twice a round, to
+train and to evaluate, where Bayflower asks once. Runs alternate, so that both meet the same noise;
+ratios are of medians.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from bayflower.flower import processes
 
 RESULTS = Path(__file__).parent / "results"
 CLIENTS = 3
-SETTINGS = {"dataset": "digits", "num_clients": CLIENTS, "partition": "iid", "batch_size": 32, "local_epochs": 2, "device": "cpu"}
+SETTINGS = {
+    "dataset": "digits",
+    "num_clients": CLIENTS,
+    "partition": "iid",
+    "batch_size": 32,
+    "local_epochs": 2,
+    "device": "cpu",
+}
 
 STOCK = {
     "pyproject.toml": """
@@ -60,12 +69,15 @@ from sklearn.datasets import load_digits
 
 
 def net():
-    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    nn = torch.nn
+    hidden = (nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
+    return nn.Sequential(*hidden, nn.Linear(32, 10))
 
 
 def load(client, clients):
     x, y = load_digits(return_X_y=True)
-    x, y = torch.tensor(x[client::clients] / 16, dtype=torch.float32), torch.tensor(y[client::clients])
+    x, y = x[client::clients] / 16, torch.tensor(y[client::clients])
+    x = torch.tensor(x, dtype=torch.float32)
     cut = int(0.75 * len(y))
     return x[:cut], y[:cut], x[cut:], y[cut:]
 """,
@@ -97,7 +109,8 @@ def train(message, context):
             loss.backward()
             optimizer.step()
     metrics = MetricRecord({"train_loss": float(loss), "num-examples": len(y)})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    content = {"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}
+    return Message(RecordDict(content), reply_to=message)
 
 
 @app.evaluate()
@@ -105,7 +118,8 @@ def evaluate(message, context):
     model, (_, _, x, y) = prepared(message, context)
     with torch.no_grad():
         right = float((model(x).argmax(1) == y).float().mean())
-    return Message(RecordDict({"metrics": MetricRecord({"accuracy": right, "num-examples": len(y)})}), reply_to=message)
+    metrics = MetricRecord({"accuracy": right, "num-examples": len(y)})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
 """,
     "stock/server_app.py": """
 import json
@@ -128,7 +142,8 @@ def main(grid, context):
     strategy = FedAvg(fraction_evaluate=float(config["evaluate"]), min_available_nodes=3)
     strategy.start(grid, ArrayRecord(net().state_dict()), num_rounds=config["rounds"],
                    evaluate_fn=lambda round, arrays: moments.append(time.time()))
-    Path(config["out"]).write_text(json.dumps([later - earlier for earlier, later in zip(moments, moments[1:])]))
+    taken = [later - earlier for earlier, later in zip(moments, moments[1:])]
+    Path(config["out"]).write_text(json.dumps(taken))
 """,
 }
 
@@ -141,7 +156,9 @@ def stock(server: Server, folder: Path, rounds: int, evaluate: bool) -> list[flo
         (app / name).write_text(text.lstrip())
     out = folder / "rounds.json"
     out.unlink(missing_ok=True)
-    run = processes.submit(server.flwr, app, {"rounds": rounds, "out": str(out), "evaluate": 1.0 if evaluate else 0.0})
+    run = processes.submit(
+        server.flwr, app, {"rounds": rounds, "out": str(out), "evaluate": 1.0 if evaluate else 0.0}
+    )
     while not processes.run_status(server.flwr, run).startswith("finished"):
         time.sleep(10)
     return list(json.loads(out.read_text()))
@@ -171,7 +188,9 @@ def measure_rounds(local: Local, folder: Path, rounds: int, repeats: int) -> dic
             print(way, [round(value, 1) for value in seconds[way]], flush=True)
     medians = {way: statistics.median(values) for way, values in seconds.items()}
     both, alone = medians["stock FedAvg, train and evaluate"], medians["stock FedAvg, train only"]
-    ratios = {way: value / (alone if way.endswith("only") else both) for way, value in medians.items()}
+    ratios = {
+        way: value / (alone if way.endswith("only") else both) for way, value in medians.items()
+    }
     return {"rounds": seconds, "median_seconds": medians, "ratio": ratios}
 
 
@@ -185,7 +204,16 @@ def rss(mark: str) -> dict[str, float]:
         except OSError:
             continue
         kind = next(
-            (kind for kind in ("deploy.superlink", "flower-supernode", "deploy.gate", "flwr-serverapp") if any(kind in w for w in words)),
+            (
+                kind
+                for kind in (
+                    "deploy.superlink",
+                    "flower-supernode",
+                    "deploy.gate",
+                    "flwr-serverapp",
+                )
+                if any(kind in w for w in words)
+            ),
             "",
         )
         if kind:
@@ -204,7 +232,14 @@ def measure_soak(local: Local, rounds: int) -> dict[str, Any]:
             samples.append({"round": done, **rss(local.facts["mark"])})
             print(samples[-1], flush=True)
 
-    result = runs.submit(server, "fedmap", {**SETTINGS, "rounds": rounds, "evaluate_every": 1}, name="soak", show=show, watch=local.watch)
+    result = runs.submit(
+        server,
+        "fedmap",
+        {**SETTINGS, "rounds": rounds, "evaluate_every": 1},
+        name="soak",
+        show=show,
+        watch=local.watch,
+    )
     seconds = [record["seconds"] for record in result["rounds"]]
     kinds = sorted({kind for sample in samples for kind in sample} - {"round"})
     third = max(1, len(samples) // 3)
@@ -215,12 +250,20 @@ def measure_soak(local: Local, rounds: int) -> dict[str, Any]:
             "middle_third": statistics.mean(values[third : 2 * third] or values),
             "last_third": statistics.mean(values[-third:]),
         }
-    return {"rounds": rounds, "faults": result["faults"], "seconds": seconds, "samples": samples, "memory": memory}
+    return {
+        "rounds": rounds,
+        "faults": result["faults"],
+        "seconds": seconds,
+        "samples": samples,
+        "memory": memory,
+    }
 
 
 def main() -> None:
     """Run one of the two and write its files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["rounds", "soak"])
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=2)
@@ -236,24 +279,47 @@ def main() -> None:
         finally:
             local.down()
     write_json(RESULTS / f"{given.what}.json", content)
-    (RESULTS / f"{given.what}.md").write_text(rounds_page(content) if given.what == "rounds" else soak_page(content))
+    (RESULTS / f"{given.what}.md").write_text(
+        rounds_page(content) if given.what == "rounds" else soak_page(content)
+    )
 
 
 def rounds_page(content: dict[str, Any]) -> str:
     """Return the page about rounds."""
-    lines = ["# A round next to stock Flower FedAvg", "", f"`python benchmarks/deployment.py rounds`. {about()}", "",
-             "| run | time of a round, stock FedAvg = 1 |", "|---|---|"]  # fmt: skip
-    return "\n".join([*lines, *(f"| {way} | {ratio:.2f} |" for way, ratio in content["ratio"].items())]) + "\n"
+    lines = [
+        "# A round next to stock Flower FedAvg",
+        "",
+        f"`python benchmarks/deployment.py rounds`. {about()}",
+        "",
+        "| run | time of a round, stock FedAvg = 1 |",
+        "|---|---|",
+    ]
+    return (
+        "\n".join(
+            [*lines, *(f"| {way} | {ratio:.2f} |" for way, ratio in content["ratio"].items())]
+        )
+        + "\n"
+    )
 
 
 def soak_page(content: dict[str, Any]) -> str:
     """Return the page about memory."""
-    lines = [f"# {content['rounds']} rounds in deployment", "", f"`python benchmarks/deployment.py soak`. {about()}", "",
-             f"Faults: {len(content['faults'])}. Resident memory of the programs that live as long as the run (the largest of a kind):", "",
-             "| program | middle third of the run, MiB | last third, MiB | growth |", "|---|---|---|---|"]  # fmt: skip
+    lines = [
+        f"# {content['rounds']} rounds in deployment",
+        "",
+        f"`python benchmarks/deployment.py soak`. {about()}",
+        "",
+        f"Faults: {len(content['faults'])}. Resident memory of the programs that live as long as "
+        "the run (the largest of a kind):",
+        "",
+        "| program | middle third of the run, MiB | last third, MiB | growth |",
+        "|---|---|---|---|",
+    ]
     for kind, value in content["memory"].items():
         growth = value["last_third"] / value["middle_third"] - 1
-        lines.append(f"| {kind} | {value['middle_third']:.1f} | {value['last_third']:.1f} | {growth:+.1%} |")
+        lines.append(
+            f"| {kind} | {value['middle_third']:.1f} | {value['last_third']:.1f} | {growth:+.1%} |"
+        )
     return "\n".join(lines) + "\n"
 
 

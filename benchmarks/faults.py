@@ -1,11 +1,15 @@
-"""The fault matrix: each failure, before, during and after local training, in a real federation of containers.
+"""The fault matrix: each failure, before, during and after local training, in a real federation of
+containers.
 
-    python benchmarks/faults.py                                  every fault, every position; writes docs/fault-matrix.json and .md
-    python benchmarks/faults.py --position during --fault slow   some of it; rows of the file that are not run stay
+    python benchmarks/faults.py                                  every fault, every position; writes
+                                                                 docs/fault-matrix.json and .md
+    python benchmarks/faults.py --position during --fault slow   some of it; rows of the file that
+                                                                 are not run stay
     python benchmarks/faults.py --scaling                        round time with 3, 6 and 12 clients
 
-Two clients train FedMAP on digits for three rounds; the fault comes in round 2. The reference is the loop engine: server state, metrics
-and every client's state must have its bits. Needs root and a Docker engine with the project's image (docs/deployment.md).
+Two clients train FedMAP on digits for three rounds; the fault comes in round 2. The reference is
+the loop engine: server state, metrics and every client's state must have its bits. Needs root and a
+Docker engine with the project's image (docs/deployment.md).
 """
 
 from __future__ import annotations
@@ -34,7 +38,13 @@ from bayflower.tree import flatten
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "fault-matrix.json"
-SETTINGS = {"dataset": "digits", "batch_size": 16, "local_epochs": 20, "rounds": 3, "evaluate_every": 1}
+SETTINGS = {
+    "dataset": "digits",
+    "batch_size": 16,
+    "local_epochs": 20,
+    "rounds": 3,
+    "evaluate_every": 1,
+}
 ROUND = 2  # in which the fault comes
 LONG_SECONDS = 75.0  # Flower gives a node up after two missed heartbeats, 60 s
 SLOW = "48kbit"
@@ -107,7 +117,12 @@ FAULTS: dict[str, tuple[str, Any, int, bool]] = {
     "supernode": ("SuperNode killed and restarted", crash_supernode, 0, True),
     "clientapp": ("ClientApp process killed", crash_clientapp, 0, True),
     "cut": ("client off the network for 10 s", cut_for(10.0), 0, True),
-    "long-cut": (f"client off the network for {LONG_SECONDS:.0f} s, longer than the heartbeat", cut_for(LONG_SECONDS), 0, True),
+    "long-cut": (
+        f"client off the network for {LONG_SECONDS:.0f} s, longer than the heartbeat",
+        cut_for(LONG_SECONDS),
+        0,
+        True,
+    ),
     "slow": (f"link of a client at {SLOW}/s", slow_link, 0, True),
     "serverapp": ("ServerApp process killed", crash_serverapp, 0, True),
     "superlink": ("SuperLink killed and restarted", crash_superlink, 0, True),
@@ -120,7 +135,10 @@ class Reference:
 
     def __init__(self, lab: Lab) -> None:
         with tempfile.TemporaryDirectory(prefix="bayflower-reference-") as name:
-            self.want = execute(prepare(parse("fedmap", {**lab.settings, "checkpoint_every": 1}), "loop"), out=Path(name))
+            self.want = execute(
+                prepare(parse("fedmap", {**lab.settings, "checkpoint_every": 1}), "loop"),
+                out=Path(name),
+            )
             known = checkpoint.read(Path(name))
         assert known is not None
         assert known.round == lab.settings["rounds"]
@@ -130,14 +148,28 @@ class Reference:
         """Return whether a run has the reference's server state and metrics, to the bit."""
         known = checkpoint.read(lab.results(name))
         assert known is not None
-        mine, wanted = flatten(checkpoint.server_state(known, type(self.want.server_state))), flatten(self.want.server_state)
+        mine, wanted = (
+            flatten(checkpoint.server_state(known, type(self.want.server_state))),
+            flatten(self.want.server_state),
+        )
         result = lab.result(name)
-        same = result["final"]["personal"]["per_client"] == summarise(self.want.views["personal"])["per_client"]
-        return same and mine.keys() == wanted.keys() and all(torch.equal(mine[key], wanted[key]) for key in mine)
+        same = (
+            result["final"]["personal"]["per_client"]
+            == summarise(self.want.views["personal"])["per_client"]
+        )
+        return (
+            same
+            and mine.keys() == wanted.keys()
+            and all(torch.equal(mine[key], wanted[key]) for key in mine)
+        )
 
 
-def intact(lab: Lab, name: str, reference: Reference, equal: bool, missed: tuple[int, list[int]]) -> bool:
-    """Return whether every client has the state of the last round it took part in, whole and, where it must, with the reference's bits."""
+def intact(
+    lab: Lab, name: str, reference: Reference, equal: bool, missed: tuple[int, list[int]]
+) -> bool:
+    """Return whether every client has the state of the last round it took part in, whole and, where
+    it must, with the reference's bits.
+    """
     victim, left_out = missed
     for client, wanted in reference.states.items():
         own = left_out if client == victim else []
@@ -145,7 +177,9 @@ def intact(lab: Lab, name: str, reference: Reference, equal: bool, missed: tuple
         mine = {round: store.read(path) for round, path in lab.states(client, name).items()}
         if max(mine, default=0) != last or mine[last].state.keys() != wanted.keys():
             return False
-        if equal and not all(torch.equal(mine[last].state[key], value) for key, value in wanted.items()):
+        if equal and not all(
+            torch.equal(mine[last].state[key], value) for key, value in wanted.items()
+        ):
             return False
     return True
 
@@ -161,7 +195,14 @@ def run_row(lab: Lab, fault: str, position: str, reference: Reference) -> dict[s
     code, said = lab.finish(process)
     if heal is not None:
         heal()
-    row: dict[str, Any] = {"fault": fault, "title": title, "position": position, "code": code, "resumed": False, "rounds_repeated": 0}
+    row: dict[str, Any] = {
+        "fault": fault,
+        "title": title,
+        "position": position,
+        "code": code,
+        "resumed": False,
+        "rounds_repeated": 0,
+    }
     if code:
         row |= {"resumed": True, "said": said, "rounds_repeated": max(0, ROUND - lab.round(name))}
         code, said = lab.finish(lab.submit(name, "--resume"))
@@ -171,22 +212,44 @@ def run_row(lab: Lab, fault: str, position: str, reference: Reference) -> dict[s
         return row | {"ok": False, "said": said}
     result = lab.result(name)
     same = reference.equal(lab, name)
-    left_out = [record["round"] for record in result["rounds"] if record["num_clients"] < lab.deployment.clients]
+    left_out = [
+        record["round"]
+        for record in result["rounds"]
+        if record["num_clients"] < lab.deployment.clients
+    ]
     kept = intact(lab, name, reference, must, (victim, left_out))
-    row |= {"rounds": len(result["rounds"]), "left_out": left_out, "faults": result["faults"], "equal": same, "state_intact": kept,
-            "round_seconds": [round(record["seconds"], 1) for record in result["rounds"]]}  # fmt: skip
-    row["ok"] = row["rounds"] == SETTINGS["rounds"] and kept and row["rounds_repeated"] <= 1 and len(left_out) <= 1 and (same or not must)
+    row |= {
+        "rounds": len(result["rounds"]),
+        "left_out": left_out,
+        "faults": result["faults"],
+        "equal": same,
+        "state_intact": kept,
+        "round_seconds": [round(record["seconds"], 1) for record in result["rounds"]],
+    }
+    row["ok"] = (
+        row["rounds"] == SETTINGS["rounds"]
+        and kept
+        and row["rounds_repeated"] <= 1
+        and len(left_out) <= 1
+        and (same or not must)
+    )
     return row
 
 
-def matrix(faults: list[str], positions: list[str], folder: Path, keep: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def matrix(
+    faults: list[str], positions: list[str], folder: Path, keep: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
     """Return the rows asked for; `keep` is given each as it comes."""
     rows = []
     with Lab(folder, 2, SETTINGS, small={1: SMALL_DISK}) as lab:
         reference = Reference(lab)
         for fault in faults:
             for position in positions:
-                if rows and (rows[-1]["resumed"] or not rows[-1]["ok"] or rows[-1]["fault"] in ("supernode", "long-cut")):
+                if rows and (
+                    rows[-1]["resumed"]
+                    or not rows[-1]["ok"]
+                    or rows[-1]["fault"] in ("supernode", "long-cut")
+                ):
                     lab.healthy()
                 try:
                     row = run_row(lab, fault, position, reference)
@@ -205,7 +268,9 @@ def matrix(faults: list[str], positions: list[str], folder: Path, keep: Callable
 
 
 def scaling(folder: Path, tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """Return seconds a round against the number of clients, light training, everything on one machine."""
+    """Return seconds a round against the number of clients, light training, everything on one
+    machine.
+    """
     rows = []
     for clients in (3, 6, 12):
         settings = {**SETTINGS, "keep": 0.5, "min_size": 4, "local_epochs": 1, "rounds": 4}
@@ -214,8 +279,14 @@ def scaling(folder: Path, tell: Callable[[str], None] = print) -> list[dict[str,
             if code:
                 raise RuntimeError(said)
             seconds = [record["seconds"] for record in lab.result("scaling")["rounds"]][1:]
-        rows.append({"clients": clients, "containers": 3 + 2 * clients, "round_seconds": round(statistics.median(seconds), 2),
-                     "seconds_per_client": round(statistics.median(seconds) / clients, 2)})  # fmt: skip
+        rows.append(
+            {
+                "clients": clients,
+                "containers": 3 + 2 * clients,
+                "round_seconds": round(statistics.median(seconds), 2),
+                "seconds_per_client": round(statistics.median(seconds) / clients, 2),
+            }
+        )
         tell(json.dumps(rows[-1]))
     return rows
 
@@ -228,36 +299,86 @@ def table_row(cells: Iterable[Any]) -> str:
 def page(content: dict[str, Any]) -> str:
     """Return the page for people."""
     head = __doc__.split("\n\n")[2].replace("\n", " ").strip()
-    columns = ["fault", "position", "what the run did", "rounds repeated", "client states intact", "final result", "seconds"]
+    columns = [
+        "fault",
+        "position",
+        "what the run did",
+        "rounds repeated",
+        "client states intact",
+        "final result",
+        "seconds",
+    ]
     lines = [
         "# Fault matrix",
         "",
-        f"Written by `benchmarks/faults.py`. {head} Seconds are those of a busy machine with two cores.",
+        f"Written by `benchmarks/faults.py`. {head} Seconds are those of a busy machine with two "
+        "cores.",
         "",
         table_row(columns),
         "|---" * len(columns) + "|",
     ]
     for row in content.get("rows", []):
         if "rounds" not in row:
-            lines.append(table_row([row["title"], row["position"], row.get("said", "failed"), "–", "–", "–", row.get("seconds", "–")]))
+            lines.append(
+                table_row(
+                    [
+                        row["title"],
+                        row["position"],
+                        row.get("said", "failed"),
+                        "–",
+                        "–",
+                        "–",
+                        row.get("seconds", "–"),
+                    ]
+                )
+            )
             continue
         did = "ended with code 1; `--resume` finished it" if row["resumed"] else "went on by itself"
         if row["left_out"]:
             did += f"; the client was left out of round {row['left_out'][0]}"
-        final = "the reference's bits" if row["equal"] else "differs, as it must: a client missed a round"
+        final = (
+            "the reference's bits"
+            if row["equal"]
+            else "differs, as it must: a client missed a round"
+        )
         kept = "yes" if row["state_intact"] else "NO"
-        lines.append(table_row([row["title"], row["position"], did, row["rounds_repeated"], kept, final, row["seconds"]]))
+        lines.append(
+            table_row(
+                [
+                    row["title"],
+                    row["position"],
+                    did,
+                    row["rounds_repeated"],
+                    kept,
+                    final,
+                    row["seconds"],
+                ]
+            )
+        )
     if content.get("scaling"):
-        why = "Light training; all containers share two cores, and Flower starts a process that imports torch for every message."
+        why = (
+            "Light training; all containers share two cores, and Flower starts a process that "
+            "imports torch for every message."
+        )
         heads = ["clients", "containers", "seconds a round", "seconds a round and client"]
-        lines += ["", "## Round time against number of clients", "", why, "", table_row(heads), "|---" * len(heads) + "|"]
+        lines += [
+            "",
+            "## Round time against number of clients",
+            "",
+            why,
+            "",
+            table_row(heads),
+            "|---" * len(heads) + "|",
+        ]
         lines += [table_row(row.values()) for row in content["scaling"]]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Run what is asked for and write both files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fault", action="append", choices=list(FAULTS))
     parser.add_argument("--position", action="append", choices=POSITIONS)
     parser.add_argument("--scaling", action="store_true")
@@ -271,15 +392,24 @@ def main() -> None:
         else:
 
             def keep(row: dict[str, Any]) -> None:
-                content.update(read_json(given.out))  # another part of the matrix may write to it meanwhile
+                # another part of the matrix may write to it meanwhile
+                content.update(read_json(given.out))
                 known = {(one["fault"], one["position"]): one for one in [*content["rows"], row]}
                 content["rows"] = [
-                    known[key] for key in sorted(known, key=lambda key: (list(FAULTS).index(key[0]), POSITIONS.index(key[1])))
+                    known[key]
+                    for key in sorted(
+                        known, key=lambda key: (list(FAULTS).index(key[0]), POSITIONS.index(key[1]))
+                    )
                 ]
                 write_json(given.out, content)
                 print(json.dumps(row), flush=True)
 
-            matrix(given.fault or list(FAULTS), given.position or list(POSITIONS), Path(name) / f"faults-{os.getpid()}", keep)
+            matrix(
+                given.fault or list(FAULTS),
+                given.position or list(POSITIONS),
+                Path(name) / f"faults-{os.getpid()}",
+                keep,
+            )
             content.update(read_json(given.out))
     write_json(given.out, content)
     given.out.with_suffix(".md").write_text(page(content))

@@ -1,7 +1,8 @@
-"""A federation of containers to break things in: start it, wait for a moment of a round, kill, cut, slow down, fill.
+"""A federation of containers to break things in: start it, wait for a moment of a round, kill, cut,
+slow down, fill.
 
-Needs root on the machine of the Docker engine: processes are killed as a crash would, not asked, and links are slowed in a container's
-network namespace.
+Needs root on the machine of the Docker engine: processes are killed as a crash would, not asked,
+and links are slowed in a container's network namespace.
 """
 
 from __future__ import annotations
@@ -27,18 +28,29 @@ from bayflower.files import checkpoint
 POSITIONS = ("before", "during", "after")  # local training of the victim in the round
 IMPORT_SECONDS = 5.0  # CPU time after which a ClientApp has imported torch and is training
 WAIT_SECONDS = 360.0
-TOOLS = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}  # where ip and tc are, for whoever calls
+# where ip and tc are, for whoever calls
+TOOLS = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
 
 
 def lacking() -> list[str]:
     """Return which programs for slowing links are not on this machine."""
-    return [tool for tool in ("nsenter", "ip", "tc") if shutil.which(tool, path=TOOLS["PATH"]) is None]
+    return [
+        tool for tool in ("nsenter", "ip", "tc") if shutil.which(tool, path=TOOLS["PATH"]) is None
+    ]
 
 
 class Lab:
-    """A deployment in containers; `small` clients keep their states on a disk of that many bytes."""
+    """A deployment in containers; `small` clients keep their states on
+    a disk of that many bytes.
+    """
 
-    def __init__(self, folder: Path, clients: int, settings: dict[str, Any], small: dict[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clients: int,
+        settings: dict[str, Any],
+        small: dict[int, int] | None = None,
+    ) -> None:
         self.folder, self.settings = folder, {"num_clients": clients, "device": "cpu", **settings}
         if not folder.exists():
             folders.init(folder, clients=clients)
@@ -65,12 +77,34 @@ class Lab:
     def __exit__(self, *_: object) -> None:
         docker.compose(self.deployment, "down", "--volumes", "--timeout", "5")
 
-    # -- runs --------------------------------------------------------------------------------------------------------
+    # -- runs -------------------------------------------------------------------------------------
     def submit(self, name: str, *more: str) -> subprocess.Popen[str]:
         """Start `bayflower deploy submit`."""
-        sets = [] if "--resume" in more else ["fedmap", *(w for k, v in self.settings.items() for w in ("--set", f"{k}={v}"))]
-        words = [sys.executable, "-m", "bayflower", "deploy", "submit", str(self.folder), *sets, "--name", name, "--json", *more]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+        sets = (
+            []
+            if "--resume" in more
+            else ["fedmap", *(w for k, v in self.settings.items() for w in ("--set", f"{k}={v}"))]
+        )
+        words = [
+            sys.executable,
+            "-m",
+            "bayflower",
+            "deploy",
+            "submit",
+            str(self.folder),
+            *sets,
+            "--name",
+            name,
+            "--json",
+            *more,
+        ]
+        return subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
 
     def finish(self, process: subprocess.Popen[str], seconds: float = 600.0) -> tuple[int, str]:
         """Return the exit code of a submission and the last line it said."""
@@ -99,18 +133,23 @@ class Lab:
             return 0
         return known.round if known else 0
 
-    # -- looking in --------------------------------------------------------------------------------------------------
+    # -- looking in -------------------------------------------------------------------------------
     def volume(self, name: str) -> Path:
         """Return the folder of a volume on this machine."""
         return Path(self.docker.volumes.get(f"{self.deployment.name}_{name}").attrs["Mountpoint"])
 
     def container(self, service: str) -> Any:
         """Return the container of a service, running or not."""
-        labels = [f"com.docker.compose.project={self.deployment.name}", f"com.docker.compose.service={service}"]
+        labels = [
+            f"com.docker.compose.project={self.deployment.name}",
+            f"com.docker.compose.service={service}",
+        ]
         return self.docker.containers.list(all=True, filters={"label": labels})[0]
 
     def pids(self, service: str, word: str = "") -> list[int]:
-        """Return the processes of a container whose command line has `word`, as this machine numbers them."""
+        """Return the processes of a container whose command line has `word`, as this machine
+        numbers them.
+        """
         try:
             rows = self.container(service).top(ps_args="-eo pid,args")["Processes"] or []
         except Exception:  # it is just being restarted
@@ -119,28 +158,49 @@ class Lab:
 
     def states(self, client: int, name: str) -> dict[int, Path]:
         """Return the state files of a client for a run, by round."""
-        known = checkpoint.read(self.results(name)) if (self.results(name) / checkpoint.FILE).exists() else None
+        known = (
+            checkpoint.read(self.results(name))
+            if (self.results(name) / checkpoint.FILE).exists()
+            else None
+        )
         if known is None:
             return {}
-        files = (self.volume(f"state-{client}") / known.run / f"client-{client}").glob("round-*.safetensors")
+        files = (self.volume(f"state-{client}") / known.run / f"client-{client}").glob(
+            "round-*.safetensors"
+        )
         return {int(file.stem.split("-")[1]): file for file in files}
 
-    def wait_for(self, what: Callable[[], Any], process: subprocess.Popen[str] | None = None, seconds: float = WAIT_SECONDS) -> Any:
+    def wait_for(
+        self,
+        what: Callable[[], Any],
+        process: subprocess.Popen[str] | None = None,
+        seconds: float = WAIT_SECONDS,
+    ) -> Any:
         """Return what `what()` returns once it is true."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if found := what():
                 return found
             if process is not None and process.poll() is not None:
-                raise RuntimeError(f"the run ended before its time: {process.communicate()[1][-500:]}")
+                raise RuntimeError(
+                    f"the run ended before its time: {process.communicate()[1][-500:]}"
+                )
             time.sleep(0.05)
         raise RuntimeError("the moment did not come")
 
-    def wait_for_position(self, position: str, name: str, client: int, round: int, process: subprocess.Popen[str]) -> None:
+    def wait_for_position(
+        self, position: str, name: str, client: int, round: int, process: subprocess.Popen[str]
+    ) -> None:
         """Return when `client` is about to train, trains, or has just trained in `round`."""
         self.wait_for(lambda: self.round(name) >= round - 1, process)
         if position == "during":
-            self.wait_for(lambda: any(cpu(pid) > IMPORT_SECONDS for pid in self.pids(f"clientapp-{client}", "flwr-clientapp")), process)
+            self.wait_for(
+                lambda: any(
+                    cpu(pid) > IMPORT_SECONDS
+                    for pid in self.pids(f"clientapp-{client}", "flwr-clientapp")
+                ),
+                process,
+            )
         if position == "after":
             self.wait_for(lambda: round in self.states(client, name), process)
 
@@ -153,17 +213,23 @@ class Lab:
             said = subprocess.run(words, capture_output=True, text=True).stdout
             with contextlib.suppress(ValueError):
                 states = json.loads(said)["clients"]
-                return [states.get(f"client-{k}") for k in range(self.deployment.clients)] == ["online"] * self.deployment.clients
+                return [states.get(f"client-{k}") for k in range(self.deployment.clients)] == [
+                    "online"
+                ] * self.deployment.clients
             return False
 
         self.wait_for(all_online)
 
-    # -- breaking ----------------------------------------------------------------------------------------------------
+    # -- breaking ---------------------------------------------------------------------------------
     def crash(self, service: str) -> None:
-        """Kill a container's first process, as the kernel would; its restart policy brings it back."""
+        """Kill a container's first process, as the kernel would; its
+        restart policy brings it back.
+        """
         os.kill(int(self.container(service).attrs["State"]["Pid"]), signal.SIGKILL)
 
-    def crash_app(self, service: str, word: str, process: subprocess.Popen[str], seconds: float = 30.0) -> str:
+    def crash_app(
+        self, service: str, word: str, process: subprocess.Popen[str], seconds: float = 30.0
+    ) -> str:
         """Kill an app's process; wait for one if there is none yet."""
         with contextlib.suppress(RuntimeError):
             for pid in self.wait_for(lambda: self.pids(service, word), process, seconds):
@@ -186,18 +252,55 @@ class Lab:
     def slow(self, client: int, rate: str) -> None:
         """Limit what a SuperNode sends to the server to `rate`."""
         container = self.container(f"supernode-{client}")
-        address = container.attrs["NetworkSettings"]["Networks"][f"{self.deployment.name}_federation"]["IPAddress"]
+        address = container.attrs["NetworkSettings"]["Networks"][
+            f"{self.deployment.name}_federation"
+        ]["IPAddress"]
         enter = ["nsenter", "-t", str(container.attrs["State"]["Pid"]), "-n"]
-        links = json.loads(subprocess.run([*enter, "ip", "-j", "addr"], capture_output=True, text=True, check=True, env=TOOLS).stdout)
-        device = next(link["ifname"] for link in links if any(one.get("local") == address for one in link["addr_info"]))
-        subprocess.run([*enter, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, "burst", "4kb", "latency", "2s"],
-                       check=True, env=TOOLS)  # fmt: skip
+        links = json.loads(
+            subprocess.run(
+                [*enter, "ip", "-j", "addr"], capture_output=True, text=True, check=True, env=TOOLS
+            ).stdout
+        )
+        device = next(
+            link["ifname"]
+            for link in links
+            if any(one.get("local") == address for one in link["addr_info"])
+        )
+        subprocess.run(
+            [
+                *enter,
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                device,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "4kb",
+                "latency",
+                "2s",
+            ],
+            check=True,
+            env=TOOLS,
+        )
 
     def fast(self, client: int) -> None:
         """Take the limit off again."""
-        enter = ["nsenter", "-t", str(self.container(f"supernode-{client}").attrs["State"]["Pid"]), "-n"]
+        enter = [
+            "nsenter",
+            "-t",
+            str(self.container(f"supernode-{client}").attrs["State"]["Pid"]),
+            "-n",
+        ]
         for device in ("eth0", "eth1"):
-            subprocess.run([*enter, "tc", "qdisc", "del", "dev", device, "root"], capture_output=True, env=TOOLS)
+            subprocess.run(
+                [*enter, "tc", "qdisc", "del", "dev", device, "root"],
+                capture_output=True,
+                env=TOOLS,
+            )
 
     def fill(self, client: int) -> Path:
         """Fill a client's disk; return the file to remove."""

@@ -2,8 +2,9 @@
 
     python benchmarks/moments.py --json benchmarks/results/moments.json
 
-One update is cavity, f → tilted mean and variance and the site's factor, for D = 10 coordinates; with `--clients` that many clients at
-once. With `gradient`, the derivative in f is taken as well, as a training step does. The median over many calls is given, one thread.
+One update is cavity, f → tilted mean and variance and the site's factor, for D = 10 coordinates;
+with `--clients` that many clients at once. With `gradient`, the derivative in f is taken as well,
+as a training step does. The median over many calls is given, one thread.
 """
 
 from __future__ import annotations
@@ -43,9 +44,13 @@ def seconds(call: Callable[[], object], budget: float) -> float:
 
 
 def measure(clients: int, latent: int, budget: float) -> dict[str, dict[str, float]]:
-    """Return microseconds of an update, and of one with its gradient, by back-end; and the largest error of the variance."""
+    """Return microseconds of an update, and of one with its gradient, by back-end; and the largest
+    error of the variance.
+    """
     generator = torch.Generator().manual_seed(0)
-    mean, f = (torch.randn(clients, latent, generator=generator, dtype=torch.float64) for _ in range(2))
+    mean, f = (
+        torch.randn(clients, latent, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     var = 0.1 + 0.9 * torch.rand(clients, latent, generator=generator, dtype=torch.float64)
     exact = tilted.tilt(mean, var, f, tilted.quadrature(2_001)).variance
     rows = {}
@@ -69,20 +74,33 @@ def measure(clients: int, latent: int, budget: float) -> dict[str, dict[str, flo
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print a table, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 100])
     parser.add_argument("--latent", type=int, default=10)
     parser.add_argument("--budget", type=float, default=0.5, help="seconds for each number")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    result = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "latent": args.latent, "clients": {}}
+    result = {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "latent": args.latent,
+        "clients": {},
+    }
     for clients in args.clients:
         rows = measure(clients, args.latent, args.budget)
         result["clients"][str(clients)] = rows
-        print(f"\n{clients} client(s)\n\n| moments | µs an update | µs with gradient | largest error of z_s |\n|---|---|---|---|")
+        print(
+            f"\n{clients} client(s)\n\n| moments | µs an update | µs with gradient | largest "
+            "error of z_s |\n|---|---|---|---|"
+        )
         for name, row in rows.items():
-            print(f"| {name} | {row['update_us']:,.0f} | {row['with_gradient_us']:,.0f} | {row['variance_error']:.1e} |")
+            print(
+                f"| {name} | {row['update_us']:,.0f} | {row['with_gradient_us']:,.0f} | "
+                f"{row['variance_error']:.1e} |"
+            )
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

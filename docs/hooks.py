@@ -5,4 +5,6 @@ import re
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Return the page with links out of docs/ turned into file names."""
-    return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)", r"\1 (`\2` in the repository)", markdown)
+    return re.sub(
+        r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)", r"\1 (`\2` in the repository)", markdown
+    )

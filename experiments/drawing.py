@@ -1,4 +1,6 @@
-"""How the scripts here draw: matplotlib without a screen, one style, and files with the same bytes for the same runs."""
+"""How the scripts here draw: matplotlib without a screen, one style, and files with the same bytes
+for the same runs.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-STYLE = {"font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True}
+STYLE = {
+    "font.size": 11,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "figure.constrained_layout.use": True,
+}
 
 
 @contextmanager
 def drawing(salt: str, **style: Any) -> Iterator[Any]:
-    """Give pyplot in the common style; `salt` keeps the names inside an SVG file the same from run to run."""
+    """Give pyplot in the common style; `salt` keeps the names inside an SVG file the same from run
+    to run.
+    """
     try:
         import matplotlib
     except ImportError:

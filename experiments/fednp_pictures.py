@@ -1,13 +1,15 @@
-"""FedNP's Figures 3 and 5: features in the plane, and the classifier's distribution as the latent predicts it. Needs matplotlib.
+"""FedNP's Figures 3 and 5: features in the plane, and the classifier's distribution as the latent
+predicts it. Needs matplotlib.
 
     bayflower reproduce fednp-figure-3 --data-dir data --keep runs/np        # or any runs made with --out; one folder a method
     python experiments/fednp_pictures.py gather runs/np/* --data-dir data --npz runs/np.npz
     python experiments/fednp_pictures.py draw --npz runs/np.npz --folder experiments/pictures
 
-Figure 3: t-SNE of the features of test images, of all clients, by each run's global model; the silhouette (−1 to 1) of the true classes in
-the full feature space stands beside it. Figure 5 (FedNP's run): every client's latent, tilted by its data, goes through the NPN, which
-gives a Gaussian over the classifier's weights; samples of its rows, one row a class, and the classifier's own rows, by t-SNE.
-`gather` needs the run's data and may run elsewhere than `draw`.
+Figure 3: t-SNE of the features of test images, of all clients, by each run's global model; the
+silhouette (−1 to 1) of the true classes in the full feature space stands beside it. Figure 5
+(FedNP's run): every client's latent, tilted by its data, goes through the NPN, which gives a
+Gaussian over the classifier's weights; samples of its rows, one row a class, and the classifier's
+own rows, by t-SNE. `gather` needs the run's data and may run elsewhere than `draw`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from bayflower.rounds.solo import samples
 from bayflower.strategies.fednp import EXTRA, classifier
 from bayflower.tree import to, unflatten
 
-POINTS, SHOWN, DRAWS, CHUNK = 1000, 10, 5, 256  # test images, classes, samples of a client's Gaussian, images at a time
+# test images, classes, samples of a client's Gaussian, images at a time
+POINTS, SHOWN, DRAWS, CHUNK = 1000, 10, 5, 256
 
 
 def gather(folders: list[Path], data_dir: str, device: str = "cpu") -> dict[str, np.ndarray]:
@@ -40,7 +43,9 @@ def gather(folders: list[Path], data_dir: str, device: str = "cpu") -> dict[str,
         data = load_federation(opened.run.data, opened.run.settings.seed).clients
         owned = [samples(one, torch.device(device), torch.float32) for one in data]
         with torch.no_grad():
-            found[f"{opened.run.method}/features"], found[f"{opened.run.method}/labels"] = features(opened, owned)
+            found[f"{opened.run.method}/features"], found[f"{opened.run.method}/labels"] = features(
+                opened, owned
+            )
             if opened.run.method == "fednp":
                 found |= {f"rows/{name}": value for name, value in rows(opened, owned).items()}
         print(f"gathered: {folder}")
@@ -48,35 +53,61 @@ def gather(folders: list[Path], data_dir: str, device: str = "cpu") -> dict[str,
 
 
 def features(opened: Opened, owned: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (features of the global model, labels) of test images of the first classes, evenly of all clients."""
+    """Return (features of the global model, labels) of test images of the first classes, evenly of
+    all clients.
+    """
     server, model = opened.server, opened.halves.model
     x = torch.cat([one.test.x for one in owned])
     y = torch.cat([one.test.y for one in owned])
     chosen = (y < SHOWN).nonzero()[:, 0]
     chosen = chosen[torch.linspace(0, len(chosen) - 1, min(POINTS, len(chosen))).long()]
-    out = [model.forward_features(server.params, server.buffers, part, train=False)[1].flatten(1) for part in x[chosen].split(CHUNK)]
-    return torch.cat(out).half().cpu().numpy(), y[chosen].cpu().numpy()  # half precision is enough for a picture
+    out = [
+        model.forward_features(server.params, server.buffers, part, train=False)[1].flatten(1)
+        for part in x[chosen].split(CHUNK)
+    ]
+    # half precision is enough for a picture
+    return torch.cat(out).half().cpu().numpy(), y[chosen].cpu().numpy()
 
 
 def rows(opened: Opened, owned: list[Any]) -> dict[str, np.ndarray]:
-    """Return rows of classifiers: `drawn` (clients, draws, classes, features) from the NPN's Gaussians, `mean`, and the model's `own`."""
+    """Return rows of classifiers: `drawn` (clients, draws, classes, features) from the NPN's
+    Gaussians, `mean`, and the model's `own`.
+    """
     half: Any = opened.halves.client
     model, generator = opened.halves.model, torch.Generator().manual_seed(0)
     drawn, mean = [], []
     for client, one in enumerate(owned[: opened.run.data.num_clients]):
         broadcast = opened.halves.server.broadcast(opened.server, client)
-        work = half.begin(to(unflatten(half.state_type, client_state(opened, client)), one.train.x.device), broadcast, one.train)
-        parts = [half.survey(work, type(one.train)(*part)) for part in zip(*(field.split(CHUNK) for field in one.train), strict=True)]
+        work = half.begin(
+            to(unflatten(half.state_type, client_state(opened, client)), one.train.x.device),
+            broadcast,
+            one.train,
+        )
+        parts = [
+            half.survey(work, type(one.train)(*part))
+            for part in zip(*(field.split(CHUNK) for field in one.train), strict=True)
+        ]
         f = sum(part.total["f"] for part in parts) / one.train.mask.sum()
         z = half.tilted(f, work.memo.cavity)
-        layers = {name.removeprefix(EXTRA + "npn."): value for name, value in work.params.items() if name.startswith(EXTRA + "npn.")}
+        layers = {
+            name.removeprefix(EXTRA + "npn."): value
+            for name, value in work.params.items()
+            if name.startswith(EXTRA + "npn.")
+        }
         q = npn.forward(layers, npn.Gauss(z.mean, z.variance))
         own = work.params[classifier(work.params, model.head_names)]
         shape = (DRAWS, *own.shape)
         noise = torch.randn(DRAWS, q.mean.numel(), generator=generator).to(q.mean.device)
         drawn.append((q.mean + q.var.sqrt() * noise).reshape(shape)[:, :SHOWN])
         mean.append(q.mean.reshape(own.shape)[:SHOWN])
-    return {name: value.cpu().numpy() for name, value in (("drawn", torch.stack(drawn)), ("mean", torch.stack(mean)), ("own", own[:SHOWN]))}
+    return {
+        name: value.cpu().numpy()
+        for name, value in (
+            ("drawn", torch.stack(drawn)),
+            ("mean", torch.stack(mean)),
+            ("own", own[:SHOWN]),
+        )
+    }
 
 
 def draw(found: dict[str, np.ndarray], folder: Path) -> None:
@@ -97,7 +128,9 @@ def feature_figure(found: dict[str, np.ndarray], pyplot: Any) -> Any:
     methods = sorted({key.split("/")[0] for key in found if key.endswith("/features")})
     if not methods:
         return None
-    figure, axes = pyplot.subplots(1, len(methods), figsize=(4.2 * len(methods), 4.4), squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, len(methods), figsize=(4.2 * len(methods), 4.4), squeeze=False
+    )
     for axis, method in zip(axes[0], methods, strict=True):
         points, labels = found[f"{method}/features"].astype(np.float64), found[f"{method}/labels"]
         plane = in_plane(points)
@@ -108,21 +141,30 @@ def feature_figure(found: dict[str, np.ndarray], pyplot: Any) -> Any:
 
 
 def classifier_figure(found: dict[str, np.ndarray], pyplot: Any) -> Any:
-    """Return Figure 5: the predicted classifier's rows, their means and samples, and the rows of the trained one, marked by a ring."""
+    """Return Figure 5: the predicted classifier's rows, their means and samples, and the rows of
+    the trained one, marked by a ring.
+    """
     if "rows/drawn" not in found:
         return None
-    drawn, mean, own = (found[f"rows/{name}"].astype(np.float64) for name in ("drawn", "mean", "own"))
+    drawn, mean, own = (
+        found[f"rows/{name}"].astype(np.float64) for name in ("drawn", "mean", "own")
+    )
     clients, draws, classes, width = drawn.shape
     apart, wide = (mean - mean.mean(1, keepdims=True)).std(), (drawn - mean[:, None]).std()
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 5.4))
-    for axis, rows, title in ((axes[0], mean, f"means, one a client: classes are {apart:.3f} apart a weight"),
-                              (axes[1], drawn, f"{draws} samples a client: standard deviation {wide:.3f} a weight")):  # fmt: skip
+    for axis, rows, title in (
+        (axes[0], mean, f"means, one a client: classes are {apart:.3f} apart a weight"),
+        (axes[1], drawn, f"{draws} samples a client: standard deviation {wide:.3f} a weight"),
+    ):
         rows = rows.reshape(-1, width)
         plane = in_plane(np.concatenate([rows, own]))
         scatter(axis, plane, np.tile(np.arange(classes), len(rows) // classes + 1), pyplot)
         axis.scatter(*plane[-classes:].T, s=160, facecolors="none", edgecolors="black")
         axis.set_title(title)
-    figure.suptitle(f"t-SNE of the classifier's rows as {clients} clients' latents predict them (ring: the trained classifier's)")
+    figure.suptitle(
+        f"t-SNE of the classifier's rows as {clients} clients' latents predict them (ring: the "
+        "trained classifier's)"
+    )
     return figure
 
 
@@ -130,15 +172,24 @@ def scatter(axis: Any, plane: np.ndarray, labels: np.ndarray, pyplot: Any) -> No
     """Write each point as the digit of its class."""
     colours = pyplot.get_cmap("tab10")
     for (x, y), label in zip(plane, labels, strict=True):
-        axis.text(x, y, str(label), color=colours(int(label) % 10), fontsize=7, ha="center", va="center")
+        axis.text(
+            x, y, str(label), color=colours(int(label) % 10), fontsize=7, ha="center", va="center"
+        )
     low, high = plane.min(0), plane.max(0)
     margin = 0.05 * (high - low) + 1e-3  # points that coincide have a picture, too
-    axis.set(xlim=(low[0] - margin[0], high[0] + margin[0]), ylim=(low[1] - margin[1], high[1] + margin[1]), xticks=[], yticks=[])
+    axis.set(
+        xlim=(low[0] - margin[0], high[0] + margin[0]),
+        ylim=(low[1] - margin[1], high[1] + margin[1]),
+        xticks=[],
+        yticks=[],
+    )
 
 
 def main() -> None:
     """Gather or draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("gather", help="features and classifiers of finished runs")
     first.add_argument("runs", nargs="+", type=Path)

@@ -1,11 +1,14 @@
-"""MetaVD on the digits of scikit-learn, small enough for a CPU: each base with and without it, and dropping against a threshold.
+"""MetaVD on the digits of scikit-learn, small enough for a CPU: each base with and without it, and
+dropping against a threshold.
 
     python experiments/metavd_digits.py run --jobs 2      # every run that is not in the results file yet
     python experiments/metavd_digits.py report            # the page and its picture (matplotlib), from the runs that are there
 
-Ten clients and four that never train, Dir(0.3), 10 local steps of 32 samples, SGD 0.05 clipped at 5, 100 rounds. All rows
-share these numbers. The defaults of `kl_weight`, `hyper_reach` and `variance_floor` were chosen by looking at such runs, so this page is
-no independent evidence for MetaVD. It is no reproduction of the paper's tables, whose data are CIFAR-10, CIFAR-100, FEMNIST and CelebA.
+Ten clients and four that never train, Dir(0.3), 10 local steps of 32 samples, SGD 0.05 clipped at
+5, 100 rounds. All rows share these numbers. The defaults of `kl_weight`, `hyper_reach` and
+`variance_floor` were chosen by looking at such runs, so this page is no independent evidence for
+MetaVD. It is no reproduction of the paper's tables, whose data are CIFAR-10, CIFAR-100, FEMNIST and
+CelebA.
 """
 
 from __future__ import annotations
@@ -20,29 +23,64 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "metavd_digits.json", HERE / "metavd_digits.md"
 PICTURE = HERE / "pictures" / "metavd_digits_drop.svg"
-COMMON = {"dataset": "digits", "num_clients": 10, "new_clients": 4, "beta": 0.3, "optimizer": "sgd", "lr": 0.05, "clip_norm": 5.0,
-          "batch_size": 32, "local_steps": 10, "rounds": 100, "evaluate_every": 0, "device": "cpu", "stacking": "yes"}  # fmt: skip
+COMMON = {
+    "dataset": "digits",
+    "num_clients": 10,
+    "new_clients": 4,
+    "beta": 0.3,
+    "optimizer": "sgd",
+    "lr": 0.05,
+    "clip_norm": 5.0,
+    "batch_size": 32,
+    "local_steps": 10,
+    "rounds": 100,
+    "evaluate_every": 0,
+    "device": "cpu",
+    "stacking": "yes",
+}
 BASES = {
-    "FedAvg": ("fedavg", {}), "FedAvg-FT": ("fedavg-ft", {}), "Reptile": ("reptile", {}), "MAML": ("maml", {}),
+    "FedAvg": ("fedavg", {}),
+    "FedAvg-FT": ("fedavg-ft", {}),
+    "Reptile": ("reptile", {}),
+    "MAML": ("maml", {}),
     "PerFedAvg": ("perfedavg", {}),
-    "FedAvg + MetaVD": ("metavd", {"base": "fedavg"}), "Reptile + MetaVD": ("metavd", {"base": "reptile"}),
-    "MAML + MetaVD": ("metavd", {"base": "maml"}), "PerFedAvg + MetaVD": ("metavd", {"base": "perfedavg"}),
-    "Reptile + VD": ("vd", {}), "Reptile + EnsembleVD": ("ensemblevd", {}),
-}  # fmt: skip
+    "FedAvg + MetaVD": ("metavd", {"base": "fedavg"}),
+    "Reptile + MetaVD": ("metavd", {"base": "reptile"}),
+    "MAML + MetaVD": ("metavd", {"base": "maml"}),
+    "PerFedAvg + MetaVD": ("metavd", {"base": "perfedavg"}),
+    "Reptile + VD": ("vd", {}),
+    "Reptile + EnsembleVD": ("ensemblevd", {}),
+}
 DROPS = {
     "Reptile + MetaVD": ("metavd", {"base": "reptile"}),
-    **{f"Reptile + MetaVD, p > {p} dropped": ("metavd", {"base": "reptile", "drop_above": p, "drop_after": 80})
-       for p in (0.9, 0.8, 0.6, 0.4)},
+    **{
+        f"Reptile + MetaVD, p > {p} dropped": (
+            "metavd",
+            {"base": "reptile", "drop_above": p, "drop_after": 80},
+        )
+        for p in (0.9, 0.8, 0.6, 0.4)
+    },
     "Reptile + SNIP, 0.7 pruned": ("snip", {"base": "reptile"}),
-}  # fmt: skip
-SAMPLES = {"metavd": {"predict_samples": 10}, "vd": {"predict_samples": 10}, "ensemblevd": {"predict_samples": 10}}
+}
+SAMPLES = {
+    "metavd": {"predict_samples": 10},
+    "vd": {"predict_samples": 10},
+    "ensemblevd": {"predict_samples": 10},
+}
 
 
 def cells(seeds: int) -> list[dict[str, Any]]:
     """Return every run: name, method, settings."""
     rows = {**BASES, **DROPS}
-    return [{"row": row, "method": method, "settings": {**COMMON, **SAMPLES.get(method, {}), **extra, "seed": seed}}
-            for seed in range(seeds) for row, (method, extra) in rows.items()]  # fmt: skip
+    return [
+        {
+            "row": row,
+            "method": method,
+            "settings": {**COMMON, **SAMPLES.get(method, {}), **extra, "seed": seed},
+        }
+        for seed in range(seeds)
+        for row, (method, extra) in rows.items()
+    ]
 
 
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
@@ -55,8 +93,11 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
     result = run_to_result(prepare(parse(cell["method"], cell["settings"]), "fused"))
     last = result["rounds"][-1]
-    blocks = {view: {key: block[key] for key in ("accuracy", "nll", "ece", "ece_allclass", "mce")}
-              for view, block in result["final"].items() if block}  # fmt: skip
+    blocks = {
+        view: {key: block[key] for key in ("accuracy", "nll", "ece", "ece_allclass", "mce")}
+        for view, block in result["final"].items()
+        if block
+    }
     numbers = {key: last.get(key) for key in ("bytes_up", "bytes_down", "dropout_rate", "sparsity")}
     return {**cell, "versions": result["versions"], "final": blocks, "last": numbers}
 
@@ -81,23 +122,48 @@ def percent(view: str, key: str) -> Any:
 
 def page(runs: list[dict[str, Any]]) -> str:
     """Return the page."""
-    quality = {"test %": percent("personal", "accuracy"), "new clients %": percent("new_clients", "accuracy"),
-               "global %": percent("global", "accuracy"), "ECE %": percent("personal", "ece"),
-               "all-class ECE %": percent("personal", "ece_allclass"),
-               "MCE %": percent("personal", "mce"), "ECE %, 10 samples": percent("sampled", "ece"),
-               "NLL": lambda run: run["final"]["personal"]["nll"],
-               "NLL, 10 samples": lambda run: run["final"].get("sampled", {}).get("nll"),
-               "dropout rate": lambda run: run["last"]["dropout_rate"]}  # fmt: skip
-    sizes = {"test %": quality["test %"], "new clients %": quality["new clients %"],
-             "kB up": lambda run: run["last"]["bytes_up"] / 1000, "kB down": lambda run: run["last"]["bytes_down"] / 1000,
-             "sparsity": lambda run: run["last"]["sparsity"]}  # fmt: skip
+    quality = {
+        "test %": percent("personal", "accuracy"),
+        "new clients %": percent("new_clients", "accuracy"),
+        "global %": percent("global", "accuracy"),
+        "ECE %": percent("personal", "ece"),
+        "all-class ECE %": percent("personal", "ece_allclass"),
+        "MCE %": percent("personal", "mce"),
+        "ECE %, 10 samples": percent("sampled", "ece"),
+        "NLL": lambda run: run["final"]["personal"]["nll"],
+        "NLL, 10 samples": lambda run: run["final"].get("sampled", {}).get("nll"),
+        "dropout rate": lambda run: run["last"]["dropout_rate"],
+    }
+    sizes = {
+        "test %": quality["test %"],
+        "new clients %": quality["new clients %"],
+        "kB up": lambda run: run["last"]["bytes_up"] / 1000,
+        "kB down": lambda run: run["last"]["bytes_down"] / 1000,
+        "sparsity": lambda run: run["last"]["sparsity"],
+    }
     seeds = len({run["settings"]["seed"] for run in runs})
-    text = ["# MetaVD on digits", "", *(__doc__ or "").split("\n\n")[2].strip().splitlines(), "",
-            f"Written by `experiments/metavd_digits.py`; means over {seeds} seed(s), last round.", "",
-            "## Bases with and without MetaVD", "", *table(runs, BASES, quality), "", "## Dropped weights", "",
-            "Bytes of the last round, all clients; weights are dropped from round 81 on. Sparsity is that of the layer of 64 × 32 weights.",
-            "", *table(runs, DROPS, sizes), "",
-            "![accuracy and megabytes for each threshold](pictures/metavd_digits_drop.svg)", "", READING]  # fmt: skip
+    text = [
+        "# MetaVD on digits",
+        "",
+        *(__doc__ or "").split("\n\n")[2].strip().splitlines(),
+        "",
+        f"Written by `experiments/metavd_digits.py`; means over {seeds} seed(s), last round.",
+        "",
+        "## Bases with and without MetaVD",
+        "",
+        *table(runs, BASES, quality),
+        "",
+        "## Dropped weights",
+        "",
+        "Bytes of the last round, all clients; weights are dropped from round 81 on. Sparsity is "
+        "that of the layer of 64 × 32 weights.",
+        "",
+        *table(runs, DROPS, sizes),
+        "",
+        "![accuracy and megabytes for each threshold](pictures/metavd_digits_drop.svg)",
+        "",
+        READING,
+    ]
     return "\n".join(text)
 
 
@@ -108,10 +174,24 @@ def picture(runs: list[dict[str, Any]]) -> None:
     found = []
     for row in DROPS:
         mine = [run for run in runs if run["row"] == row]
-        name = "nothing dropped" if row == "Reptile + MetaVD" else row.removeprefix("Reptile + MetaVD, ").removesuffix(" dropped")
-        values = [(sum(run["last"][key] for key in ("bytes_up", "bytes_down")) / 1e6,
-                   *(100 * run["final"][view]["accuracy"] for view in ("personal", "new_clients"))) for run in mine]  # fmt: skip
-        found.append(Point(name.removeprefix("Reptile + "), *(statistics.mean(column) for column in zip(*values, strict=True))))
+        name = (
+            "nothing dropped"
+            if row == "Reptile + MetaVD"
+            else row.removeprefix("Reptile + MetaVD, ").removesuffix(" dropped")
+        )
+        values = [
+            (
+                sum(run["last"][key] for key in ("bytes_up", "bytes_down")) / 1e6,
+                *(100 * run["final"][view]["accuracy"] for view in ("personal", "new_clients")),
+            )
+            for run in mine
+        ]
+        found.append(
+            Point(
+                name.removeprefix("Reptile + "),
+                *(statistics.mean(column) for column in zip(*values, strict=True)),
+            )
+        )
     draw(found, "digits, 10 clients, 4 new ones", PICTURE)
 
 
@@ -139,10 +219,17 @@ def main() -> None:
     if args.what == "run":
         known = [{key: run[key] for key in ("row", "method", "settings")} for run in runs]
         with ProcessPoolExecutor(args.jobs) as pool:
-            for done in pool.map(run_cell, [cell for cell in cells(args.seeds) if cell not in known]):
+            for done in pool.map(
+                run_cell, [cell for cell in cells(args.seeds) if cell not in known]
+            ):
                 runs.append(done)
                 RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
-                print(done["row"], done["settings"]["seed"], round(done["final"]["personal"]["accuracy"], 4), flush=True)
+                print(
+                    done["row"],
+                    done["settings"]["seed"],
+                    round(done["final"]["personal"]["accuracy"], 4),
+                    flush=True,
+                )
     PAGE.write_text(page(runs))
     picture(runs)
 

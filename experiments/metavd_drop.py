@@ -1,10 +1,12 @@
-"""MetaVD's dropped weights: bytes of a round and accuracy against the threshold, as a table and a picture, from finished runs.
+"""MetaVD's dropped weights: bytes of a round and accuracy against the threshold, as a table and a
+picture, from finished runs.
 
     python experiments/metavd_drop.py --data-dir data --device cuda     # runs what is missing, then writes both
     python experiments/metavd_drop.py --no-run                          # writes both from what is there
     python experiments/metavd_digits.py report                          # the same picture of the small runs on digits
 
-The runs are those of `bayflower reproduce metavd-figure-drop`, CIFAR-10, and in the same folder. Needs matplotlib.
+The runs are those of `bayflower reproduce metavd-figure-drop`, CIFAR-10, and in the same folder.
+Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ TABLE = "metavd-figure-drop"
 
 
 class Point(NamedTuple):
-    """One way of dropping: its name, megabytes of a round in both directions, accuracy of training and of new clients in percent."""
+    """One way of dropping: its name, megabytes of a round in both directions, accuracy of training
+    and of new clients in percent.
+    """
 
     name: str
     megabytes: float
@@ -41,20 +45,41 @@ def points(found: list[Shown]) -> list[Point]:
         if one.mean is not None:
             rows.setdefault(one.cell.row.name, {})[one.cell.column.name] = one.mean
     return [
-        Point(name, row["up"] + row["down"], row["Test"], row["OOD"]) for name, row in rows.items() if {"up", "OOD", "Test"} <= row.keys()
+        Point(name, row["up"] + row["down"], row["Test"], row["OOD"])
+        for name, row in rows.items()
+        if {"up", "OOD", "Test"} <= row.keys()
     ]
 
 
 def draw(found: list[Point], title: str, path: Path) -> None:
-    """Draw a line for each way of dropping: accuracy on the left, megabytes of a round on the right."""
+    """Draw a line for each way of dropping: accuracy on the left, megabytes of a round on the
+    right.
+    """
     with drawing("metavd") as pyplot:
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 0.42 * len(found) + 1.6), sharey=True)
+        figure, (left, right) = pyplot.subplots(
+            1, 2, figsize=(9, 0.42 * len(found) + 1.6), sharey=True
+        )
         places = range(len(found))
-        for label, colour, marker, value in (("training clients", "#0072B2", "o", "test"), ("new clients", "#D55E00", "D", "new")):
-            left.plot([getattr(one, value) for one in found], places, color=colour, linestyle="", marker=marker, label=label)
+        for label, colour, marker, value in (
+            ("training clients", "#0072B2", "o", "test"),
+            ("new clients", "#D55E00", "D", "new"),
+        ):
+            left.plot(
+                [getattr(one, value) for one in found],
+                places,
+                color=colour,
+                linestyle="",
+                marker=marker,
+                label=label,
+            )
         right.barh(places, [one.megabytes for one in found], height=0.6, color="#56B4E9")
         for place, one in zip(places, found, strict=True):
-            where = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+            where = {
+                "xytext": (-4, 0),
+                "textcoords": "offset points",
+                "ha": "right",
+                "va": "center",
+            }
             right.annotate(f"{one.megabytes:#.3g}", (one.megabytes, place), **where)
         left.set(xlabel="accuracy %", yticks=list(places), yticklabels=[one.name for one in found])
         left.invert_yaxis()  # read from the top, as in the table
@@ -65,7 +90,9 @@ def draw(found: list[Point], title: str, path: Path) -> None:
 
 
 def main() -> int:
-    """Run what is missing and write table and picture; return 1 if a run failed or there is nothing to draw."""
+    """Run what is missing and write table and picture; return 1 if a run failed or there is nothing
+    to draw.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--device", default="auto")
@@ -79,7 +106,14 @@ def main() -> int:
     parser.add_argument("--no-run", action="store_true")
     args = parser.parse_args()
     changes = {"rounds": args.rounds} if args.rounds else {}
-    plan = Plan("quick" if args.quick else "full", args.seeds, changes, data_dir=args.data_dir, device=args.device, minutes=args.minutes)
+    plan = Plan(
+        "quick" if args.quick else "full",
+        args.seeds,
+        changes,
+        data_dir=args.data_dir,
+        device=args.device,
+        minutes=args.minutes,
+    )
     table, cache = find(TABLE), Cache(args.results, print)
     failed = 0 if args.no_run else run_missing([table], plan, cache, print)
     found = look(table, plan, cache)
@@ -88,7 +122,10 @@ def main() -> int:
         print("no finished run, nothing written")
         return 1
     picture = os.path.relpath(args.figure, args.page.parent)
-    args.page.write_text(f"{markdown(table, plan, found, level=1).rstrip()}\n\n![accuracy and megabytes for each threshold]({picture})\n")
+    args.page.write_text(
+        f"{markdown(table, plan, found, level=1).rstrip()}\n\n![accuracy and megabytes for each "
+        f"threshold]({picture})\n"
+    )
     print(f"written: {args.page}")
     draw(known, f"CIFAR-10, Dir(0.5), {plan.form} form", args.figure)
     return 1 if failed else 0

@@ -1,4 +1,6 @@
-"""pFedVMP's figures from the runs that are there: accuracy and loss over rounds, centroids, ξ, feature dimension. Needs matplotlib."""
+"""pFedVMP's figures from the runs that are there: accuracy and loss over rounds, centroids, ξ,
+feature dimension. Needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from drawing import drawing, save
-from pfedvmp_report import PAPER_CENTROIDS, PAPER_FEATURES, PAPER_XI, by_seed, half, name, pick, sweep
+from pfedvmp_report import (
+    PAPER_CENTROIDS,
+    PAPER_FEATURES,
+    PAPER_XI,
+    by_seed,
+    half,
+    name,
+    pick,
+    sweep,
+)
 from pfedvmp_tables import PLACES, TITLES, VARIANTS, cells
 
-# Okabe and Ito's colours, which colour-blind people can tell apart; dashes and marks say the same once more
-LOOKS = {"pfedvmp": ("#D55E00", "-", "o"), "pfedvmp-avg": ("#E69F00", "--", "s"), "fedper": ("#0072B2", "-", "^"),
-         "fedrep": ("#56B4E9", "--", "v"), "lgfedavg": ("#009E73", "-.", "D"), "fedavg-ft": ("#CC79A7", "-", "P"),
-         "fedavg": ("#000000", ":", "X"), "local": ("#999999", "-.", "*")}  # fmt: skip
+# Okabe and Ito's colours, which colour-blind people can tell apart; dashes and marks say the same
+# once more
+LOOKS = {
+    "pfedvmp": ("#D55E00", "-", "o"),
+    "pfedvmp-avg": ("#E69F00", "--", "s"),
+    "fedper": ("#0072B2", "-", "^"),
+    "fedrep": ("#56B4E9", "--", "v"),
+    "lgfedavg": ("#009E73", "-.", "D"),
+    "fedavg-ft": ("#CC79A7", "-", "P"),
+    "fedavg": ("#000000", ":", "X"),
+    "local": ("#999999", "-.", "*"),
+}
 
 
 def draw(runs: list[dict[str, Any]], folder: Path) -> int:
@@ -53,11 +72,20 @@ def rounds(runs: list[dict[str, Any]]) -> Any:
         for axis, key, factor in zip(axes, ("accuracy", "nll"), (100, 1), strict=True):
             y = [factor * point["personal"][key] for point in one["curve"]]
             axis.plot(
-                x, y, color=colour, linestyle=dashes, marker=mark, markersize=5, markevery=max(1, len(x) // 6), label=TITLES[cell["method"]]
+                x,
+                y,
+                color=colour,
+                linestyle=dashes,
+                marker=mark,
+                markersize=5,
+                markevery=max(1, len(x) // 6),
+                label=TITLES[cell["method"]],
             )
     axes[0].set(xlabel="round", ylabel="test accuracy, %")
     axes[1].set(xlabel="round", ylabel="test NLL, nats", yscale="log")
-    figure.suptitle(f"Fashion-MNIST, 50 clients, Dir(0.3), after local training{remark(found)}", fontsize=11)
+    figure.suptitle(
+        f"Fashion-MNIST, 50 clients, Dir(0.3), after local training{remark(found)}", fontsize=11
+    )
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
@@ -72,17 +100,38 @@ def centroids(runs: list[dict[str, Any]]) -> Any:
     colours = ["#D55E00", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#CC79A7"]
     figure, axes = pyplot.subplots(1, len(PLACES), figsize=(11, 4))
     for column, (axis, (title, place)) in enumerate(zip(axes, PLACES.items(), strict=True)):
-        here = {key: one for key, one in found.items() if one["cell"]["dataset"] == place["dataset"]}
+        here = {
+            key: one for key, one in found.items() if one["cell"]["dataset"] == place["dataset"]
+        }
         levels = []
         for position, variant in enumerate(VARIANTS):
-            values, paper = list(by_seed(found, variant, place).values()), PAPER_CENTROIDS.get(variant, (None,) * 3)[column]
+            values, paper = (
+                list(by_seed(found, variant, place).values()),
+                PAPER_CENTROIDS.get(variant, (None,) * 3)[column],
+            )
             if values:
                 error = statistics.stdev(values) if len(values) > 1 else 0
                 mean = statistics.mean(values)
-                axis.bar(position, mean, yerr=error, capsize=4, color=colours[position], edgecolor="black", linewidth=0.8)
+                axis.bar(
+                    position,
+                    mean,
+                    yerr=error,
+                    capsize=4,
+                    color=colours[position],
+                    edgecolor="black",
+                    linewidth=0.8,
+                )
                 levels += [mean - error, mean + error]
             if paper is not None:
-                axis.plot(position, paper, marker="x", color="black", markersize=8, markeredgewidth=2, linestyle="none")
+                axis.plot(
+                    position,
+                    paper,
+                    marker="x",
+                    color="black",
+                    markersize=8,
+                    markeredgewidth=2,
+                    linestyle="none",
+                )
                 levels.append(paper)
         low, high = min(levels, default=0), max(levels, default=100)
         axis.set_ylim(max(0, low - 0.3 * (high - low) - 1), high + 0.15 * (high - low) + 0.5)
@@ -90,7 +139,10 @@ def centroids(runs: list[dict[str, Any]]) -> Any:
         axis.set_title(half(title, here), fontsize=11)
         axis.grid(visible=False, axis="x")
     axes[0].set_ylabel("test accuracy, % (axis cut)")
-    figure.suptitle(f"bars: here, ± standard deviation over seeds; ×: paper, 1000 rounds{remark(found)}", fontsize=11)
+    figure.suptitle(
+        f"bars: here, ± standard deviation over seeds; ×: paper, 1000 rounds{remark(found)}",
+        fontsize=11,
+    )
     return figure
 
 
@@ -104,7 +156,14 @@ def features(runs: list[dict[str, Any]]) -> Any:
     return curve(runs, "features", PAPER_FEATURES, "feature dimension", "Table 6", log=False)
 
 
-def curve(runs: list[dict[str, Any]], group: str, paper: dict[int, float], label: str, table: str, log: bool) -> Any:
+def curve(
+    runs: list[dict[str, Any]],
+    group: str,
+    paper: dict[int, float],
+    label: str,
+    table: str,
+    log: bool,
+) -> Any:
     """Return accuracy over one setting, here and in the paper."""
     from matplotlib import pyplot
 
@@ -113,14 +172,31 @@ def curve(runs: list[dict[str, Any]], group: str, paper: dict[int, float], label
         return None
     figure, axis = pyplot.subplots(figsize=(5, 3.6))
     count = next(iter(found.values()))["rounds"]
-    axis.plot(list(mine), list(mine.values()), color="#D55E00", marker="o", label=f"here, {count} rounds, one seed")
-    axis.plot(list(paper), list(paper.values()), color="#0072B2", linestyle="--", marker="x", label=f"paper, {table}, 1000 rounds")
+    axis.plot(
+        list(mine),
+        list(mine.values()),
+        color="#D55E00",
+        marker="o",
+        label=f"here, {count} rounds, one seed",
+    )
+    axis.plot(
+        list(paper),
+        list(paper.values()),
+        color="#0072B2",
+        linestyle="--",
+        marker="x",
+        label=f"paper, {table}, 1000 rounds",
+    )
     if log:
         axis.set_xscale("log")
     ticks = sorted({*mine} | ({*paper} if not log else set()))
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
-    axis.set(xlabel=label, ylabel="test accuracy, %", title=half("CIFAR-10", found) + f", 15,000 images, Dir(0.3){remark(found)}")
+    axis.set(
+        xlabel=label,
+        ylabel="test accuracy, %",
+        title=half("CIFAR-10", found) + f", 15,000 images, Dir(0.3){remark(found)}",
+    )
     axis.title.set_fontsize(11)
     axis.legend(fontsize=10)
     return figure

@@ -1,13 +1,15 @@
-"""pFedVMP's tables and figures: methods over rounds (Tables 1 and 3, Figure 3), centroids (Table 2), ξ (Table 7), features (Table 6).
+"""pFedVMP's tables and figures: methods over rounds (Tables 1 and 3, Figure 3), centroids (Table
+2), ξ (Table 7), features (Table 6).
 
     python experiments/pfedvmp_tables.py run --data-dir data --minutes 9                  # every run that is not there yet
     python experiments/pfedvmp_tables.py run --data-dir data --only fmnist --rounds 500   # those of one group
     python experiments/pfedvmp_tables.py report                                           # pfedvmp_tables.md from the runs that are there
     python experiments/pfedvmp_tables.py plots                                            # pictures/pfedvmp_*.svg
 
-A finished run is one line of JSON in `--out`, so a series that was cut off goes on where it stopped. A run that two groups need (ξ = 50 is
-one of the centroids' runs) is made once. `--minutes` begins no run that would not end in time, going by the runs in the file, and gives up
-one that does not. The protocol is the paper's; the generated page states it.
+A finished run is one line of JSON in `--out`, so a series that was cut off goes on where it
+stopped. A run that two groups need (ξ = 50 is one of the centroids' runs) is made once. `--minutes`
+begins no run that would not end in time, going by the runs in the file, and gives up one that does
+not. The protocol is the paper's; the generated page states it.
 """
 
 from __future__ import annotations
@@ -28,14 +30,32 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FMNIST = {"dataset": "fmnist", "images": 17_500, "beta": 0.3}
-CIFAR_03 = {"dataset": "cifar10", "images": 15_000, "beta": 0.3}  # the paper's sizes: 25 % of the pooled 60,000
+# the paper's sizes: 25 % of the pooled 60,000
+CIFAR_03 = {"dataset": "cifar10", "images": 15_000, "beta": 0.3}
 CIFAR_01 = {"dataset": "cifar10", "images": 30_000, "beta": 0.1}  # and 50 %
 EMNIST = {"dataset": "emnist47", "images": 18_800, "beta": 0.3}
-COMMON = {"num_clients": 50, "partition": "dirichlet", "test_fraction": 0.2, "optimizer": "sgd", "lr": 0.01, "batch_size": 10,
-          "local_epochs": 1, "evaluate_every": 10, "checkpoint_every": 0}  # fmt: skip
+COMMON = {
+    "num_clients": 50,
+    "partition": "dirichlet",
+    "test_fraction": 0.2,
+    "optimizer": "sgd",
+    "lr": 0.01,
+    "batch_size": 10,
+    "local_epochs": 1,
+    "evaluate_every": 10,
+    "checkpoint_every": 0,
+}
 GROUPS = {"fmnist": 500, "centroids": 300, "xi": 300, "features": 300, "emnist": 300}  # rounds
-TITLES = {"pfedvmp": "pFedVMP", "pfedvmp-avg": "pFedVMP-avg", "fedper": "FedPer", "fedrep": "FedRep", "lgfedavg": "LG-FedAvg",
-          "fedavg-ft": "FedAvg-FT", "fedavg": "FedAvg", "local": "Local"}  # fmt: skip
+TITLES = {
+    "pfedvmp": "pFedVMP",
+    "pfedvmp-avg": "pFedVMP-avg",
+    "fedper": "FedPer",
+    "fedrep": "FedRep",
+    "lgfedavg": "LG-FedAvg",
+    "fedavg-ft": "FedAvg-FT",
+    "fedavg": "FedAvg",
+    "local": "Local",
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "precision": {"method": "pfedvmp"},
     "diag": {"method": "pfedvmp", "centroid": "diag"},
@@ -45,12 +65,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "FedAvg-FT": {"method": "fedavg-ft"},
 }
 XI, FEATURES = (1, 5, 20, 50, 100), (128, 256, 384, 512, 640)
-PLACES = {"Fashion-MNIST, Dir(0.3)": FMNIST, "CIFAR-10, Dir(0.3)": CIFAR_03, "CIFAR-10, Dir(0.1)": CIFAR_01}
+PLACES = {
+    "Fashion-MNIST, Dir(0.3)": FMNIST,
+    "CIFAR-10, Dir(0.3)": CIFAR_03,
+    "CIFAR-10, Dir(0.1)": CIFAR_01,
+}
 BLOCKS = ("num_examples", "accuracy", "accuracy_mean", "nll", "ece", "fairness_cv", "fairness_std")
 
 
 def cells(
-    group: str, rounds: int, seeds: int = 3, places: tuple[str, ...] = (), variants: tuple[str, ...] = ()
+    group: str,
+    rounds: int,
+    seeds: int = 3,
+    places: tuple[str, ...] = (),
+    variants: tuple[str, ...] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield what distinguishes each run of a group; settings at their defaults are left out."""
     if group == "fmnist":
@@ -58,7 +86,10 @@ def cells(
     elif group == "centroids":
         for seed in range(seeds):
             for place in places or PLACES:
-                yield from ({**VARIANTS[variant], **PLACES[place], "seed": seed, "rounds": rounds} for variant in variants or VARIANTS)
+                yield from (
+                    {**VARIANTS[variant], **PLACES[place], "seed": seed, "rounds": rounds}
+                    for variant in variants or VARIANTS
+                )
     elif group == "xi":
         yield from (with_option("xi", xi, 50, rounds) for xi in XI)
     elif group == "features":
@@ -70,7 +101,13 @@ def cells(
 
 def with_option(name: str, value: float, default: float, rounds: int) -> dict[str, Any]:
     """Return a run of pFedVMP on CIFAR-10, Dir(0.3), with one setting changed."""
-    return {"method": "pfedvmp", **({} if value == default else {name: value}), **CIFAR_03, "seed": 0, "rounds": rounds}
+    return {
+        "method": "pfedvmp",
+        **({} if value == default else {name: value}),
+        **CIFAR_03,
+        "seed": 0,
+        "rounds": rounds,
+    }
 
 
 def settings(cell: dict[str, Any], data_dir: str, device: str) -> dict[str, Any]:
@@ -78,7 +115,8 @@ def settings(cell: dict[str, Any], data_dir: str, device: str) -> dict[str, Any]
     chosen = {**COMMON, **cell, "data_dir": data_dir, "device": device, **cell.get("changed", {})}
     images = chosen.pop("images")
     if "keep" not in chosen:
-        chosen["keep"] = images / pooled(chosen["dataset"], data_dir)  # more than are there: refused as a setting
+        # more than are there: refused as a setting
+        chosen["keep"] = images / pooled(chosen["dataset"], data_dir)
     return {key: value for key, value in chosen.items() if key not in ("method", "changed")}
 
 
@@ -117,13 +155,21 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def expected(cell: dict[str, Any], runs: list[dict[str, Any]]) -> float:
-    """Return the seconds a run should take, by the slowest run like it: same method and data, else same data, else any; 0 if none."""
+    """Return the seconds a run should take, by the slowest run like it: same method and data, else
+    same data, else any; 0 if none.
+    """
 
     def like(keys: tuple[str, ...]) -> list[float]:
         same = [one for one in runs if all(one["cell"].get(key) == cell.get(key) for key in keys)]
-        return [one["seconds"]["wall"] / (one["cell"]["rounds"] * one["cell"]["images"]) for one in same]
+        return [
+            one["seconds"]["wall"] / (one["cell"]["rounds"] * one["cell"]["images"]) for one in same
+        ]
 
-    rates = like(("method", "centroid", "features", "dataset", "changed")) or like(("dataset", "changed")) or like(())
+    rates = (
+        like(("method", "centroid", "features", "dataset", "changed"))
+        or like(("dataset", "changed"))
+        or like(())
+    )
     return max(rates, default=0.0) * cell["rounds"] * cell["images"]
 
 
@@ -143,22 +189,38 @@ def run(args: argparse.Namespace) -> int:
         if group == "emnist" and not (Path(args.data_dir) / "emnist47.npz").exists():
             print(f"emnist: no emnist47.npz in {args.data_dir}, left out", flush=True)
             continue
-        for cell in cells(group, args.rounds or GROUPS[group], args.seeds, tuple(args.places), tuple(args.variants)):
+        for cell in cells(
+            group,
+            args.rounds or GROUPS[group],
+            args.seeds,
+            tuple(args.places),
+            tuple(args.variants),
+        ):
             cell = {**cell, "changed": changed} if changed else cell
-            if cell not in [one["cell"] for one in runs] and cell not in [other for _, other in todo]:
+            if cell not in [one["cell"] for one in runs] and cell not in [
+                other for _, other in todo
+            ]:
                 todo.append((group, cell))
     place, processes = (int(number) for number in args.part.split("/"))
     todo = todo[place - 1 :: processes]
     print(f"{len(todo)} runs to do, {len(runs)} in {path}", flush=True)
     failed = 0
     for number, (group, cell) in enumerate(todo, 1):
-        words = f"{number}/{len(todo)} {group}: " + " ".join(f"{key}={value}" for key, value in cell.items() if key != "changed")
+        words = f"{number}/{len(todo)} {group}: " + " ".join(
+            f"{key}={value}" for key, value in cell.items() if key != "changed"
+        )
         seconds = expected(cell, runs)
         if time.monotonic() + 1.1 * seconds > end:
             print(f"{words}: not begun, it would take about {seconds:.0f} s", flush=True)
             continue
         try:
-            record = {"group": group, "cell": cell, **measured(cell, args, words, end), "commit": args.commit, "processes": processes}
+            record = {
+                "group": group,
+                "cell": cell,
+                **measured(cell, args, words, end),
+                "commit": args.commit,
+                "processes": processes,
+            }
         except OutOfTimeError:
             print(f"{words}: given up, {args.minutes:g} minutes are over", flush=True)
             return failed
@@ -170,11 +232,16 @@ def run(args: argparse.Namespace) -> int:
         append(path, record)
         runs.append(record)
         found = record["final"]["personal"]
-        print(f"{words}: {100 * found['accuracy']:.2f} %, {record['seconds']['wall']:.0f} s", flush=True)
+        print(
+            f"{words}: {100 * found['accuracy']:.2f} %, {record['seconds']['wall']:.0f} s",
+            flush=True,
+        )
     return failed
 
 
-def measured(cell: dict[str, Any], args: argparse.Namespace, words: str, end: float) -> dict[str, Any]:
+def measured(
+    cell: dict[str, Any], args: argparse.Namespace, words: str, end: float
+) -> dict[str, Any]:
     """Return what the tables need of one run."""
     import torch
 
@@ -201,19 +268,46 @@ def measured(cell: dict[str, Any], args: argparse.Namespace, words: str, end: fl
             torch.cuda.empty_cache()  # the next run sees how much memory it has
     usage = result["usage"] or {"seconds": {}}
     curve = [
-        {"round": one["round"], "train_loss": rounded(one["train_loss"]),
-         **{view: {key: rounded(one[view][key]) for key in ("accuracy", "nll")} for view in ("personal", "before") if view in one}}
-        for one in result["rounds"] if "personal" in one
-    ]  # fmt: skip
+        {
+            "round": one["round"],
+            "train_loss": rounded(one["train_loss"]),
+            **{
+                view: {key: rounded(one[view][key]) for key in ("accuracy", "nll")}
+                for view in ("personal", "before")
+                if view in one
+            },
+        }
+        for one in result["rounds"]
+        if "personal" in one
+    ]
     return {
-        "method": result["method"], "options": dataclasses.asdict(chosen.options), "dataset": result["dataset"], "note": result["note"],
-        "partition": {key: value for key, value in result["partition"].items() if key not in ("parts", "train_sizes", "test_sizes")},
-        "model": result["model"], "seed": result["seed"], "rounds": len(result["rounds"]), "engine": result["engine"],
-        "device": result["device"], "seconds": {**usage["seconds"], "wall": round(time.monotonic() - started, 2)},
-        "usage": {key: value for key, value in usage.items() if key != "seconds"}, "versions": result["versions"],
-        "bytes_up": result["rounds"][-1]["bytes_up"], "remark": result["remark"], "faults": result["faults"], "curve": curve,
-        "final": {view: {key: block[key] for key in BLOCKS} for view, block in result["final"].items() if block and view != "after"},
-    }  # fmt: skip
+        "method": result["method"],
+        "options": dataclasses.asdict(chosen.options),
+        "dataset": result["dataset"],
+        "note": result["note"],
+        "partition": {
+            key: value
+            for key, value in result["partition"].items()
+            if key not in ("parts", "train_sizes", "test_sizes")
+        },
+        "model": result["model"],
+        "seed": result["seed"],
+        "rounds": len(result["rounds"]),
+        "engine": result["engine"],
+        "device": result["device"],
+        "seconds": {**usage["seconds"], "wall": round(time.monotonic() - started, 2)},
+        "usage": {key: value for key, value in usage.items() if key != "seconds"},
+        "versions": result["versions"],
+        "bytes_up": result["rounds"][-1]["bytes_up"],
+        "remark": result["remark"],
+        "faults": result["faults"],
+        "curve": curve,
+        "final": {
+            view: {key: block[key] for key in BLOCKS}
+            for view, block in result["final"].items()
+            if block and view != "after"
+        },
+    }
 
 
 def rounded(value: float | None) -> float | None:
@@ -223,20 +317,58 @@ def rounded(value: float | None) -> float | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["run", "report", "plots"])
-    parser.add_argument("--out", default=str(HERE / "results" / "pfedvmp_tables.jsonl"), help="file of the runs, one a line")
-    parser.add_argument("--only", nargs="+", choices=list(GROUPS), metavar="GROUP", help=f"of {', '.join(GROUPS)}; default: all")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds; default: 500 for fmnist, 300 for the others")
+    parser.add_argument(
+        "--out",
+        default=str(HERE / "results" / "pfedvmp_tables.jsonl"),
+        help="file of the runs, one a line",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(GROUPS),
+        metavar="GROUP",
+        help=f"of {', '.join(GROUPS)}; default: all",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="rounds; default: 500 for fmnist, 300 for the others"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the group centroids")
-    parser.add_argument("--places", nargs="+", choices=list(PLACES), default=[], help="of the group centroids; default: all")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="of the group centroids; default: all")
+    parser.add_argument(
+        "--places",
+        nargs="+",
+        choices=list(PLACES),
+        default=[],
+        help="of the group centroids; default: all",
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=list(VARIANTS),
+        default=[],
+        help="of the group centroids; default: all",
+    )
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--minutes", type=float, default=0, help="time for this call; 0 = no limit")
-    parser.add_argument("--part", default="1/1", help="the K-th of N parts of the runs, as K/N, for N processes that share a device")
-    parser.add_argument("--commit", default="", help="noted with each run, for machines without git")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of every run; it is noted")
+    parser.add_argument(
+        "--part",
+        default="1/1",
+        help="the K-th of N parts of the runs, as K/N, for N processes that share a device",
+    )
+    parser.add_argument(
+        "--commit", default="", help="noted with each run, for machines without git"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting of every run; it is noted",
+    )
     parser.add_argument("--page", default=str(HERE / "pfedvmp_tables.md"))
     parser.add_argument("--pictures", default=str(HERE / "pictures"), help="folder of the pictures")
     args = parser.parse_args(arguments)

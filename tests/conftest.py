@@ -18,8 +18,20 @@ from bayflower.engines import Prepared, prepare
 from bayflower.tree import flatten
 
 torch.set_num_threads(1)  # small tensors: a second thread only gets in the way of other processes
-SMALL = {"dataset": "digits", "num_clients": 5, "new_clients": 2, "keep": 0.25, "beta": 0.5, "min_size": 8, "batch_size": 16,
-         "local_epochs": 2, "new_client_epochs": 3, "rounds": 2, "evaluate_every": 1, "stacking": "yes"}  # fmt: skip
+SMALL = {
+    "dataset": "digits",
+    "num_clients": 5,
+    "new_clients": 2,
+    "keep": 0.25,
+    "beta": 0.5,
+    "min_size": 8,
+    "batch_size": 16,
+    "local_epochs": 2,
+    "new_client_epochs": 3,
+    "rounds": 2,
+    "evaluate_every": 1,
+    "stacking": "yes",
+}
 NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
 
 
@@ -55,14 +67,22 @@ def assert_same_bits(a: Any, b: Any) -> None:
 
 
 def worst_difference(a: Any, b: Any, zero: float = 0.0) -> float:
-    """Return the largest over tensors of ‖a − b‖ / ‖b‖, without those below `zero`, by themselves and next to the rest of their field.
+    """Return the largest over tensors of ‖a − b‖ / ‖b‖, without those below `zero`, by themselves
+    and next to the rest of their field.
 
-    A bias before BatchNorm has no gradient but for rounding, so its part of a control variate has no digits that could agree.
+    A bias before BatchNorm has no gradient but for rounding, so its part of a control variate has
+    no digits that could agree.
     """
-    left, right = ({name: tensor.cpu().double() for name, tensor in flatten(tree).items()} for tree in (a, b))
+    left, right = (
+        {name: tensor.cpu().double() for name, tensor in flatten(tree).items()} for tree in (a, b)
+    )
     assert left.keys() == right.keys()
-    fields = {name: name.rpartition("/")[0] for name in right}  # all of params/ is one field, all of drift/ another
-    scale = {field: max(float(right[name].norm()) for name in right if fields[name] == field) for field in set(fields.values())}
+    # all of params/ is one field, all of drift/ another
+    fields = {name: name.rpartition("/")[0] for name in right}
+    scale = {
+        field: max(float(right[name].norm()) for name in right if fields[name] == field)
+        for field in set(fields.values())
+    }
     worst = 0.0
     for name, y in right.items():
         x = left[name]

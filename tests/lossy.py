@@ -1,8 +1,10 @@
-"""A door before the gate that loses messages without a word, as a network does that fails at the wrong moment.
+"""A door before the gate that loses messages without a word, as a network does that fails at the
+wrong moment.
 
     python tests/lossy.py PORT GATE_PORT SERVER_FOLDER '{"reply": [1, 3], "ask": [5]}'
 
-The first and third reply vanish before they are sent, the fifth message on its way to the client. What passes and what does not is printed.
+The first and third reply vanish before they are sent, the fifth message on its way to the client.
+What passes and what does not is printed.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Lossy:
         elif call == "pull-messages":
             await self.inner(scope, receive, hold)
             if any(len(part.get("body", b"")) > EMPTY for part in parts) and self.loses("ask"):
-                await refuse(send, 503)  # the SuperLink takes the message for delivered; the SuperNode tries again and finds nothing
+                # the SuperLink takes the message for delivered; the SuperNode tries again and finds
+                # nothing
+                await refuse(send, 503)
             else:
                 for part in parts:
                     await send(part)
@@ -59,8 +63,15 @@ async def refuse(send, code: int) -> None:
 
 if __name__ == "__main__":
     port, behind, server = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    inner = gate.make_app(f"https://127.0.0.1:{behind}", ssl.create_default_context(cafile=str(server / "ca.crt")))
+    inner = gate.make_app(
+        f"https://127.0.0.1:{behind}", ssl.create_default_context(cafile=str(server / "ca.crt"))
+    )
     app = Lossy(inner, json.loads(sys.argv[4]))
     uvicorn.run(
-        app, host="127.0.0.1", port=port, ssl_certfile=server / "server.crt", ssl_keyfile=server / "server.key", log_level="warning"
+        app,
+        host="127.0.0.1",
+        port=port,
+        ssl_certfile=server / "server.crt",
+        ssl_keyfile=server / "server.key",
+        log_level="warning",
     )

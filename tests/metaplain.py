@@ -1,4 +1,6 @@
-"""A slow oracle for the meta-learning family: ordinary modules, torch.autograd, loops over clients and rounds."""
+"""A slow oracle for the meta-learning family: ordinary modules, torch.autograd, loops over clients
+and rounds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from bayflower.maths.exact import Total
 from bayflower.rounds import solo
 
 Loss = Callable[[dict, torch.Tensor, torch.Tensor], torch.Tensor]
-SETTINGS = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.0, "dtype": "float64", "server_lr": 0.7, "server_momentum": 0.3}
+SETTINGS = {
+    "optimizer": "sgd",
+    "lr": 0.05,
+    "momentum": 0.0,
+    "dtype": "float64",
+    "server_lr": 0.7,
+    "server_momentum": 0.3,
+}
 
 
 def loss_of(prepared: Prepared) -> Loss:
@@ -32,32 +41,51 @@ def slopes(value, params: dict, keep: bool) -> dict:
     return dict(zip(params, found, strict=True))
 
 
-def assert_rounds_agree(prepared: Prepared, step: Callable[[Loss, dict, list], dict], rounds: int = 2) -> None:
-    """Assert that the halves' global model is that of `step(loss, params, [(x, y), …])` in a plain loop, and the adapted ones too."""
+def assert_rounds_agree(
+    prepared: Prepared, step: Callable[[Loss, dict, list], dict], rounds: int = 2
+) -> None:
+    """Assert that the halves' global model is that of `step(loss, params, [(x, y), …])` in a plain
+    loop, and the adapted ones too.
+    """
     server, client, _, (params, buffers) = prepared.halves
     rate, momentum = prepared.run.options.server_lr, prepared.run.options.server_momentum
     clients = prepared.federation.clients[:3]
     assert len({len(data.y_train) for data in clients}) > 1
     state = server.init(params, buffers, tuple(data.client for data in clients))
     loss, phase = loss_of(prepared), client.phases("train")[0]
-    theta, velocity = {k: v.clone() for k, v in params.items()}, {k: torch.zeros_like(v) for k, v in params.items()}
+    theta, velocity = (
+        {k: v.clone() for k, v in params.items()},
+        {k: torch.zeros_like(v) for k, v in params.items()},
+    )
     for round in range(1, rounds + 1):
         total, sums, weight = Total(), {name: 0.0 for name in theta}, 0
         for data in clients:
             own = solo.samples(data, torch.device("cpu"), torch.float64).train
             fresh, broadcast = client.init(params, buffers), server.broadcast(state, data.client)
-            update = solo.train(client, fresh, broadcast, own, seed=0, client=data.client, round=round).update
+            update = solo.train(
+                client, fresh, broadcast, own, seed=0, client=data.client, round=round
+            ).update
             total.add(server.statistic(state, data.client, update))
             mine = theta
-            keys = {"seed": 0, "client": data.client, "round": round, "purpose": "train", "coupled": False}
+            keys = {
+                "seed": 0,
+                "client": data.client,
+                "round": round,
+                "purpose": "train",
+                "coupled": False,
+            }
             for groups in batches.plan(len(own.y), phase, **keys):
                 mine = {name: value.detach().requires_grad_() for name, value in mine.items()}
                 direction = step(loss, mine, [(own.x[rows], own.y[rows]) for rows in groups])
-                mine = {name: value - SETTINGS["lr"] * direction[name] for name, value in mine.items()}
+                mine = {
+                    name: value - SETTINGS["lr"] * direction[name] for name, value in mine.items()
+                }
             weight += len(own.y)
             sums = {name: sums[name] + len(own.y) * value.detach() for name, value in mine.items()}
         state = server.finalise(state, total.value())
-        velocity = {name: momentum * velocity[name] + sums[name] / weight - theta[name] for name in theta}
+        velocity = {
+            name: momentum * velocity[name] + sums[name] / weight - theta[name] for name in theta
+        }
         theta = {name: value + rate * velocity[name] for name, value in theta.items()}
         for name, value in theta.items():
             torch.testing.assert_close(state.params[name], value, rtol=1e-7, atol=1e-10)
@@ -72,13 +100,28 @@ def assert_adapts(prepared: Prepared, state, theta: dict, purpose: str) -> None:
     own = solo.samples(data, torch.device("cpu"), torch.float64)
     (phase,) = client.phases(purpose)
     broadcast = server.broadcast(state, data.client)
-    got = solo.adapt(client, client.init(params, buffers), broadcast, own.train, purpose, seed=0, client=data.client, round=2)
-    plan = batches.plan(len(own.train.y), phase, seed=0, client=data.client, round=2, purpose=purpose, coupled=False)
+    got = solo.adapt(
+        client,
+        client.init(params, buffers),
+        broadcast,
+        own.train,
+        purpose,
+        seed=0,
+        client=data.client,
+        round=2,
+    )
+    plan = batches.plan(
+        len(own.train.y), phase, seed=0, client=data.client, round=2, purpose=purpose, coupled=False
+    )
     assert len(plan) == prepared.run.options.adapt_steps
     for (rows,) in plan:
         theta = {name: value.detach().requires_grad_() for name, value in theta.items()}
         direction = slopes(loss(theta, own.train.x[rows], own.train.y[rows]), theta, False)
-        theta = {name: value - phase.optimizer.lr * direction[name] for name, value in theta.items()}
+        theta = {
+            name: value - phase.optimizer.lr * direction[name] for name, value in theta.items()
+        }
     with torch.no_grad():
         want = torch.softmax(functional_call(model.factory().double(), theta, (own.test.x,)), 1)
-    torch.testing.assert_close(client.predict("personal", got, broadcast, own.test.x, {}), want, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        client.predict("personal", got, broadcast, own.test.x, {}), want, rtol=1e-6, atol=1e-9
+    )

@@ -1,4 +1,6 @@
-"""What the slow oracles of the baselines share: rounds of the halves beside rounds in plain torch, client by client."""
+"""What the slow oracles of the baselines share: rounds of the halves beside rounds in plain torch,
+client by client.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,13 @@ class Both(NamedTuple):
 def both(method: str, **settings: Any) -> Both:
     prepared = small_prepared(method, optimizer="sgd", lr=LR, dtype="float64", **settings)
     data = prepared.federation.clients[:3]
-    samples = {one.client: solo.samples(one, torch.device("cpu"), torch.float64).train for one in data}
+    samples = {
+        one.client: solo.samples(one, torch.device("cpu"), torch.float64).train for one in data
+    }
     assert len({len(one.y) for one in samples.values()}) > 1
-    return Both(prepared, [one.client for one in data], samples, copy.deepcopy(prepared.halves.initial[0]))
+    return Both(
+        prepared, [one.client for one in data], samples, copy.deepcopy(prepared.halves.initial[0])
+    )
 
 
 def half_rounds(case: Both, rounds: int):
@@ -47,22 +53,43 @@ def half_rounds(case: Both, rounds: int):
         for client in case.clients:
             broadcast = halves.server.broadcast(state, client)
             keys = {"seed": 0, "client": client, "round": round}
-            states[client], updates[client], _ = solo.train(halves.client, states[client], broadcast, case.samples[client], **keys)
+            states[client], updates[client], _ = solo.train(
+                halves.client, states[client], broadcast, case.samples[client], **keys
+            )
             assert halves.server.check(state, client, updates[client]) is None
             total.add(halves.server.statistic(state, client, updates[client]))
         state = halves.server.finalise(state, total.value())
         yield state, dict(states), updates
 
 
-def plain_sgd(case: Both, start: Named, client: int, round: int, extra: Callable, after: Callable | None = None) -> tuple[nn.Module, int]:
-    """Return (a module after SGD on cross-entropy + extra(module, x), the number of steps); `after(phase, module)` sees every iterate."""
+def plain_sgd(
+    case: Both,
+    start: Named,
+    client: int,
+    round: int,
+    extra: Callable,
+    after: Callable | None = None,
+) -> tuple[nn.Module, int]:
+    """Return (a module after SGD on cross-entropy + extra(module, x), the number of steps);
+    `after(phase, module)` sees every iterate.
+    """
     module = case.prepared.halves.model.factory().double()
     module.load_state_dict(copy.deepcopy(start))
     samples, count = case.samples[client], 0
     for phase in case.prepared.halves.client.phases("train"):
-        for (rows,) in batches.plan(len(samples.y), phase, seed=0, client=client, round=round, purpose="train", coupled=False):
+        for (rows,) in batches.plan(
+            len(samples.y),
+            phase,
+            seed=0,
+            client=client,
+            round=round,
+            purpose="train",
+            coupled=False,
+        ):
             module.zero_grad()
-            loss = nn.functional.cross_entropy(module(samples.x[rows]), samples.y[rows]) + extra(module, samples.x[rows])
+            loss = nn.functional.cross_entropy(module(samples.x[rows]), samples.y[rows]) + extra(
+                module, samples.x[rows]
+            )
             loss.backward()
             with torch.no_grad():
                 for value in module.parameters():

@@ -1,4 +1,6 @@
-"""Layers for stacks of networks: torch's own numbers, forward, first and second derivatives, with and without vmap."""
+"""Layers for stacks of networks: torch's own numbers, forward, first and second derivatives, with
+and without vmap.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,58 @@ from bayflower.networks.papers import cnn
 from bayflower.stacked.losses import mean_nll, nll, pull
 from bayflower.stacked.stackable import StackedConv2d, StackedMaxPool2d, for_stacks
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
+]
 
 
 def nets() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
-    strided = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(5, 4, (1, 3), bias=False), nn.MaxPool2d(2),
-                            nn.Flatten(), nn.Linear(24, 4))  # fmt: skip
-    odd = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d((3, 2)), nn.Conv2d(4, 6, 3, padding=1), nn.Sigmoid(), nn.MaxPool2d(2),
-                        nn.Flatten(), nn.Linear(18, 4))  # fmt: skip
-    kept = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.LeakyReLU(0.1), nn.MaxPool2d(3, stride=2), nn.Flatten(), nn.Linear(36, 4))
-    return {"cnn": (cnn((1, 20, 20), 4, features=12), (1, 20, 20)), "strided": (strided, (3, 9, 16)), "odd": (odd, (1, 13, 15)),
-            "kept": (kept, (2, 9, 9))}  # fmt: skip
+    strided = nn.Sequential(
+        nn.Conv2d(3, 5, 3, stride=2, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(5, 4, (1, 3), bias=False),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(24, 4),
+    )
+    odd = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.ReLU(),
+        nn.MaxPool2d((3, 2)),
+        nn.Conv2d(4, 6, 3, padding=1),
+        nn.Sigmoid(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(18, 4),
+    )
+    kept = nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2),
+        nn.LeakyReLU(0.1),
+        nn.MaxPool2d(3, stride=2),
+        nn.Flatten(),
+        nn.Linear(36, 4),
+    )
+    return {
+        "cnn": (cnn((1, 20, 20), 4, features=12), (1, 20, 20)),
+        "strided": (strided, (3, 9, 16)),
+        "odd": (odd, (1, 13, 15)),
+        "kept": (kept, (2, 9, 9)),
+    }
 
 
 def stack_of(net: nn.Module, clients: int, shape: tuple[int, ...], device: str):
     draw = torch.Generator().manual_seed(1)
-    params = {n: torch.randn(clients, *p.shape, generator=draw, dtype=torch.float64).to(device) * 0.3 for n, p in net.named_parameters()}
+    params = {
+        n: torch.randn(clients, *p.shape, generator=draw, dtype=torch.float64).to(device) * 0.3
+        for n, p in net.named_parameters()
+    }
     x = torch.randn(clients, 3, *shape, generator=draw, dtype=torch.float64).to(device)
     y = torch.randint(0, 4, (clients, 3), generator=draw).to(device)
     return params, x, y
@@ -56,13 +94,24 @@ def test_values_and_derivatives_are_torchs(name, device):
 
         return one
 
-    for make in (lambda m: loss(m), lambda m: grad(loss(m)), lambda m: grad(loss(m), argnums=1), lambda m: grad(meta(m))):
+    for make in (
+        lambda m: loss(m),
+        lambda m: grad(loss(m)),
+        lambda m: grad(loss(m), argnums=1),
+        lambda m: grad(meta(m)),
+    ):
         want, got = (vmap(make(module))(params, x, y) for module in (net, for_stacks(net)))
-        for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(want), strict=True):
+        for a, b in zip(
+            torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(want), strict=True
+        ):
             assert a.shape == b.shape
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-11), (a - b).abs().max()
         alone = make(for_stacks(net))({n: p[1] for n, p in params.items()}, x[1], y[1])
-        for a, b in zip(torch.utils._pytree.tree_leaves(alone), torch.utils._pytree.tree_leaves(want), strict=True):
+        for a, b in zip(
+            torch.utils._pytree.tree_leaves(alone),
+            torch.utils._pytree.tree_leaves(want),
+            strict=True,
+        ):
             assert torch.allclose(a, b[1], rtol=1e-9, atol=1e-11)
 
 
@@ -76,17 +125,24 @@ def test_shared_weights_and_shared_inputs_need_no_axis():
         return functional_call(net, p, (x,))
 
     assert torch.allclose(vmap(run, (None, 0))(one, x)[2], run(one, x[2]))
-    assert torch.allclose(vmap(run, (0, None))(params, x[0])[1], run({n: p[1] for n, p in params.items()}, x[0]))
+    assert torch.allclose(
+        vmap(run, (0, None))(params, x[0])[1], run({n: p[1] for n, p in params.items()}, x[0])
+    )
 
 
 def test_only_layers_of_the_right_kind_are_replaced():
-    kinds = {name: [type(part) for part in for_stacks(net).modules()] for name, (net, _) in nets().items()}
+    kinds = {
+        name: [type(part) for part in for_stacks(net).modules()]
+        for name, (net, _) in nets().items()
+    }
     assert kinds["cnn"].count(StackedConv2d) == 2
     assert kinds["cnn"].count(StackedMaxPool2d) == 2
     assert StackedConv2d not in kinds["kept"]  # groups
     assert StackedMaxPool2d not in kinds["kept"]  # windows overlap
     before = nets()["cnn"][0]
-    assert list(dict(for_stacks(before).named_parameters())) == list(dict(before.named_parameters()))
+    assert list(dict(for_stacks(before).named_parameters())) == list(
+        dict(before.named_parameters())
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -104,11 +160,28 @@ def test_the_loss_of_stacks_is_torchs(classes, device):
         return (nn.functional.cross_entropy(x, y, reduction="none") * w).sum()
 
     def bent(loss):
-        return lambda x, y, w: (grad(loss)(x, y, w) ** 2).sum() + (grad(loss, argnums=2)(x, y, w) ** 3).sum()
+        return lambda x, y, w: (
+            (grad(loss)(x, y, w) ** 2).sum() + (grad(loss, argnums=2)(x, y, w) ** 3).sum()
+        )
 
-    for make in (lambda loss: loss, grad, lambda loss: grad(bent(loss)), lambda loss: grad(bent(loss), argnums=2)):
-        assert torch.allclose(vmap(make(mine))(logits, y, weight), vmap(make(torchs))(logits, y, weight), rtol=1e-9, atol=1e-10)
-        assert torch.allclose(make(mine)(logits[0], y[0], weight[0]), make(torchs)(logits[0], y[0], weight[0]), rtol=1e-9, atol=1e-10)
+    for make in (
+        lambda loss: loss,
+        grad,
+        lambda loss: grad(bent(loss)),
+        lambda loss: grad(bent(loss), argnums=2),
+    ):
+        assert torch.allclose(
+            vmap(make(mine))(logits, y, weight),
+            vmap(make(torchs))(logits, y, weight),
+            rtol=1e-9,
+            atol=1e-10,
+        )
+        assert torch.allclose(
+            make(mine)(logits[0], y[0], weight[0]),
+            make(torchs)(logits[0], y[0], weight[0]),
+            rtol=1e-9,
+            atol=1e-10,
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -124,13 +197,30 @@ def test_the_mean_loss_of_stacks_leaves_padding_out(device):
     def torchs(x, y, m):
         return masked_mean(nn.functional.cross_entropy(x, y, reduction="none"), m)
 
-    for make in (lambda loss: loss, grad, lambda loss: grad(lambda x, y, m: (grad(loss)(x, y, m) ** 2).sum())):
-        assert torch.allclose(vmap(make(mean_nll))(logits, y, mask), vmap(make(torchs))(logits, y, mask), rtol=1e-9, atol=1e-12)
-        assert torch.allclose(make(mean_nll)(logits[0], y[0], mask[0]), make(torchs)(logits[0], y[0], mask[0]), rtol=1e-9, atol=1e-12)
+    for make in (
+        lambda loss: loss,
+        grad,
+        lambda loss: grad(lambda x, y, m: (grad(loss)(x, y, m) ** 2).sum()),
+    ):
+        assert torch.allclose(
+            vmap(make(mean_nll))(logits, y, mask),
+            vmap(make(torchs))(logits, y, mask),
+            rtol=1e-9,
+            atol=1e-12,
+        )
+        assert torch.allclose(
+            make(mean_nll)(logits[0], y[0], mask[0]),
+            make(torchs)(logits[0], y[0], mask[0]),
+            rtol=1e-9,
+            atol=1e-12,
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("samples", "dim", "dtype"), [(9, 21, torch.float64), (40, 512, torch.float32), (1, 700, torch.float32)])
+@pytest.mark.parametrize(
+    ("samples", "dim", "dtype"),
+    [(9, 21, torch.float64), (40, 512, torch.float32), (1, 700, torch.float32)],
+)
 def test_the_pull_to_centres_and_its_gradient(samples, dim, dtype, device):
     draw = torch.Generator().manual_seed(6)
     z = torch.randn(5, samples, dim, generator=draw, dtype=dtype).to(device)
@@ -146,30 +236,55 @@ def test_the_pull_to_centres_and_its_gradient(samples, dim, dtype, device):
     def doubled(loss):
         return lambda *args: 2 * loss(*args)
 
-    close = {"rtol": 1e-9 if dtype == torch.float64 else 2e-5, "atol": 1e-12 if dtype == torch.float64 else 1e-7}
+    close = {
+        "rtol": 1e-9 if dtype == torch.float64 else 2e-5,
+        "atol": 1e-12 if dtype == torch.float64 else 1e-7,
+    }
     for make in (lambda loss: loss, grad, lambda loss: grad(doubled(loss))):
         shared = (0, None, None, 0, 0)
         assert torch.allclose(
-            vmap(make(pull), shared)(z, centres, known, y, mask), vmap(make(plain), shared)(z, centres, known, y, mask), **close
+            vmap(make(pull), shared)(z, centres, known, y, mask),
+            vmap(make(plain), shared)(z, centres, known, y, mask),
+            **close,
         )
         own = (z, centres.expand(5, -1, -1) + z[:, :1, :1], known.expand(5, -1), y, mask)
         assert torch.allclose(vmap(make(pull))(*own), vmap(make(plain))(*own), **close)
-        assert torch.allclose(make(pull)(z[0], centres, known, y[0], mask[0]), make(plain)(z[0], centres, known, y[0], mask[0]), **close)
+        assert torch.allclose(
+            make(pull)(z[0], centres, known, y[0], mask[0]),
+            make(plain)(z[0], centres, known, y[0], mask[0]),
+            **close,
+        )
 
 
-@pytest.mark.parametrize("settings", [
-    {"name": "sgd"}, {"name": "sgd", "momentum": 0.9, "weight_decay": 0.01}, {"name": "sgd", "clip_norm": 0.5},
-    {"name": "adam", "weight_decay": 0.1}, {"name": "rmsprop"}, {"name": "rmsprop", "momentum": 0.5, "clip_norm": 1.0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "sgd"},
+        {"name": "sgd", "momentum": 0.9, "weight_decay": 0.01},
+        {"name": "sgd", "clip_norm": 0.5},
+        {"name": "adam", "weight_decay": 0.1},
+        {"name": "rmsprop"},
+        {"name": "rmsprop", "momentum": 0.5, "clip_norm": 1.0},
+    ],
+)
 def test_stacks_are_stepped_in_place_as_one_by_one(settings):
     optimizer = Optimizer(lr=0.05, **settings)
     draw = torch.Generator().manual_seed(5)
-    params = {name: torch.randn(3, *shape, generator=draw, dtype=torch.float64) for name, shape in (("w", (4, 2)), ("b", (4,)))}
+    params = {
+        name: torch.randn(3, *shape, generator=draw, dtype=torch.float64)
+        for name, shape in (("w", (4, 2)), ("b", (4,)))
+    }
     stepped = {name: value.clone() for name, value in params.items()}
     state = vmap(optimizer.init)(params)
-    own = OptState(state.steps.clone(), *({name: value.clone() for name, value in moment.items()} for moment in state[1:]))
+    own = OptState(
+        state.steps.clone(),
+        *({name: value.clone() for name, value in moment.items()} for moment in state[1:]),
+    )
     for _ in range(4):
-        grads = {name: torch.randn(value.shape, generator=draw, dtype=torch.float64) for name, value in params.items()}
+        grads = {
+            name: torch.randn(value.shape, generator=draw, dtype=torch.float64)
+            for name, value in params.items()
+        }
         params, state = vmap(optimizer.update)(params, grads, state)
         optimizer.update_stack(stepped, grads, own)
     for name, value in params.items():

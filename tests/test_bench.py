@@ -1,4 +1,6 @@
-"""`bayflower bench`: the file's structure, ratios that come from the rounds, and reasons where something cannot be measured. No times."""
+"""`bayflower bench`: the file's structure, ratios that come from the rounds, and reasons where
+something cannot be measured. No times.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,11 @@ def test_the_file_is_what_was_returned(methods):
     assert written["rows"] == content["rows"]
     assert {"device", "torch", "cuda", "python", "commit", "cores"} <= set(written["environment"])
     assert [(row["method"], row["precision"]) for row in written["rows"]] == [
-        ("local", "float32"), ("local", "tf32"), ("fedper", "float32"), ("fedper", "tf32")
-    ]  # fmt: skip
+        ("local", "float32"),
+        ("local", "tf32"),
+        ("fedper", "float32"),
+        ("fedper", "tf32"),
+    ]
     for row in written["rows"]:
         assert row["failed"] is None
         assert len(row["round_ms"]) == row["warm_up"] + row["num_rounds"] == 4
@@ -66,7 +71,11 @@ def test_ratios_come_from_the_rounds(methods):
     for row in rows:
         mine = statistics.median(row["round_ms"][row["warm_up"] :])
         assert row["ms"] == pytest.approx(mine, abs=1e-3)
-        same = next(one for one in rows if one["method"] == "fedper" and one["precision"] == row["precision"])
+        same = next(
+            one
+            for one in rows
+            if one["method"] == "fedper" and one["precision"] == row["precision"]
+        )
         assert row["fedper_ratio"] == pytest.approx(row["ms"] / same["ms"])
         if row["precision"] == "float32":
             alone = statistics.median(row["one_by_one_round_ms"][1:])
@@ -83,7 +92,9 @@ def test_the_table_shows_every_row(methods):
 
 
 def test_what_cannot_run_is_a_row_with_the_reason(tmp_path):
-    content = measured("methods", data_dir=str(tmp_path), workloads=("fmnist-50",), methods=("fedper",))
+    content = measured(
+        "methods", data_dir=str(tmp_path), workloads=("fmnist-50",), methods=("fedper",)
+    )
     assert "fmnist" in content["rows"][0]["failed"]
     assert "not measured: fedper on fmnist-50" in " ".join(shown(content).split())
 
@@ -91,7 +102,9 @@ def test_what_cannot_run_is_a_row_with_the_reason(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("suite", ["methods", "scaling", "cross-device", "profile", "steps"])
 def test_without_a_gpu_every_row_says_so(suite):
-    content = measured(suite, device="cuda", workloads=("digits",), clients=(2,), methods=("fedper",))
+    content = measured(
+        suite, device="cuda", workloads=("digits",), clients=(2,), methods=("fedper",)
+    )
     assert content["rows"]
     assert all("not there" in row["failed"] for row in content["rows"])
     assert "not measured" in shown(content)
@@ -99,7 +112,11 @@ def test_without_a_gpu_every_row_says_so(suite):
 
 def test_without_flower_clients_are_trained_one_by_one(monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in ("flwr", "ray") else real(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name in ("flwr", "ray") else real(name, *more),
+    )
     (row,) = measured("methods", methods=("local",))["rows"]
     assert row["one_by_one"] == "fused, stacking=no"
     assert "flwr is not installed" in row["how"]
@@ -108,7 +125,11 @@ def test_without_flower_clients_are_trained_one_by_one(monkeypatch):
 
 def test_cpu_engines_beside_loop_and_no_ray(monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ray" else real(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "ray" else real(name, *more),
+    )
     content = measured("cpu", methods=("local",))
     rows = {row["engine"]: row for row in content["rows"]}
     assert list(rows) == ["loop", "fused", "fused, stacking=yes", "ray"]
@@ -142,7 +163,9 @@ def test_profile_accounts_for_the_round():
     rows = {row["stage"]: row for row in content["rows"]}
     assert all(row["failed"] is None for row in rows.values())
     whole = rows["a round"]["ms"]
-    assert sum(rows[name]["ms"] for name in stages.STAGES.values() if name in rows) == pytest.approx(whole)
+    assert sum(
+        rows[name]["ms"] for name in stages.STAGES.values() if name in rows
+    ) == pytest.approx(whole)
     for name in ("gather", "gradient", "optimiser", "messages", "aggregation"):
         assert stages.STAGES[name] in rows
     assert any(name.startswith("evaluation") for name in rows)
@@ -152,7 +175,9 @@ def test_profile_accounts_for_the_round():
 def test_steps_over_the_number_of_clients():
     rows = measured("steps", clients=(3, 1, 5000))["rows"]
     assert [row["clients"] for row in rows] == [3, 1]
-    assert all(row["us_per_client"] == pytest.approx(1000 * row["ms"] / row["clients"]) for row in rows)
+    assert all(
+        row["us_per_client"] == pytest.approx(1000 * row["ms"] / row["clients"]) for row in rows
+    )
 
 
 def test_an_interruption_loses_no_finished_row(tmp_path, monkeypatch):
@@ -163,17 +188,24 @@ def test_an_interruption_loses_no_finished_row(tmp_path, monkeypatch):
     monkeypatch.setitem(bench.SUITES, "scaling", (broken, ""))
     with pytest.raises(KeyboardInterrupt):
         measured("scaling", tmp_path / "b.json")
-    assert [row["case"] for row in json.loads((tmp_path / "b.json").read_text())["rows"]] == ["first"]
+    assert [row["case"] for row in json.loads((tmp_path / "b.json").read_text())["rows"]] == [
+        "first"
+    ]
 
 
 def test_a_limit_of_time_leaves_one_round_that_counts():
-    (row,) = measured("methods", methods=("local",), rounds=50, seconds=0.0, one_by_one=False)["rows"]
+    (row,) = measured("methods", methods=("local",), rounds=50, seconds=0.0, one_by_one=False)[
+        "rows"
+    ]
     assert row["num_rounds"] == 1
     assert row["one_by_one_ratio"] is None
 
 
 def test_ratios_without_anything_to_compare_with():
-    rows = [{"workload": "a", "method": "fedavg", "ms": 2.0}, {"workload": "b", "method": "fedper", "ms": 1.0}]
+    rows = [
+        {"workload": "a", "method": "fedavg", "ms": 2.0},
+        {"workload": "b", "method": "fedper", "ms": 1.0},
+    ]
     assert [row["fedper_ratio"] for row in suites.with_ratios("methods", rows)] == [None, 1.0]
 
 
@@ -192,12 +224,27 @@ def test_wrong_words_are_refused():
 
 
 def test_the_command_writes_its_file(tmp_path):
-    done = CliRunner().invoke(app, ["bench", "steps", "--clients", "2", "--device", "cpu", "--json", str(tmp_path / "steps.json")])
+    done = CliRunner().invoke(
+        app,
+        [
+            "bench",
+            "steps",
+            "--clients",
+            "2",
+            "--device",
+            "cpu",
+            "--json",
+            str(tmp_path / "steps.json"),
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "steps.json").read_text())["rows"][0]["clients"] == 2
 
 
 def test_flower_is_not_needed():
-    code = "import sys; sys.modules['flwr'] = sys.modules['ray'] = None; from bayflower import bench; print(len(bench.SUITES))"
+    code = (
+        "import sys; sys.modules['flwr'] = sys.modules['ray'] = None; from bayflower import "
+        "bench; print(len(bench.SUITES))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == str(len(bench.SUITES)), done.stderr

@@ -1,4 +1,6 @@
-"""What is declared private never appears in a message (loop engine; ray and deployment in test_flower)."""
+"""What is declared private never appears in a message (loop engine; ray and deployment in
+test_flower).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ from bayflower.tree import flatten
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_canaries_in_private_fields_never_travel(method):
-    """Plant a bit pattern in every declared private field of a client's state and look for it in every byte of every message."""
+    """Plant a bit pattern in every declared private field of a client's state and look for it in
+    every byte of every message.
+    """
     canary = torch.tensor(1.2345e-7, dtype=torch.float32)
     pattern = canary.numpy().tobytes()
-    settings = {"model": "mlp-bn", "lr": 1e-30, "optimizer": "sgd"}  # nearly no movement: planted values stay as they are
+    # nearly no movement: planted values stay as they are
+    settings = {"model": "mlp-bn", "lr": 1e-30, "optimizer": "sgd"}
     rig = Rig(method, rounds=2, **settings)
     original = type(rig.halves.client).finish
 
@@ -28,7 +33,8 @@ def test_canaries_in_private_fields_never_travel(method):
                     new = new._replace(
                         **{
                             field: {
-                                k: torch.full_like(v, float(canary)) if v.is_floating_point() else v for k, v in getattr(new, field).items()
+                                k: torch.full_like(v, float(canary)) if v.is_floating_point() else v
+                                for k, v in getattr(new, field).items()
                             }
                         }
                     )
@@ -51,12 +57,19 @@ def test_canaries_in_private_fields_never_travel(method):
     finally:
         base.make_half = row_client
     assert planted
-    private = [name for field in rig.halves.client.private
-               for name in flatten({field: getattr(rig.halves.client.init(*rig.halves.initial), field)})]  # fmt: skip
+    private = [
+        name
+        for field in rig.halves.client.private
+        for name in flatten({field: getattr(rig.halves.client.init(*rig.halves.initial), field)})
+    ]
     messages = [m for m in rig.seen if m.has_content()]
     assert len(messages) >= 10
     for message in messages:
         for record in message.content.values():
-            blocks = [array.data for array in record.values()] if isinstance(record, ArrayRecord) else [repr(dict(record)).encode()]
+            blocks = (
+                [array.data for array in record.values()]
+                if isinstance(record, ArrayRecord)
+                else [repr(dict(record)).encode()]
+            )
             for block in blocks:
                 assert pattern not in block, (method, message.metadata.message_type, private[:3])

@@ -11,7 +11,18 @@ import pytest
 
 from bayflower import cli
 
-QUICK = ["--rounds", "2", "--clients", "3", "--set", "keep=0.1", "--set", "local_epochs=1", "--set", "device=cpu"]
+QUICK = [
+    "--rounds",
+    "2",
+    "--clients",
+    "3",
+    "--set",
+    "keep=0.1",
+    "--set",
+    "local_epochs=1",
+    "--set",
+    "device=cpu",
+]
 METRICS = {
     "accuracy",
     "accuracy_mean",
@@ -27,16 +38,44 @@ METRICS = {
 
 
 def bayflower(*words: str, cwd=None) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "bayflower", *words], capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-m", "bayflower", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+    )
 
 
 @pytest.mark.parametrize("engine", ["fused", "loop"])
 def test_run_writes_the_result_others_rely_on(tmp_path, engine):
-    done = bayflower("run", "fedmap", "--engine", engine, *QUICK, "--set", "new_clients=1", "--out", str(tmp_path / "run"))
+    done = bayflower(
+        "run",
+        "fedmap",
+        "--engine",
+        engine,
+        *QUICK,
+        "--set",
+        "new_clients=1",
+        "--out",
+        str(tmp_path / "run"),
+    )
     assert done.returncode == 0, done.stderr
     assert "personal" in done.stdout and "written:" in done.stdout  # noqa: PT018
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    for key in ("method", "dataset", "partition", "engine", "device", "seed", "num_clients", "versions", "config", "rounds", "final"):
+    for key in (
+        "method",
+        "dataset",
+        "partition",
+        "engine",
+        "device",
+        "seed",
+        "num_clients",
+        "versions",
+        "config",
+        "rounds",
+        "final",
+    ):
         assert key in result, key
     assert [record["round"] for record in result["rounds"]] == [1, 2]
     for record in result["rounds"]:
@@ -58,7 +97,18 @@ def test_json_output_is_only_json(tmp_path):
 
 
 def test_compare_gives_each_method_the_settings_it_has(tmp_path):
-    done = bayflower("compare", "fedmap", "fedprox", *QUICK, "--set", "sigma2=7", "--set", "mu=0.5", "--out", str(tmp_path))
+    done = bayflower(
+        "compare",
+        "fedmap",
+        "fedprox",
+        *QUICK,
+        "--set",
+        "sigma2=7",
+        "--set",
+        "mu=0.5",
+        "--out",
+        str(tmp_path),
+    )
     assert done.returncode == 0, done.stderr
     for method, key, value in (("fedmap", "sigma2", 7.0), ("fedprox", "mu", 0.5)):
         assert json.loads((tmp_path / method / "result.json").read_text())["config"][key] == value
@@ -75,7 +125,10 @@ def wrong_data(folder) -> dict[str, str]:
 
 BAD = [
     (["run", "fedmop"], "method 'fedmop' is not known; did you mean 'fedmap'?"),
-    (["run", "fedmap", "--set", "sigma=3"], "setting 'sigma' is not known to method 'fedmap'; did you mean 'sigma2'?"),
+    (
+        ["run", "fedmap", "--set", "sigma=3"],
+        "setting 'sigma' is not known to method 'fedmap'; did you mean 'sigma2'?",
+    ),
     (["run", "fedavg", "--set", "sigma2=3"], "setting 'sigma2' is not known to method 'fedavg'"),
     (["run", "fedmap", "--set", "sigma2=-1"], "sigma2 must be positive and finite, got -1"),
     (["run", "fedmap", "--set", "sigma2=much"], "sigma2 must be a number, got 'much'"),
@@ -84,7 +137,10 @@ BAD = [
     (["run", "fedmap", "--clients", "0"], "num_clients must be at least 1, got 0"),
     (["run", "fedmap", "--rounds", "0"], "rounds must be at least 1, got 0"),
     (["run", "fedmap", "--set", "rounds=2.5"], "rounds must be a whole number, got '2.5'"),
-    (["run", "fedmap", "--engine", "warp"], "engine must be one of fused, loop, ray, deployment, got 'warp'"),
+    (
+        ["run", "fedmap", "--engine", "warp"],
+        "engine must be one of fused, loop, ray, deployment, got 'warp'",
+    ),
     (["run", "fedmap", "--dataset", "nowhere.npz"], "nowhere.npz"),
     (["run", "fedmap", "--dataset", "imagenet"], "imagenet"),
     (["run", "fedmap", "--dataset", "fmnist", "--set", "data_dir=empty"], "fmnist"),
@@ -107,10 +163,13 @@ def check_refusal(code: int, out: str, err: str, text: str) -> None:
 
 @pytest.mark.parametrize(("words", "text"), BAD, ids=[" ".join(words) for words, _ in BAD])
 def test_bad_settings_end_with_one_line_and_code_2(tmp_path, words, text, monkeypatch, capsys):
-    """In this process, to save the time of importing torch twenty times; two of them in one of their own below."""
+    """In this process, to save the time of importing torch twenty times; two of them in one of
+    their own below.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["bayflower", *words])
-    monkeypatch.setattr(cli, "quiet_logs", lambda verbose: None)  # it changes logging for the whole process
+    # it changes logging for the whole process
+    monkeypatch.setattr(cli.run, "quiet_logs", lambda verbose: None)
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     check_refusal(stopped.value.code, *capsys.readouterr(), text)
@@ -131,8 +190,12 @@ def test_bad_data_files_end_with_one_line_and_code_2(tmp_path):
 
 
 def test_lists_for_people_and_programs():
-    assert next(row["name"] for row in json.loads(bayflower("methods", "--json").stdout)) == "fedmap"
-    settings = {row["name"]: row for row in json.loads(bayflower("settings", "fedmap", "--json").stdout)}
+    assert (
+        next(row["name"] for row in json.loads(bayflower("methods", "--json").stdout)) == "fedmap"
+    )
+    settings = {
+        row["name"]: row for row in json.loads(bayflower("settings", "fedmap", "--json").stdout)
+    }
     assert settings["sigma2"]["meaning"].startswith("variance of the prior")
     assert all(row["meaning"] for row in settings.values())
     assert "cnn" in bayflower("models").stdout

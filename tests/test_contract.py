@@ -30,19 +30,33 @@ class Bench:
     """A method with some clients' updates of one round."""
 
     def __init__(self, method: str, model: str, dtype: str = "float32", clients: int = 4) -> None:
-        # SGD, because Adam divides by the size of a gradient: one that is zero but for rounding (a bias before BatchNorm) becomes a step
-        self.prepared = small_prepared(method, model=model, dtype=dtype, optimizer="sgd", lr=0.05, momentum=0.9)
+        # SGD, because Adam divides by the size of a gradient: one that is zero but for rounding (a
+        # bias before BatchNorm) becomes a step
+        self.prepared = small_prepared(
+            method, model=model, dtype=dtype, optimizer="sgd", lr=0.05, momentum=0.9
+        )
         self.server, self.client, self.model, (self.params, self.buffers) = self.prepared.halves
         self.clients = [data.client for data in self.prepared.federation.clients[:clients]]
         self.state = self.server.init(self.params, self.buffers, tuple(self.clients))
         kind = torch.float64 if dtype == "float64" else torch.float32
-        self.data = {d.client: solo.samples(d, torch.device("cpu"), kind) for d in self.prepared.federation.clients[:clients]}
+        self.data = {
+            d.client: solo.samples(d, torch.device("cpu"), kind)
+            for d in self.prepared.federation.clients[:clients]
+        }
         self.trained = {client: self.train(client) for client in self.clients}
 
     def train(self, client: int, round: int = 1) -> solo.Trained:
         state = self.client.init(self.params, self.buffers)
         broadcast = self.server.broadcast(self.state, client)
-        return solo.train(self.client, state, broadcast, self.data[client].train, seed=0, client=client, round=round)
+        return solo.train(
+            self.client,
+            state,
+            broadcast,
+            self.data[client].train,
+            seed=0,
+            client=client,
+            round=round,
+        )
 
     def statistic(self, client: int):
         return self.server.statistic(self.state, client, self.received(client))
@@ -53,14 +67,23 @@ class Bench:
         return self.server.unpack(self.state, sent)
 
     def read(self, tree):
-        """An update as its statistic, in which no arbitrary sign or order of vectors is left; other trees as they are."""
+        """An update as its statistic, in which no arbitrary sign or order of vectors is left; other
+        trees as they are.
+        """
         if not isinstance(tree, self.client.update_type):
             return tree
-        found = self.server.statistic(self.state, 0, self.server.unpack(self.state, self.client.pack(tree)))
-        return {name: value.tensor * value.weight if isinstance(value, Scaled) else value for name, value in found.items()}
+        found = self.server.statistic(
+            self.state, 0, self.server.unpack(self.state, self.client.pack(tree))
+        )
+        return {
+            name: value.tensor * value.weight if isinstance(value, Scaled) else value
+            for name, value in found.items()
+        }
 
     def padded(self, client: int):
-        """The client's update as the fused engine has it: trained on data padded to the size of the largest client."""
+        """The client's update as the fused engine has it: trained on data padded to the size of the
+        largest client.
+        """
         longest = max(len(samples.train.y) for samples in self.data.values())
 
         def grow(tensor):
@@ -70,14 +93,26 @@ class Bench:
         state = self.client.init(self.params, self.buffers)
         keys = {"seed": 0, "client": client, "round": 1}
         with solo.seeded(**keys):
-            work, _ = solo.run_phases(self.client, self.client.begin(state, broadcast, data), data, "train", **keys)
+            work, _ = solo.run_phases(
+                self.client, self.client.begin(state, broadcast, data), data, "train", **keys
+            )
             more = map_tree(grow, data)
-            return solo.detach(self.client.finish(state, solo.surveyed(self.client, work, more), more)[1])
+            return solo.detach(
+                self.client.finish(state, solo.surveyed(self.client, work, more), more)[1]
+            )
 
     def noise(self, stage: str, size: int):
         """The noise of the first step, as engines draw it."""
         shapes = self.client.noise(stage, size)
-        return batches.noise(shapes, seed=0, client=0, round=1, stage=stage, step=0, dtype=next(iter(self.params.values())).dtype)
+        return batches.noise(
+            shapes,
+            seed=0,
+            client=0,
+            round=1,
+            stage=stage,
+            step=0,
+            dtype=next(iter(self.params.values())).dtype,
+        )
 
     def finalised(self, clients):
         total = Total()
@@ -87,7 +122,11 @@ class Bench:
         return self.server.finalise(self.state, total.value())
 
 
-@pytest.fixture(scope="module", params=[(method, model) for method in NAMES for model in MODELS], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[(method, model) for method in NAMES for model in MODELS],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def bench(request) -> Bench:
     return Bench(*request.param)
 
@@ -95,7 +134,9 @@ def bench(request) -> Bench:
 def test_one_update_is_returned(bench):
     """Finalising one update at server rate 1 gives that client's shared part, to the bit."""
     if bench.prepared.run.method in BEYOND:
-        pytest.skip("the method's server goes beyond the mean of the updates; its test has the formula")
+        pytest.skip(
+            "the method's server goes beyond the mean of the updates; its test has the formula"
+        )
     client = bench.clients[0]
     after = bench.server.shared(bench.finalised([client]))
     update = bench.trained[client].update
@@ -127,7 +168,9 @@ def test_order_and_trees_change_no_bit(bench):
         assert_same_bits(bench.finalised(order), want)
         left, right = Total(), Total()
         for client in order:
-            (left if random.Random(client + seed).random() < 0.5 else right).add(bench.statistic(client))
+            (left if random.Random(client + seed).random() < 0.5 else right).add(
+                bench.statistic(client)
+            )
         left.merge(right)
         assert_same_bits(bench.server.finalise(bench.state, left.value()), want)
 
@@ -148,7 +191,18 @@ def test_states_survive_the_wire_and_the_disk(bench, tmp_path):
     assert_same_bits(unflatten(type(bench.state), to_tensors(to_arrays(bench.state))), bench.state)
     store = DiskStore(tmp_path)
     for round in (1, 2, 3):
-        store.save("run", client, Saved(round, f"cause-{round}", flatten(trained.state), flatten(trained.update), {}, {"loss": 0.5}))
+        store.save(
+            "run",
+            client,
+            Saved(
+                round,
+                f"cause-{round}",
+                flatten(trained.state),
+                flatten(trained.update),
+                {},
+                {"loss": 0.5},
+            ),
+        )
     kept = store.load("run", client)
     assert [saved.round for saved in kept] == [3, 2]
     assert_same_bits(unflatten(type(trained.state), kept[0].state), trained.state)
@@ -162,31 +216,54 @@ def test_the_same_seed_gives_the_same_bits(bench):
     assert_same_bits(again.update, bench.trained[client].update)
     assert_same_bits(again.state, bench.trained[client].state)
     other = bench.train(client, round=2)
-    assert digest(other.state) != digest(again.state) or digest(other.update) != digest(again.update)
+    assert digest(other.state) != digest(again.state) or digest(other.update) != digest(
+        again.update
+    )
 
 
 def test_private_fields_are_not_in_the_update(bench):
     """What is declared private in the state after training has no equal in the update."""
     for trained in bench.trained.values():
-        private = {name: leaf for field in bench.client.private for name, leaf in flatten({field: getattr(trained.state, field)}).items()}
+        private = {
+            name: leaf
+            for field in bench.client.private
+            for name, leaf in flatten({field: getattr(trained.state, field)}).items()
+        }
         sent = flatten(trained.update)
         for name, leaf in private.items():
-            assert not any(torch.equal(leaf, other) for other in sent.values() if other.shape == leaf.shape and leaf.numel() > 1), name
+            assert not any(
+                torch.equal(leaf, other)
+                for other in sent.values()
+                if other.shape == leaf.shape and leaf.numel() > 1
+            ), name
 
 
 def test_padding_contributes_nothing(bench):
-    """A step on a padded batch equals the step without the padding (models whose samples are independent)."""
+    """A step on a padded batch equals the step without the padding (models whose samples are
+    independent).
+    """
     if bench.model.coupled:
         pytest.skip("layers couple the samples: engines never pad such a model")
     client = bench.clients[0]
     data = bench.data[client].train
     phase = bench.client.phases("train")[0]
-    state, broadcast = bench.client.init(bench.params, bench.buffers), bench.server.broadcast(bench.state, client)
+    state, broadcast = (
+        bench.client.init(bench.params, bench.buffers),
+        bench.server.broadcast(bench.state, client),
+    )
     work = solo.fresh_optimizer(phase, bench.client.begin(state, broadcast, data))
     small = Batch(*(tensor[:5] for tensor in data))
     noise = bench.noise(phase.name, phase.batch_size)
-    garbage = Batch(*(torch.cat([a, b * 7]) for a, b in zip(small, Batch(*(tensor[5:8] for tensor in data)), strict=True)))
-    garbage = garbage._replace(mask=torch.cat([torch.ones(5), torch.zeros(3)]), y=torch.cat([small.y, torch.zeros(3, dtype=torch.int64)]))
+    garbage = Batch(
+        *(
+            torch.cat([a, b * 7])
+            for a, b in zip(small, Batch(*(tensor[5:8] for tensor in data)), strict=True)
+        )
+    )
+    garbage = garbage._replace(
+        mask=torch.cat([torch.ones(5), torch.zeros(3)]),
+        y=torch.cat([small.y, torch.zeros(3, dtype=torch.int64)]),
+    )
     want, want_info = bench.client.step(phase, work, (small,) * phase.batches, noise)
     got, got_info = bench.client.step(phase, work, (garbage,) * phase.batches, noise)
     assert worst_difference(got.params, want.params) < 1e-6
@@ -194,11 +271,15 @@ def test_padding_contributes_nothing(bench):
 
 
 def test_all_functions_stack_over_clients(bench):
-    """begin, step, survey, finish and predict under vmap equal the same calls one by one; updates as the server reads them."""
+    """begin, step, survey, finish and predict under vmap equal the same calls one by one; updates
+    as the server reads them.
+    """
     phase = bench.client.phases("train")[0]
     clients = bench.clients[:3]
     size = min(len(bench.data[client].train.y) for client in clients)
-    cut = {client: Batch(*(tensor[:size] for tensor in bench.data[client].train)) for client in clients}
+    cut = {
+        client: Batch(*(tensor[:size] for tensor in bench.data[client].train)) for client in clients
+    }
     states = {client: bench.trained[client].state for client in clients}
     broadcast = bench.server.broadcast(bench.state, clients[0])
 
@@ -206,42 +287,69 @@ def test_all_functions_stack_over_clients(bench):
     drawn, seen = bench.noise(phase.name, size), bench.noise("predict", size)
 
     def whole(lift, state, data):
-        work = lift(lambda s, d: solo.fresh_optimizer(phase, half.begin(s, broadcast, d)))(state, data)
+        work = lift(lambda s, d: solo.fresh_optimizer(phase, half.begin(s, broadcast, d)))(
+            state, data
+        )
         work, info = lift(lambda w, d: half.step(phase, w, (d,) * phase.batches, drawn))(work, data)
         if half.surveys:
             work = lift(lambda w, d: w._replace(survey=half.survey(w, d)))(work, data)
         state, update = lift(half.finish)(state, work, data)
-        probs = {view: lift(lambda s, d, view=view: half.predict(view, s, broadcast, d.x, seen))(state, data) for view in half.views()}
+        probs = {
+            view: lift(lambda s, d, view=view: half.predict(view, s, broadcast, d.x, seen))(
+                state, data
+            )
+            for view in half.views()
+        }
         return state, update, info, probs
 
-    together = whole(vmap, stack([states[client] for client in clients]), stack([cut[client] for client in clients]))
+    together = whole(
+        vmap,
+        stack([states[client] for client in clients]),
+        stack([cut[client] for client in clients]),
+    )
     for position, client in enumerate(clients):
         alone = whole(lambda fn: fn, states[client], cut[client])
-        for got, want in zip(map(bench.read, take(together, position)), map(bench.read, alone), strict=True):
+        for got, want in zip(
+            map(bench.read, take(together, position)), map(bench.read, alone), strict=True
+        ):
             assert worst_difference(got, want, zero=1e-5) < 2e-5
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("method", NAMES)
 def test_a_fast_total_is_the_exact_sum(method, model):
-    """`total` of stacked updates finalises to what the exact sum of their statistics does, whole or in two parts."""
+    """`total` of stacked updates finalises to what the exact sum of their statistics does, whole or
+    in two parts.
+    """
     bench = Bench(method, model, "float64")
     updates = [bench.padded(client) for client in bench.clients]
     parts = []
     for some in (slice(0, 3), slice(3, None)):
-        parts.append(bench.server.total(bench.state, tuple(bench.clients[some]), stack(updates[some])))
+        parts.append(
+            bench.server.total(bench.state, tuple(bench.clients[some]), stack(updates[some]))
+        )
     if parts[0] is None:
         pytest.skip("the method has no fast total")
-    joined = {name: sum(part[name] for part in parts if name in part) for name in {name for part in parts for name in part}}
-    joined = {name: value for name, value in joined.items() if name not in bench.server.negligible(joined)}
+    joined = {
+        name: sum(part[name] for part in parts if name in part)
+        for name in {name for part in parts for name in part}
+    }
+    joined = {
+        name: value for name, value in joined.items() if name not in bench.server.negligible(joined)
+    }
     exact = Total()
     for client, update in zip(bench.clients, updates, strict=True):
-        exact.add(bench.server.statistic(bench.state, client, bench.server.unpack(bench.state, bench.client.pack(update))))
+        exact.add(
+            bench.server.statistic(
+                bench.state, client, bench.server.unpack(bench.state, bench.client.pack(update))
+            )
+        )
     want = exact.value()
     for total in (bench.server.total(bench.state, tuple(bench.clients), stack(updates)), joined):
         assert worst_difference({name: total[name] for name in want}, want) < 1e-12
         finalised = (bench.server.finalise(bench.state, one) for one in (total, want))
-        assert worst_difference(*finalised, zero=1e-12) < 1e-9  # solving with matrices of condition 1e7 (pFedVMP) costs that many digits
+        # solving with matrices of condition 1e7 (pFedVMP) costs that many digits
+        assert worst_difference(*finalised, zero=1e-12) < 1e-9
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -260,7 +368,9 @@ def test_a_new_client_gets_a_model(bench):
     fresh = half.init(bench.params, bench.buffers)
     broadcast = bench.server.broadcast(bench.finalised(bench.clients[:-1]), 99)
     state = solo.adapt(half, fresh, broadcast, data.train, "new", seed=0, client=99, round=1)
-    probs = half.predict("personal", state, broadcast, data.test.x, bench.noise("predict", len(data.test.y)))
+    probs = half.predict(
+        "personal", state, broadcast, data.test.x, bench.noise("predict", len(data.test.y))
+    )
     torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)))
 
 
@@ -283,9 +393,11 @@ def test_no_half_imports_flwr():
         "import sys; sys.modules['flwr'] = None\n"
         "import importlib\n"
         f"for stem in {stems!r}:\n"
-        "    importlib.import_module(f'bayflower.strategies.{stem}'); importlib.import_module(f'bayflower.clients.{stem}')\n"
+        "    importlib.import_module(f'bayflower.strategies.{stem}'); "
+        "importlib.import_module(f'bayflower.clients.{stem}')\n"
         "from bayflower.config import parse\nfrom bayflower.engines import prepare, run_to_result\n"
-        "run = parse('fedmap', {'num_clients': 2, 'rounds': 1, 'keep': 0.05, 'local_epochs': 1, 'device': 'cpu'})\n"
+        "run = parse('fedmap', {'num_clients': 2, 'rounds': 1, 'keep': 0.05, 'local_epochs': 1, "
+        "'device': 'cpu'})\n"
         "assert run_to_result(prepare(run, 'fused'))['final']['personal']['num_clients'] == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,4 +1,6 @@
-"""Diagonal curvature against the exact Hessian, a loop over samples and classes, and laplace-torch."""
+"""Diagonal curvature against the exact Hessian, a loop over
+samples and classes, and laplace-torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from bayflower.tree import map_tree, stack, take, to
 
 
 class Odd(nn.Module):
-    """Layers with and without a formula: strides, groups, a norm that couples channels, a layer used twice, tied weights."""
+    """Layers with and without a formula: strides, groups, a norm that couples channels, a layer
+    used twice, tied weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +67,14 @@ def layers(*widths: int, norm: bool = False) -> nn.Module:
 def strides() -> nn.Module:
     """Two convolutions, the second with a kernel, strides and padding that are not square."""
     second = nn.Conv2d(3, 2, (3, 2), stride=(2, 1), padding=(1, 0))
-    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.LeakyReLU(0.1), nn.MaxPool2d(2), second, nn.Flatten(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3),
+        nn.LeakyReLU(0.1),
+        nn.MaxPool2d(2),
+        second,
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
 
 
 CASES = {
@@ -78,10 +89,16 @@ CASES = {
     "small, batchnorm": (Model(lambda: layers(5, 6, 4, 3, norm=True), 3), (5,)),
     "odd": (Model(Odd, 3), (2, 8, 8)),
     "tokens": (Model(Tokens, 3), (7, 3)),
-}  # fmt: skip
+}
 
 
-def problem(model: Model, shape: tuple[int, ...], samples: int = 5, seed: int = 0, dtype: torch.dtype = torch.float64):
+def problem(
+    model: Model,
+    shape: tuple[int, ...],
+    samples: int = 5,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+):
     generator = torch.Generator().manual_seed(seed)
     params, buffers = model.initial(seed, dtype)
     for name, value in buffers.items():
@@ -95,11 +112,15 @@ def problem(model: Model, shape: tuple[int, ...], samples: int = 5, seed: int = 
 
 
 def loop(model: Model, params, buffers, batch: Batch, kind: str):
-    """The oracle: autograd of log p for every class of every sample (or its true label), squared, weighted, added."""
+    """The oracle: autograd of log p for every class of every sample (or its true label), squared,
+    weighted, added.
+    """
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     total = {name: torch.zeros_like(value) for name, value in params.items()}
     for x, y in zip(batch.x, batch.y, strict=True):
-        logs = model.probabilities(functional_call(model.structure, (leaves, buffers), (x[None],)))[0].log()
+        logs = model.probabilities(functional_call(model.structure, (leaves, buffers), (x[None],)))[
+            0
+        ].log()
         for label in range(model.num_classes) if kind == "fisher" else [int(y)]:
             grads = torch.autograd.grad(logs[label], list(leaves.values()), retain_graph=True)
             weight = float(logs[label].detach().exp()) if kind == "fisher" else 1.0
@@ -113,23 +134,35 @@ def loop(model: Model, params, buffers, batch: Batch, kind: str):
 def test_equals_a_loop_over_samples_and_classes(name, kind):
     model, shape = CASES[name]
     params, buffers, batch = problem(model, shape, samples=3 if name == "resnet20" else 5)
-    got, want = diagonal(model, params, buffers, batch, kind), loop(model, params, buffers, batch, kind)
+    got, want = (
+        diagonal(model, params, buffers, batch, kind),
+        loop(model, params, buffers, batch, kind),
+    )
     assert list(got) == list(params)
     assert any(bool(value.any()) for value in want.values())
     for key in params:
-        torch.testing.assert_close(got[key], want[key], rtol=1e-8, atol=1e-12 * float(max(v.max() for v in want.values())))
+        torch.testing.assert_close(
+            got[key], want[key], rtol=1e-8, atol=1e-12 * float(max(v.max() for v in want.values()))
+        )
 
 
 @pytest.mark.parametrize("name", ["small", "small, one logit", "small, batchnorm", "cnn"])
 def test_equals_the_exact_hessian_of_a_relu_network(name):
-    """E-B4: the model-label Fisher information is the diagonal of the Hessian of the summed loss; the empirical one is not."""
+    """E-B4: the model-label Fisher information is the diagonal of the Hessian of the summed loss;
+    the empirical one is not.
+    """
     model, shape = CASES[name]
     params, buffers, batch = problem(model, shape)
     leaves = {key: value.clone().requires_grad_() for key, value in params.items()}
     loss = model.nll(functional_call(model.structure, (leaves, buffers), (batch.x,)), batch.y).sum()
     hessian = {}
-    for key, grad in zip(leaves, torch.autograd.grad(loss, list(leaves.values()), create_graph=True), strict=True):
-        rows = [torch.autograd.grad(one, leaves[key], retain_graph=True)[0].reshape(-1)[i] for i, one in enumerate(grad.reshape(-1))]
+    for key, grad in zip(
+        leaves, torch.autograd.grad(loss, list(leaves.values()), create_graph=True), strict=True
+    ):
+        rows = [
+            torch.autograd.grad(one, leaves[key], retain_graph=True)[0].reshape(-1)[i]
+            for i, one in enumerate(grad.reshape(-1))
+        ]
         hessian[key] = torch.stack(rows).reshape(grad.shape)
     fisher = diagonal(model, params, buffers, batch, "fisher")
     empirical = diagonal(model, params, buffers, batch, "empirical")
@@ -142,10 +175,15 @@ def test_equals_the_exact_hessian_of_a_relu_network(name):
 @pytest.mark.parametrize("name", ["one logit", "lenet5", "batchnorm", "odd"])
 def test_stacks_over_clients_and_padding_contributes_nothing(name, kind):
     model, shape = CASES[name]
-    params, buffers, batch = (stack([problem(model, shape, seed=seed)[i] for seed in (1, 2)]) for i in range(3))
+    params, buffers, batch = (
+        stack([problem(model, shape, seed=seed)[i] for seed in (1, 2)]) for i in range(3)
+    )
     together = vmap(lambda *one: diagonal(model, *one, kind))(params, buffers, batch)
-    garbage = batch._replace(x=torch.cat([batch.x, 7 * batch.x[:, :2]], 1), y=torch.cat([batch.y, batch.y[:, :2]], 1),
-                             mask=torch.cat([batch.mask, torch.zeros(2, 2)], 1))  # fmt: skip
+    garbage = batch._replace(
+        x=torch.cat([batch.x, 7 * batch.x[:, :2]], 1),
+        y=torch.cat([batch.y, batch.y[:, :2]], 1),
+        mask=torch.cat([batch.mask, torch.zeros(2, 2)], 1),
+    )
     padded = vmap(lambda *one: diagonal(model, *one, kind))(params, buffers, garbage)
     for row in (0, 1):
         alone = diagonal(model, *(take(tree, row) for tree in (params, buffers, batch)), kind)
@@ -157,14 +195,29 @@ def test_chunks_add_up_and_certain_predictions_have_no_curvature():
     model, shape = CASES["lenet5"]
     params, buffers, batch = problem(model, shape, samples=7)
     whole = diagonal(model, params, buffers, batch)
-    pieces = [diagonal(model, params, buffers, Batch(*(t[s : s + 3] for t in batch))) for s in (0, 3, 6)]
+    pieces = [
+        diagonal(model, params, buffers, Batch(*(t[s : s + 3] for t in batch))) for s in (0, 3, 6)
+    ]
     assert worst_difference(map_tree(lambda *parts: sum(parts), *pieces), whole) < 1e-12
     params["head.bias"][0] = 1e4
-    assert all(bool((value == 0).all()) for value in diagonal(model, params, buffers, batch).values())
+    assert all(
+        bool((value == 0).all()) for value in diagonal(model, params, buffers, batch).values()
+    )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])])  # fmt: skip
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", ["cnn", "resnet20"])
 def test_networks_changed_for_stacks_have_the_same_formulas(name, device):
     shape = (1, 20, 20)
@@ -173,9 +226,17 @@ def test_networks_changed_for_stacks_have_the_same_formulas(name, device):
     changed.bf16 = True  # only training passes are
     assert make_plan(changed, shape) == make_plan(plain, shape)
     assert not make_plan(changed, shape).others
-    problems = [(*plain.initial(seed, torch.float64), Batch(
-        torch.randn(4, *shape, dtype=torch.float64), torch.tensor([0, 2, 1, 1]), torch.ones(4, dtype=torch.float64)
-    )) for seed in (1, 2)]  # fmt: skip
+    problems = [
+        (
+            *plain.initial(seed, torch.float64),
+            Batch(
+                torch.randn(4, *shape, dtype=torch.float64),
+                torch.tensor([0, 2, 1, 1]),
+                torch.ones(4, dtype=torch.float64),
+            ),
+        )
+        for seed in (1, 2)
+    ]
     stacks = [to(stack([problem[i] for problem in problems]), device) for i in range(3)]
     together = to(vmap(lambda *one: diagonal(changed, *one))(*stacks), "cpu")
     for row, problem in enumerate(problems):
@@ -185,11 +246,25 @@ def test_networks_changed_for_stacks_have_the_same_formulas(name, device):
 
 
 def test_which_layers_have_a_formula():
-    """The rest is computed sample by sample: grouped convolutions, other norms, layers used twice, tied weights, positions."""
+    """The rest is computed sample by sample: grouped convolutions, other norms, layers used twice,
+    tied weights, positions.
+    """
     model, shape = CASES["odd"]
-    assert {tap.path for tap in make_plan(model, shape).taps} == {"conv", "norm", "flat", "norm1", "head"}
-    assert set(make_plan(model, shape).others) == {"grouped.weight", "grouped.bias", "group_norm.weight", "group_norm.bias",
-                                                   "twice.weight", "twice.bias"}  # fmt: skip
+    assert {tap.path for tap in make_plan(model, shape).taps} == {
+        "conv",
+        "norm",
+        "flat",
+        "norm1",
+        "head",
+    }
+    assert set(make_plan(model, shape).others) == {
+        "grouped.weight",
+        "grouped.bias",
+        "group_norm.weight",
+        "group_norm.bias",
+        "twice.weight",
+        "twice.bias",
+    }
     assert [tap.path for tap in make_plan(*CASES["tokens"]).taps] == ["head"]
     for name in ("lenet5", "resnet20", "batchnorm"):
         assert make_plan(*CASES[name]).others == ()
@@ -197,7 +272,9 @@ def test_which_layers_have_a_formula():
 
 @pytest.mark.parametrize("name", ["mlp", "lenet5"])
 def test_equals_laplace_torch(name):
-    """Daxberger et al. 2021's library, its diagonal of the generalised Gauss-Newton matrix (by BackPACK)."""
+    """Daxberger et al. 2021's library, its diagonal of the generalised Gauss-Newton matrix (by
+    BackPACK).
+    """
     if importlib.util.find_spec("laplace") is None or importlib.util.find_spec("backpack") is None:
         pytest.skip("laplace-torch is not installed; pip install laplace-torch compares with it")
     from bayflower.data.vision import prepare_torchvision
@@ -214,7 +291,10 @@ def test_equals_laplace_torch(name):
         plain = nn.Sequential(*module.base, module.head)  # BackPACK wants a Sequential
         _, flat = BackPackGGN(plain, "classification").diag(batch.x, batch.y)
     got = diagonal(model, params, buffers, batch)
-    names = [f"base.{key}" if f"base.{key}" in got else f"head.{key.split('.')[-1]}" for key, _ in plain.named_parameters()]
+    names = [
+        f"base.{key}" if f"base.{key}" in got else f"head.{key.split('.')[-1]}"
+        for key, _ in plain.named_parameters()
+    ]
     mine = torch.cat([got[key].reshape(-1) for key in names])
     torch.testing.assert_close(mine, flat, rtol=1e-4, atol=1e-7)
 
@@ -225,7 +305,10 @@ def test_the_sketch_is_fisher_on_average_over_signs(monkeypatch):
     params, buffers, batch = problem(model, shape, samples=4)
     found = []
     for pattern in product((1.0, -1.0), repeat=3):
-        monkeypatch.setattr("bayflower.maths.curvature.signs", lambda like, pattern=pattern: like.new_tensor(pattern).expand_as(like))
+        monkeypatch.setattr(
+            "bayflower.maths.curvature.signs",
+            lambda like, pattern=pattern: like.new_tensor(pattern).expand_as(like),
+        )
         found.append(diagonal(model, params, buffers, batch, "sketch"))
     exact = diagonal(model, params, buffers, batch)
     assert worst_difference(map_tree(lambda *parts: sum(parts) / 8, *found), exact) < 1e-12
@@ -236,7 +319,10 @@ def test_the_sketch_comes_close_with_many_samples():
     model, shape = CASES["lenet5"]
     params, buffers, batch = problem(model, shape, samples=256)
     exact, sketch = (
-        torch.cat([value.reshape(-1) for value in diagonal(model, params, buffers, batch, kind).values()]) for kind in ("fisher", "sketch")
+        torch.cat(
+            [value.reshape(-1) for value in diagonal(model, params, buffers, batch, kind).values()]
+        )
+        for kind in ("fisher", "sketch")
     )
     assert float((sketch - exact).norm() / exact.norm()) < 0.15
     size = len(exact) // 2  # what FedBPS takes from it: the weights of lowest curvature

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bayflower.data import PARTITIONS, DataSettings, Federation, load_client, load_federation, load_source, read_npz, standardise, synthetic
+from bayflower.data import (
+    PARTITIONS,
+    DataSettings,
+    Federation,
+    load_client,
+    load_federation,
+    load_source,
+    read_npz,
+    standardise,
+    synthetic,
+)
 from bayflower.data.vision import import_torchvision, prepare_torchvision
 from bayflower.errors import ConfigError
 
@@ -25,14 +35,18 @@ def same(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
+# -- settings ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
         ({"num_clients": 0}, "num_clients must be at least 1, got 0"),
         ({"num_clients": 2.5}, "num_clients must be an integer of at least 1, got 2.5"),
         ({"new_clients": -1}, "new_clients must be at least 0, got -1"),
-        ({"min_size": 1}, "min_size must be at least 2, got 1; a client needs one sample to train and one to test"),
+        (
+            {"min_size": 1},
+            "min_size must be at least 2, got 1; a client needs one "
+            "sample to train and one to test",
+        ),
         ({"beta": 0.0}, r"beta must be in \[0.001, 1000000\], got 0.0"),
         ({"beta": float("nan")}, "beta must be in"),
         ({"keep": 0.0}, r"keep must be in \(0, 1\], got 0.0"),
@@ -41,9 +55,16 @@ def same(a: Any, b: Any) -> bool:
         ({"partition": "shards"}, "partition must be one of dirichlet, iid, .*, got 'shards'"),
         ({"major_minor_reading": "r4"}, "major_minor_reading must be one of r1, r2, r3, got 'r4'"),
         ({"scenario": "none"}, "scenario must be one of feature, quantity, label, got 'none'"),
-        ({"dataset": "fminst"}, "dataset must be one of digits, synthetic, mnist, fmnist.*got 'fminst'; a path to an .npz file"),
+        (
+            {"dataset": "fminst"},
+            "dataset must be one of digits, synthetic, mnist, fmnist.*got 'fminst'; a path to an "
+            ".npz file",
+        ),
         ({"nuisance_variance": -1.0}, "nuisance_variance must be at least 0 and finite, got -1.0"),
-        ({"dataset": "synthetic", "partition": "iid"}, "partition must be left out for dataset 'synthetic', got 'iid'; set scenario"),
+        (
+            {"dataset": "synthetic", "partition": "iid"},
+            "partition must be left out for dataset 'synthetic', got 'iid'; set scenario",
+        ),
         ({"dataset": "synthetic", "test_fraction": 0.0}, "test_fraction must be in"),
         ({"partition": "natural"}, "'digits', which has no natural clients"),
     ],
@@ -54,7 +75,7 @@ def test_a_wrong_setting_says_what_is_allowed(wrong: dict[str, Any], text: str) 
     assert "\n" not in str(caught.value)
 
 
-# -- federations -------------------------------------------------------------------------------------------------------
+# -- federations ---------------------------------------------------------------------------------
 def check_federation(federation: Federation, given: DataSettings) -> None:
     everyone = federation.clients + federation.new_clients
     assert len(federation.clients) == given.num_clients
@@ -79,7 +100,12 @@ def test_digits(kind: str) -> None:
     assert federation.input_shape == (1, 8, 8)
     assert federation.num_classes == 10
     assert federation.partition["kind"] == kind
-    rows = np.concatenate([np.concatenate([d.x_train, d.x_test]).reshape(-1, 64) for d in federation.clients + federation.new_clients])
+    rows = np.concatenate(
+        [
+            np.concatenate([d.x_train, d.x_test]).reshape(-1, 64)
+            for d in federation.clients + federation.new_clients
+        ]
+    )
     assert rows.min() == 0
     assert rows.max() == 1
     # No sample twice, and each is one of digits: compare as multisets of rows with the pool.
@@ -89,14 +115,27 @@ def test_digits(kind: str) -> None:
     assert same(load_client(given, 3, 7), federation.new_clients[1])
     assert same(load_client(given, 3, 0), federation.clients[0])
     load_federation.cache_clear()
-    assert all(same(a, b) for a, b in zip(load_federation(given, 3).clients, federation.clients, strict=True))
-    assert not all(same(a, b) for a, b in zip(load_federation(given, 4).clients, federation.clients, strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(load_federation(given, 3).clients, federation.clients, strict=True)
+    )
+    assert not all(
+        same(a, b)
+        for a, b in zip(load_federation(given, 4).clients, federation.clients, strict=True)
+    )
     with pytest.raises(ConfigError, match=r"client must be in \[0, 7\], got 8"):
         load_client(given, 3, 8)
 
 
 def test_new_clients_are_any_of_the_partition() -> None:
-    chosen = {tuple(load_federation(DataSettings(num_clients=4, new_clients=2, partition="iid"), s).partition["parts"]) for s in range(8)}
+    chosen = {
+        tuple(
+            load_federation(
+                DataSettings(num_clients=4, new_clients=2, partition="iid"), s
+            ).partition["parts"]
+        )
+        for s in range(8)
+    }
     assert len(chosen) > 3
     for members in chosen:
         assert sorted(members) == list(range(6))
@@ -105,7 +144,9 @@ def test_new_clients_are_any_of_the_partition() -> None:
     # Who is new changes nobody's samples: the parts of 6 + 0 clients are those of 4 + 2.
     plain = load_federation(DataSettings(num_clients=6, partition="iid"), 1)
     mixed = load_federation(DataSettings(num_clients=4, new_clients=2, partition="iid"), 1)
-    for data, member in zip(mixed.clients + mixed.new_clients, mixed.partition["parts"], strict=True):
+    for data, member in zip(
+        mixed.clients + mixed.new_clients, mixed.partition["parts"], strict=True
+    ):
         assert same(data[1:], plain.clients[member][1:])
 
 
@@ -124,7 +165,7 @@ def test_min_size_holds_for_every_partition() -> None:
     assert min(len(d.y_train) + len(d.y_test) for d in federation.clients) >= 30
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------
 def write(folder: Path, **arrays: Any) -> Path:
     path = folder / "mine.npz"
     np.savez(path, **arrays)
@@ -133,7 +174,12 @@ def write(folder: Path, **arrays: Any) -> Path:
 
 def table(n: int = 60) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
-    return {"x": draw.normal(size=(n, 3)), "y": np.arange(n) % 3, "client": np.arange(n) % 4 - 1, "test": np.arange(n) % 5 == 0}
+    return {
+        "x": draw.normal(size=(n, 3)),
+        "y": np.arange(n) % 3,
+        "client": np.arange(n) % 4 - 1,
+        "test": np.arange(n) % 5 == 0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -146,14 +192,20 @@ def table(n: int = 60) -> dict[str, np.ndarray]:
         ({"test": np.array(True)}, "test in .* must have one entry for each of the 60 labels"),
         ({"y": np.arange(60) / 2}, "y in .* must be a non-empty vector of integers, got float64"),
         ({"y": np.arange(60) % 3 - 1}, "labels in .* must be at least 0, got -1"),
-        ({"num_classes": np.array(2)}, r"labels in .* must be in \[0, 1\] for num_classes 2, got 2"),
+        (
+            {"num_classes": np.array(2)},
+            r"labels in .* must be in \[0, 1\] for num_classes 2, got 2",
+        ),
         ({"y": np.arange(60) % 2 * 500}, "have 2 values up to 500; number the classes"),
         ({"x": np.array([None, 1] * 30)}, "no .npz of plain arrays .*Object arrays"),
         ({"x": np.array(["a", "b"] * 30).reshape(60, 1)}, "x in .* must be numbers"),
         ({"x": np.full((60, 3), np.inf)}, "must be finite in float32"),
         ({"x": np.full((60, 3), 1e300)}, "must be finite in float32"),
         ({"x": np.full((60, 1, 2, 2), np.nan)}, "must not have NaN unless it is a table"),
-        ({"x": np.zeros((60, 3, 8, 8), np.uint8)}, r"must be \(N, D\), \(N, H, W\) or \(N, H, W, channels\)"),
+        (
+            {"x": np.zeros((60, 3, 8, 8), np.uint8)},
+            r"must be \(N, D\), \(N, H, W\) or \(N, H, W, channels\)",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_clear_line(tmp_path: Path, change: dict[str, Any], text: str) -> None:
@@ -177,7 +229,9 @@ def test_files_that_are_no_npz(tmp_path: Path) -> None:
 
 
 def test_a_missing_data_set_names_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"neither .*cifar10.npz nor torchvision's CIFAR10 .*set download=true"):
+    with pytest.raises(
+        ConfigError, match=r"neither .*cifar10.npz nor torchvision's CIFAR10 .*set download=true"
+    ):
         load_source(DataSettings(dataset="cifar10", data_dir=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"no file .*heart.npz; set data_dir"):
         load_source(DataSettings(dataset="heart", data_dir=str(tmp_path)))
@@ -196,13 +250,20 @@ def test_images_are_scaled_and_channels_first(tmp_path: Path) -> None:
 
 
 def test_num_classes_may_exceed_the_labels(tmp_path: Path) -> None:
-    assert read_npz(write(tmp_path, x=np.zeros((4, 2)), y=np.array([0, 1, 0, 1]), num_classes=np.array(7))).num_classes == 7
+    assert (
+        read_npz(
+            write(tmp_path, x=np.zeros((4, 2)), y=np.array([0, 1, 0, 1]), num_classes=np.array(7))
+        ).num_classes
+        == 7
+    )
 
 
 def test_natural_clients_and_the_test_mark(tmp_path: Path) -> None:
     arrays = table()
     path = str(write(tmp_path, **arrays))
-    given = DataSettings(dataset=path, partition="natural", num_clients=3, test_fraction=0.0, min_size=2)
+    given = DataSettings(
+        dataset=path, partition="natural", num_clients=3, test_fraction=0.0, min_size=2
+    )
     federation = load_federation(given, 0)
     assert federation.partition["natural_clients"] == [0, 1, 2]
     assert federation.dataset == "mine"
@@ -212,7 +273,9 @@ def test_natural_clients_and_the_test_mark(tmp_path: Path) -> None:
         assert sorted(data.y_test) == sorted(arrays["y"][mine & arrays["test"]])
         assert np.allclose(data.x_train.mean(0), 0, atol=1e-5)
         assert np.allclose(data.x_train.std(0), 1, atol=1e-5)
-    with pytest.raises(ConfigError, match="must be at most 3, the natural clients of 'mine', got 4"):
+    with pytest.raises(
+        ConfigError, match="must be at most 3, the natural clients of 'mine', got 4"
+    ):
         load_federation(DataSettings(dataset=path, partition="natural", num_clients=4), 0)
 
 
@@ -222,19 +285,30 @@ def test_what_a_file_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no natural clients"):
         load_federation(DataSettings(dataset=path, partition="natural", num_clients=2), 0)
     with pytest.raises(ConfigError, match="does not mark some of its samples as test"):
-        load_federation(DataSettings(dataset=path, partition="iid", num_clients=2, test_fraction=0.0), 0)
+        load_federation(
+            DataSettings(dataset=path, partition="iid", num_clients=2, test_fraction=0.0), 0
+        )
 
 
 def test_a_client_without_test_samples_is_an_error(tmp_path: Path) -> None:
     arrays = table()
     path = str(write(tmp_path, **{**arrays, "test": arrays["client"] == 0}))
     with pytest.raises(ConfigError, match="client 0 would have 0 training and 15 test samples"):
-        load_federation(DataSettings(dataset=path, partition="natural", num_clients=3, test_fraction=0.0), 0)
+        load_federation(
+            DataSettings(dataset=path, partition="natural", num_clients=3, test_fraction=0.0), 0
+        )
 
 
 def test_standardise_against_a_loop() -> None:
     nan = np.nan
-    train = np.array([[1.0, 5.0, nan, 0.1, nan], [nan, 5.0, nan, 0.1, 2.0], [4.0, 5.0, nan, 0.1, 4.0], [9.0, nan, nan, 0.1, 9.0]])
+    train = np.array(
+        [
+            [1.0, 5.0, nan, 0.1, nan],
+            [nan, 5.0, nan, 0.1, 2.0],
+            [4.0, 5.0, nan, 0.1, 4.0],
+            [9.0, nan, nan, 0.1, 9.0],
+        ]
+    )
     test = np.array([[2.0, 6.0, 3.0, 0.2, nan], [nan, nan, nan, 0.1, 1.0]])
     a, b = standardise(train, test)
     for column in range(5):
@@ -270,7 +344,11 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (SHARED / "unpack").is_file():
         pytest.skip("the real data sets (../shared/data) are not beside this repository")
     folder = tmp_path_factory.mktemp("real")
-    subprocess.run([sys.executable, str(SHARED / "unpack"), str(folder), "fmnist", "heart"], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, str(SHARED / "unpack"), str(folder), "fmnist", "heart"],
+        check=True,
+        capture_output=True,
+    )
     return folder
 
 
@@ -293,20 +371,25 @@ def test_torchvision_reads_what_the_npz_holds(unpacked: Path) -> None:
 
 
 def test_pfedvmp_protocol_on_fashion_mnist(unpacked: Path) -> None:
-    given = DataSettings(dataset="fmnist", data_dir=str(unpacked), num_clients=50, keep=0.25, beta=0.3)
+    given = DataSettings(
+        dataset="fmnist", data_dir=str(unpacked), num_clients=50, keep=0.25, beta=0.3
+    )
     federation = load_federation(given, 0)
     check_federation(federation, given)
-    assert np.mean([len(data.y_train) for data in federation.clients]) == pytest.approx(280, abs=1)  # SPEC §1.5
+    # SPEC §1.5
+    assert np.mean([len(data.y_train) for data in federation.clients]) == pytest.approx(280, abs=1)
 
 
 def test_heart_with_missing_values(unpacked: Path) -> None:
-    given = DataSettings(dataset="heart", data_dir=str(unpacked), partition="natural", num_clients=4)
+    given = DataSettings(
+        dataset="heart", data_dir=str(unpacked), partition="natural", num_clients=4
+    )
     federation = load_federation(given, 0)
     check_federation(federation, given)
     assert [len(d.y_train) + len(d.y_test) for d in federation.clients] == [303, 294, 123, 200]
 
 
-# -- the synthetic generator -------------------------------------------------------------------------------------------
+# -- the synthetic generator ---------------------------------------------------------------------
 def test_synthetic_facts_of_e_m6() -> None:
     q = synthetic.basis(0)
     assert np.allclose(q.T @ q, np.eye(30), atol=1e-12)
@@ -332,7 +415,9 @@ def test_synthetic_facts_of_e_m6() -> None:
 
 
 def test_synthetic_offsets_grow_with_the_client() -> None:
-    offsets = np.array([[synthetic.transform(seed, index)[1] for index in range(10)] for seed in range(40)])
+    offsets = np.array(
+        [[synthetic.transform(seed, index)[1] for index in range(10)] for seed in range(40)]
+    )
     assert np.allclose(offsets.std(axis=(0, 2)), 5.0 * np.arange(1, 11), rtol=0.1)
     matrices = np.array([synthetic.transform(seed, 0)[0] for seed in range(20)])
     assert matrices.std() == pytest.approx(1.0, rel=0.03)
@@ -363,7 +448,9 @@ def test_synthetic_scenarios(scenario: str, sizes: list[int], shares: list[float
 
 
 def test_synthetic_clients_do_not_depend_on_their_number() -> None:
-    few, many = (DataSettings(dataset="synthetic", scenario="feature", num_clients=n) for n in (4, 13))
+    few, many = (
+        DataSettings(dataset="synthetic", scenario="feature", num_clients=n) for n in (4, 13)
+    )
     assert all(same(load_client(few, 5, k), load_client(many, 5, k)) for k in range(4))
     assert not same(load_client(few, 5, 0)[1:], load_client(few, 5, 1)[1:])
     assert not same(load_client(few, 5, 0), load_client(few, 6, 0))
@@ -372,11 +459,19 @@ def test_synthetic_clients_do_not_depend_on_their_number() -> None:
     assert len(small[1]) == 500
 
 
-# -- imports -----------------------------------------------------------------------------------------------------------
+# -- imports -------------------------------------------------------------------------------------
 def test_data_imports_neither_flower_nor_heavy_packages() -> None:
     root = Path(__file__).resolve().parents[1]
     for path in [*(root / "bayflower" / "data").glob("*.py"), root / "bayflower" / "vision.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
-            assert not {name.split(".")[0] for name in names} & {"flwr", "flwr_datasets", "pandas", "pickle", "torchvision"}, path
+            names += (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            )
+            assert not {name.split(".")[0] for name in names} & {
+                "flwr",
+                "flwr_datasets",
+                "pandas",
+                "pickle",
+                "torchvision",
+            }, path

@@ -1,4 +1,6 @@
-"""`bayflower deploy`: what init makes and refuses; the rest, with Flower's programs over TLS, is marked flower."""
+"""`bayflower deploy`: what init makes and refuses; the rest, with Flower's programs over TLS, is
+marked flower.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,27 @@ from bayflower.deploy import compose, folders, keys, layout
 from bayflower.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
-WORK = {"dataset": "digits", "num_clients": 3, "keep": 0.1, "min_size": 8, "batch_size": 16, "local_epochs": 1, "rounds": 2,
-        "device": "cpu", "evaluate_every": 1}  # fmt: skip
+WORK = {
+    "dataset": "digits",
+    "num_clients": 3,
+    "keep": 0.1,
+    "min_size": 8,
+    "batch_size": 16,
+    "local_epochs": 1,
+    "rounds": 2,
+    "device": "cpu",
+    "evaluate_every": 1,
+}
 SETS = [word for key, value in WORK.items() for word in ("--set", f"{key}={value}")]
 
 
 def deploy(*words: object, timeout: float = 400) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "bayflower", "deploy", *map(str, words)], capture_output=True, text=True, timeout=timeout, cwd="/"
+        [sys.executable, "-m", "bayflower", "deploy", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd="/",
     )
 
 
@@ -35,7 +50,7 @@ def private(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.suffix in (".key", ".secret")]
 
 
-# -- init ------------------------------------------------------------------------------------------------------------
+# -- init ----------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def several(tmp_path_factory) -> Path:
     """A deployment for several machines."""
@@ -45,12 +60,36 @@ def several(tmp_path_factory) -> Path:
 
 
 def test_each_machine_gets_what_it_needs_and_no_more(several):
-    server = {"deployment.json", "compose.yaml", "ca.crt", "server.crt", "server.key", "executor.secret", "nodes"}
-    client = {"deployment.json", "compose.yaml", "ca.crt", "node.key", "node.pub", "runtime.crt", "runtime.key", "executor.secret", "data"}
+    server = {
+        "deployment.json",
+        "compose.yaml",
+        "ca.crt",
+        "server.crt",
+        "server.key",
+        "executor.secret",
+        "nodes",
+    }
+    client = {
+        "deployment.json",
+        "compose.yaml",
+        "ca.crt",
+        "node.key",
+        "node.pub",
+        "runtime.crt",
+        "runtime.key",
+        "executor.secret",
+        "data",
+    }
     assert {path.name for path in (several / "server").iterdir()} == server
     for k in range(2):
         assert {path.name for path in (several / f"client-{k}").iterdir()} == client
-    assert {path.name for path in several.iterdir()} == {"ca", "server", "client-0", "client-1", "deployment.json"}
+    assert {path.name for path in several.iterdir()} == {
+        "ca",
+        "server",
+        "client-0",
+        "client-1",
+        "deployment.json",
+    }
 
 
 def test_private_keys_are_their_owners_alone_and_in_one_place(several):
@@ -60,7 +99,9 @@ def test_private_keys_are_their_owners_alone_and_in_one_place(several):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     contents = [path.read_bytes() for path in found]
     assert len(set(contents)) == len(contents)
-    public = b"".join(path.read_bytes() for path in several.rglob("*") if path.is_file() and path not in found)
+    public = b"".join(
+        path.read_bytes() for path in several.rglob("*") if path.is_file() and path not in found
+    )
     assert b"PRIVATE" not in public
     assert not any(content in public for content in contents)
 
@@ -69,7 +110,11 @@ def test_a_key_is_never_readable_while_it_is_written(tmp_path, monkeypatch):
     """The mode is given when the file is made, not afterwards."""
     modes = []
     opened = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777: (modes.append(mode), opened(path, flags, mode))[1])
+    monkeypatch.setattr(
+        os,
+        "open",
+        lambda path, flags, mode=0o777: (modes.append(mode), opened(path, flags, mode))[1],
+    )
     keys.new_file(tmp_path / "a.key", b"x", 0o600)
     assert modes == [0o600]
 
@@ -92,7 +137,9 @@ def test_node_keys_are_what_flower_asks_for(several):
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     assert isinstance(key.curve, ec.SECP384R1)
     assert key.public_key() == public
-    assert (several / "server" / "nodes" / "client-1.pub").read_bytes() == (several / "client-1" / "node.pub").read_bytes()
+    assert (several / "server" / "nodes" / "client-1.pub").read_bytes() == (
+        several / "client-1" / "node.pub"
+    ).read_bytes()
 
 
 def test_nothing_is_overwritten(several):
@@ -123,7 +170,10 @@ def test_init_refuses_with_a_remedy_and_leaves_nothing(tmp_path, words, text):
 def test_init_tells_the_expiry_and_what_comes_next(tmp_path):
     done = deploy("init", tmp_path / "fed", "--clients", 1, "--days", 30)
     assert done.returncode == 0, done.stderr
-    assert f"valid until {keys.expiry(tmp_path / 'fed' / 'server' / 'server.crt'):%Y-%m-%d}" in done.stdout
+    assert (
+        f"valid until {keys.expiry(tmp_path / 'fed' / 'server' / 'server.crt'):%Y-%m-%d}"
+        in done.stdout
+    )
     assert "bayflower deploy up" in done.stdout
 
 
@@ -162,7 +212,7 @@ def test_a_certificate_that_has_ended_is_refused_before_anything_starts(tmp_path
     assert "renew it" in str(done.exception)
 
 
-# -- containers' file ------------------------------------------------------------------------------------------------
+# -- containers' file ----------------------------------------------------------------------------
 def test_every_container_has_few_rights(several, tmp_path):
     folders.init(tmp_path / "one", clients=3)
     files = [tmp_path / "one" / "compose.yaml", *several.glob("*/compose.yaml")]
@@ -198,14 +248,25 @@ def test_app_code_sees_data_and_state_but_no_node_key(tmp_path):
         seen = services[f"clientapp-{k}"]["volumes"]
         assert f"./client-{k}/data:/data:ro" in seen
         assert f"state-{k}:/state" in seen
-        assert not any("node.key" in volume or f"client-{1 - k}" in volume or f"state-{1 - k}" in volume for volume in seen)
+        assert not any(
+            "node.key" in volume or f"client-{1 - k}" in volume or f"state-{1 - k}" in volume
+            for volume in seen
+        )
         assert services[f"clientapp-{k}"]["networks"] == [f"client-{k}"]
 
 
 def test_the_repositorys_compose_files_are_what_init_writes():
     build = {"context": "..", "dockerfile": "docker/Dockerfile"}
-    plain = layout.Deployment("bayflower", "all", 3, ("gate",), layout.PORT, f"bayflower:{compose.__version__}", "", "")
-    want = compose.content(plain, base="${BAYFLOWER_DEPLOYMENT:?make one with bayflower deploy init}",
-                           user="${BAYFLOWER_USER:-10001:10001}", build=build)  # fmt: skip
+    plain = layout.Deployment(
+        "bayflower", "all", 3, ("gate",), layout.PORT, f"bayflower:{compose.__version__}", "", ""
+    )
+    want = compose.content(
+        plain,
+        base="${BAYFLOWER_DEPLOYMENT:?make one with bayflower deploy init}",
+        user="${BAYFLOWER_USER:-10001:10001}",
+        build=build,
+    )
     assert yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text()) == want
-    assert yaml.safe_load((ROOT / "docker" / "insecure-trial.yaml").read_text()) == compose.trial(3, plain.image, build)
+    assert yaml.safe_load((ROOT / "docker" / "insecure-trial.yaml").read_text()) == compose.trial(
+        3, plain.image, build
+    )

@@ -1,12 +1,14 @@
-"""The documents do what they say: every `bayflower` line of a bash block and every Python block is run, page by page, in order.
+"""The documents do what they say: every `bayflower` line of a bash block and every Python block is
+run, page by page, in order.
 
-The convention. In ```bash blocks, lines that start with "bayflower " are run as they stand, with this environment's Python; other lines
-(make, pip) are what CI does on a clean checkout. ```python blocks are run in a namespace of their own, in the same folder as the
-commands of their page. A Python block whose first line is a comment with a path is a file of the example in docs/add-a-method.md: its
-test, the contract's promises and the engines' agreement are run on it.
-```sh blocks are run by tests/test_flower.py, test_deploy_processes.py and test_examples.py, because they start Flower's own programs;
-```diff blocks by tests/test_examples.py. Plain blocks are pictures, printed output, or commands that need hours or several machines; these
-are parsed.
+The convention. In ```bash blocks, lines that start with "bayflower " are run as they stand, with
+this environment's Python; other lines (make, pip) are what CI does on a clean checkout. ```python
+blocks are run in a namespace of their own, in the same folder as the commands of their page. A
+Python block whose first line is a comment with a path is a file of the example in
+docs/add-a-method.md: its test, the contract's promises and the engines' agreement are run on it.
+```sh blocks are run by tests/test_flower.py, test_deploy_processes.py and test_examples.py, because
+they start Flower's own programs; ```diff blocks by tests/test_examples.py. Plain blocks are
+pictures, printed output, or commands that need hours or several machines; these are parsed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ((?:bayflower|tests)/[\w/]+\.py)(.*)\n")
 STEM = "fedavgm"
 SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "dtype": "float64"}
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "FLWR_TELEMETRY_ENABLED": "0",
+}
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -50,20 +57,27 @@ def commands(block: str) -> list[str]:
 
 def files(page: str) -> dict[str, str]:
     """Return the blocks that are files of an example, by path."""
-    return {found[1]: text for language, text in blocks(page) if language == "python" and (found := FILE.match(text))}
+    return {
+        found[1]: text
+        for language, text in blocks(page)
+        if language == "python" and (found := FILE.match(text))
+    }
 
 
 def run_command(line: str, folder: Path) -> None:
     words = shlex.split(line, comments=True)[1:]
     call = [sys.executable, "-m", "bayflower", *words]
-    done = subprocess.run(call, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        call, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("wandb", "mlflow"):  # their recipes are run in test_tools.py, where what reaches them is checked
+    # their recipes are run in test_tools.py, where what reaches them is checked
+    for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     for number, (language, text) in enumerate(blocks(page)):
         if language == "bash":
@@ -77,23 +91,36 @@ def test_commands_and_python_blocks_run(page, tmp_path, monkeypatch):
 def test_the_convention_finds_what_it_should():
     found = {page: [language for language, _ in blocks(page)] for page in PAGES}
     assert {"bash", "python"} <= set(found["README.md"])
-    assert all(language in ("", "bash", "diff", "python", "sh") for languages in found.values() for language in languages), found
+    assert all(
+        language in ("", "bash", "diff", "python", "sh")
+        for languages in found.values()
+        for language in languages
+    ), found
     assert sum(len(commands(text)) for _, text in blocks("README.md")) >= 5
     assert set(files(EXAMPLE)) == {
-        f"bayflower/strategies/{STEM}.py", f"bayflower/clients/{STEM}.py", "bayflower/methods.py", f"tests/test_{STEM}.py"
-    }  # fmt: skip
+        f"bayflower/strategies/{STEM}.py",
+        f"bayflower/clients/{STEM}.py",
+        "bayflower/methods.py",
+        f"tests/test_{STEM}.py",
+    }
 
 
 def spelled_out(text: str) -> list[list[str]]:
     """Return the words of every `bayflower` command in a block, wherever in a line it stands."""
     text = text.replace("\\\n", " ")
-    found = (shlex.split(part.split("#")[0].split(" & ")[0]) for line in text.splitlines() for part in re.findall(r"\bbayflower .*", line))
+    found = (
+        shlex.split(part.split("#")[0].split(" & ")[0])
+        for line in text.splitlines()
+        for part in re.findall(r"\bbayflower .*", line)
+    )
     return [words[1:] for words in found]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_that_need_more_than_a_test_has_are_understood(page):
-    """Plain blocks show what needs hours, a GPU or several machines: their commands and options exist and take those values."""
+    """Plain blocks show what needs hours, a GPU or several machines: their commands and options
+    exist and take those values.
+    """
     from typer.main import get_command
 
     from bayflower.cli import app
@@ -108,7 +135,9 @@ def test_commands_that_need_more_than_a_test_has_are_understood(page):
 
 
 def test_the_parser_of_plain_blocks_can_fail():
-    assert spelled_out("for k in 1 2; do bayflower reproduce a --part $k/2 & done; wait") == [["reproduce", "a", "--part", "$k/2"]]
+    assert spelled_out("for k in 1 2; do bayflower reproduce a --part $k/2 & done; wait") == [
+        ["reproduce", "a", "--part", "$k/2"]
+    ]
     assert spelled_out("RAY_ADDRESS=a:1 bayflower run fedmap  # words") == [["run", "fedmap"]]
 
 
@@ -124,7 +153,7 @@ def test_every_command_that_is_named_exists():
         assert named <= known, f"{page}: {sorted(named - known)}"
 
 
-# -- the method of docs/add-a-method.md ------------------------------------------------------------------------------
+# -- the method of docs/add-a-method.md ----------------------------------------------------------
 def place(folder: Path, monkeypatch, change=lambda path, text: text) -> None:
     """Put the example's files where the package finds them, and its row into the table."""
     for path, text in files(EXAMPLE).items():
@@ -137,7 +166,9 @@ def place(folder: Path, monkeypatch, change=lambda path, text: text) -> None:
             (folder / path).write_text(change(path, text))
     for package in (strategies, clients):
         name = package.__name__.split(".")[1]
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder / "bayflower" / name)])
+        monkeypatch.setattr(
+            package, "__path__", [*package.__path__, str(folder / "bayflower" / name)]
+        )
     importlib.invalidate_caches()
 
 
@@ -176,11 +207,19 @@ def test_the_example_keeps_every_promise_of_the_contract(example, tmp_path):
     promises = {
         name: test
         for name, test in vars(test_contract).items()
-        if name.startswith("test_") and next(iter(inspect.signature(test).parameters), None) == "bench"
+        if name.startswith("test_")
+        and next(iter(inspect.signature(test).parameters), None) == "bench"
     }
     assert len(promises) >= 11
     for test in promises.values():
-        test(bench, **({"tmp_path": tmp_path / "store"} if "tmp_path" in inspect.signature(test).parameters else {}))
+        test(
+            bench,
+            **(
+                {"tmp_path": tmp_path / "store"}
+                if "tmp_path" in inspect.signature(test).parameters
+                else {}
+            ),
+        )
 
 
 def test_the_example_runs_on_both_engines_with_the_same_numbers(example):

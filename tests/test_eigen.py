@@ -1,4 +1,6 @@
-"""Eigenvectors and pseudo-inverses of many symmetric matrices, against one dense decomposition each."""
+"""Eigenvectors and pseudo-inverses of many symmetric matrices, against one dense decomposition
+each.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ import torch
 from bayflower.maths.classwise import centre, class_factors, factors, roots
 from bayflower.maths.eigen import eigh, largest, pseudo_inverse
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
+]
 
 
 def decaying(groups: int, size: int, decades: float, device: str = "cpu") -> torch.Tensor:
@@ -32,7 +43,11 @@ def test_the_pseudo_inverse_is_that_of_the_eigenvalues_above_the_cut(size, decad
     batch = decaying(5, size, decades, device)
     batch[1] = 0  # nothing there
     batch[2, size // 2 :] = batch[2, :, size // 2 :] = 0  # padding
-    floor = torch.tensor([0.0, 1e-30, 0.0, 0.0, float(batch[4].diagonal().mean()) / 50], dtype=torch.float64, device=device)
+    floor = torch.tensor(
+        [0.0, 1e-30, 0.0, 0.0, float(batch[4].diagonal().mean()) / 50],
+        dtype=torch.float64,
+        device=device,
+    )
     inverse, rank = pseudo_inverse(batch, 1e-5, floor)
     assert rank[1] == 0
     assert not bool(inverse[1].any())
@@ -44,7 +59,9 @@ def test_the_pseudo_inverse_is_that_of_the_eigenvalues_above_the_cut(size, decad
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_largest_eigenvalue(device):
-    batch = torch.cat([decaying(4, 90, 8.0, device), torch.eye(90, dtype=torch.float64, device=device)[None] * 3])
+    batch = torch.cat(
+        [decaying(4, 90, 8.0, device), torch.eye(90, dtype=torch.float64, device=device)[None] * 3]
+    )
     assert torch.allclose(largest(batch), torch.linalg.eigvalsh(batch)[:, -1], rtol=1e-6)
     assert largest(torch.zeros(1, 4, 4, dtype=torch.float64, device=device)) == 0
 
@@ -61,7 +78,9 @@ def test_eigenvectors(size, dtype, device):
 
 
 def test_roots_and_factors_have_the_same_sum():
-    """Two ways to the pseudo-inverse of a covariance: orthonormal vectors, and rows without eigenvectors."""
+    """Two ways to the pseudo-inverse of a covariance: orthonormal vectors, and rows without
+    eigenvectors.
+    """
     z = torch.randn(4, 60, 90) @ torch.diag(10 ** -torch.linspace(0, 3, 90))
     real = torch.arange(60) < torch.tensor([60, 41, 2, 1])[:, None]
     parts = centre(z, real)
@@ -83,10 +102,16 @@ def test_stacks_on_a_gpu_give_the_sums_and_ranks_of_a_cpu():
     y[:, :400] = 0
     mask = (torch.rand(3, 700, generator=draw) < 0.9).float()
     stacked = torch.func.vmap(lambda z, y, m: class_factors(z, y, m, 3))
-    here, there = stacked(z, y, mask), [part.cpu() for part in stacked(z.cuda(), y.cuda(), mask.cuda())]
+    here, there = (
+        stacked(z, y, mask),
+        [part.cpu() for part in stacked(z.cuda(), y.cuda(), mask.cuda())],
+    )
     for c in range(3):
         for k in range(3):
             rows = y[c] == k
-            want, got = (b[c, rows].double().mT @ (w[c, rows, None].double() * b[c, rows].double()) for b, w, _ in (here, there))
+            want, got = (
+                b[c, rows].double().mT @ (w[c, rows, None].double() * b[c, rows].double())
+                for b, w, _ in (here, there)
+            )
             assert float((got - want).norm() / want.norm()) < 1e-4
             assert int(here[2][c, rows].sum()) == int(there[2][c, rows].sum())

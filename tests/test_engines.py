@@ -1,4 +1,6 @@
-"""Same seed, same work, whatever the engine: fused against loop, per tensor and norm-wise, and the per-client metrics."""
+"""Same seed, same work, whatever the engine: fused against loop, per tensor and norm-wise, and the
+per-client metrics.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from bayflower.rounds.halves import Halves
 from bayflower.tree import flatten, unflatten
 
 NAMES = sorted(METHODS)
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
+]
 
 
 def outcomes(method: str, **settings):
@@ -29,7 +40,11 @@ def outcomes(method: str, **settings):
 
     memory = MemoryStore()
     loop = run_loop(prepared.run, prepared.federation, prepared.halves, store=memory)
-    states = {client: unflatten(prepared.halves.client.state_type, saved[0].state) for (_, client), saved in memory.kept.items() if saved}
+    states = {
+        client: unflatten(prepared.halves.client.state_type, saved[0].state)
+        for (_, client), saved in memory.kept.items()
+        if saved
+    }
     return loop._replace(client_states=states), fused
 
 
@@ -50,7 +65,9 @@ def compare(loop, fused, tolerance: float) -> None:
         for view in mine:
             assert mine[view].keys() == yours[view].keys()
             for client, tally in mine[view].items():
-                assert float(yours[view][client].nll) == pytest.approx(float(tally.nll), rel=max(tolerance * 100, 1e-5))
+                assert float(yours[view][client].nll) == pytest.approx(
+                    float(tally.nll), rel=max(tolerance * 100, 1e-5)
+                )
                 assert int(yours[view][client].num_examples) == int(tally.num_examples)
 
 
@@ -58,8 +75,13 @@ def compare(loop, fused, tolerance: float) -> None:
 @pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
 @pytest.mark.parametrize("method", NAMES)
 def test_one_float32_sgd_round_agrees_to_1e_5(method, model, device):
-    """FedDC and FedDyn keep how far weights have moved; the rate is such that a move has enough digits in float32."""
-    compare(*outcomes(method, model=model, rounds=1, optimizer="sgd", lr=0.1, device=device), tolerance=1e-5)
+    """FedDC and FedDyn keep how far weights have moved; the rate is such that a move has enough
+    digits in float32.
+    """
+    compare(
+        *outcomes(method, model=model, rounds=1, optimizer="sgd", lr=0.1, device=device),
+        tolerance=1e-5,
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,8 +102,18 @@ def test_five_float64_rounds_agree_to_1e_9(method, model, device):
 
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
 def test_adaptive_optimisers_agree_where_every_gradient_is_real(optimizer):
-    """Inputs without constant columns and no BatchNorm: elsewhere these optimisers turn rounding errors of zero gradients into steps."""
-    settings = {"dataset": "synthetic", "num_clients": 4, "new_clients": 0, "keep": 1.0, "batch_size": 256, "dtype": "float64", "rounds": 2}
+    """Inputs without constant columns and no BatchNorm: elsewhere these optimisers turn rounding
+    errors of zero gradients into steps.
+    """
+    settings = {
+        "dataset": "synthetic",
+        "num_clients": 4,
+        "new_clients": 0,
+        "keep": 1.0,
+        "batch_size": 256,
+        "dtype": "float64",
+        "rounds": 2,
+    }
     compare(*outcomes("fedmap", optimizer=optimizer, **settings), tolerance=1e-9)
 
 
@@ -92,9 +124,20 @@ def test_a_cnn_agrees(tmp_path, method, device):
 
     rng = np.random.default_rng(0)
     y = rng.integers(0, 4, 240)
-    x = (rng.normal(size=(240, 20, 20)) * 20 + 30 * y[:, None, None] + 60).clip(0, 255).astype(np.uint8)
+    x = (
+        (rng.normal(size=(240, 20, 20)) * 20 + 30 * y[:, None, None] + 60)
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
     np.savez(tmp_path / "images.npz", x=x, y=y)
-    settings = {"dataset": str(tmp_path / "images.npz"), "keep": 1.0, "optimizer": "sgd", "lr": 0.05, "rounds": 1, "new_clients": 1}
+    settings = {
+        "dataset": str(tmp_path / "images.npz"),
+        "keep": 1.0,
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "rounds": 1,
+        "new_clients": 1,
+    }
     loop, fused = outcomes(method, model="cnn", device=device, **settings)
     assert not fused.remarks  # or the clients were trained one by one
     compare(loop, fused, tolerance=1e-5)
@@ -102,24 +145,38 @@ def test_a_cnn_agrees(tmp_path, method, device):
 
 @pytest.mark.parametrize("method", ["fedmap", "fedbn"])
 def test_chunks_of_clients_change_nothing_that_matters(method):
-    whole, parts = (execute(small_prepared(method, "fused", dtype="float64", optimizer="sgd", lr=0.05, max_fused=most)) for most in (0, 2))
+    whole, parts = (
+        execute(
+            small_prepared(
+                method, "fused", dtype="float64", optimizer="sgd", lr=0.05, max_fused=most
+            )
+        )
+        for most in (0, 2)
+    )
     assert worst_difference(parts.server_state, whole.server_state) < 1e-10
     assert worst_difference(parts.client_states, whole.client_states) < 1e-10
 
 
 def test_a_network_with_dropout_is_trained_one_by_one_and_says_so(caplog):
-    """Dropout draws its own numbers; both engines seed it per client and round, so they agree to the bit on the CPU."""
+    """Dropout draws its own numbers; both engines seed it per client and round, so they agree to
+    the bit on the CPU.
+    """
     prepared = small_prepared("fedmap", dtype="float64")
 
     def factory():
         return papers.BaseHead(
-            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)), torch.nn.Linear(16, 10)
+            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)),
+            torch.nn.Linear(16, 10),
         )
 
     model = Model(factory, 10, "with dropout")
     row = get("fedmap")
-    halves = Halves(row.server(prepared.run.options, model.anatomy), row.client(prepared.run.options, prepared.run.training, model),
-                    model, model.initial(0, torch.float64))  # fmt: skip
+    halves = Halves(
+        row.server(prepared.run.options, model.anatomy),
+        row.client(prepared.run.options, prepared.run.training, model),
+        model,
+        model.initial(0, torch.float64),
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -147,19 +204,27 @@ def test_loop_gives_the_same_bits_from_disk_and_in_any_order_of_arrival(tmp_path
 
     run, federation, halves = prepared.run, prepared.federation, prepared.halves
     app = federation_app(run, federation, halves, DiskStore(tmp_path))
-    grid = Reversed(app, contexts(data.client for data in (*federation.clients, *federation.new_clients)))
+    grid = Reversed(
+        app, contexts(data.client for data in (*federation.clients, *federation.new_clients))
+    )
     strategy = make_strategy(run)
     strategy.start(grid, to_arrays({**halves.initial[0], **halves.initial[1]}), num_rounds=3)
     assert_same_bits(strategy.outcome.server_state, want.server_state)
     for view, tallies in want.views.items():
         for client, tally in tallies.items():
             assert_same_bits(strategy.outcome.views[view][client], tally)
-    assert [record["train_loss"] for record in strategy.records] == [record["train_loss"] for record in want.rounds]
+    assert [record["train_loss"] for record in strategy.records] == [
+        record["train_loss"] for record in want.rounds
+    ]
 
 
 def test_partial_participation_is_seeded_and_untouched_clients_keep_their_state():
     outcome = execute(small_prepared("local", "fused", fraction_train=0.4, rounds=1))
     prepared = small_prepared("local", "fused")
     fresh = flatten(prepared.halves.client.init(*prepared.halves.initial))
-    same = [client for client, state in outcome.client_states.items() if all(torch.equal(a, fresh[n]) for n, a in flatten(state).items())]
+    same = [
+        client
+        for client, state in outcome.client_states.items()
+        if all(torch.equal(a, fresh[n]) for n, a in flatten(state).items())
+    ]
     assert len(same) == 3

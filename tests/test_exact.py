@@ -1,4 +1,6 @@
-"""Exact sums against rational arithmetic: every order and every tree gives the bits of the correctly rounded sum."""
+"""Exact sums against rational arithmetic: every order and every tree gives the bits of the
+correctly rounded sum.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from bayflower.maths.exact import CHUNK, LIMIT, Accumulator, Scaled, Total
 LARGEST = math.ldexp(1.0 - 2.0**-53, 1024)
 SMALLEST = 5e-324
 finite = st.floats(allow_nan=False, allow_infinity=False)
-rows = st.integers(1, 3).flatmap(lambda width: st.lists(st.lists(finite, min_size=width, max_size=width), min_size=1, max_size=12))
+rows = st.integers(1, 3).flatmap(
+    lambda width: st.lists(
+        st.lists(finite, min_size=width, max_size=width), min_size=1, max_size=12
+    )
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,7 +90,9 @@ def test_equals_rational_sum(terms: list[list[float]]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(rows, st.randoms(use_true_random=False))
-def test_any_order_and_any_tree_give_equal_bits(terms: list[list[float]], rng: random.Random) -> None:
+def test_any_order_and_any_tree_give_equal_bits(
+    terms: list[list[float]], rng: random.Random
+) -> None:
     terms = [[x / 16 for x in term] for term in terms]  # no overflow
     first = bits(total_of(terms).value()["x"])
     for _ in range(3):
@@ -129,9 +137,13 @@ def test_hard_cases(column: list[float]) -> None:
 
 def test_many_terms_pass_carries() -> None:
     rng = random.Random(1)
-    terms = [[math.ldexp(rng.uniform(-1, 1), rng.randint(-70, 30)), 1048576.0, -0.7, rng.gauss(0, 1)] for _ in range(5 * LIMIT + 7)]
+    terms = [
+        [math.ldexp(rng.uniform(-1, 1), rng.randint(-70, 30)), 1048576.0, -0.7, rng.gauss(0, 1)]
+        for _ in range(5 * LIMIT + 7)
+    ]
     check(terms)
-    check([[1048575.999, -(2.0**-27), 2.0**-28]] * (20 * LIMIT))  # the largest digits of a window, all of one sign
+    # the largest digits of a window, all of one sign
+    check([[1048575.999, -(2.0**-27), 2.0**-28]] * (20 * LIMIT))
 
 
 def test_windows_never_leave_the_range_in_which_they_are_exact() -> None:
@@ -150,15 +162,24 @@ def test_windows_never_leave_the_range_in_which_they_are_exact() -> None:
 
 def test_sum_of_cancelling_terms_in_halves_of_a_unit() -> None:
     rng = random.Random(2)
-    for _ in range(200):  # digits at ±half of a window: the place where a carry, a remainder or a tie goes wrong
-        term = [[sum(rng.choice((-1, 0, 1)) * 2.0 ** (46 * w - 26) for w in range(low, low + 2))] for low in rng.choices(range(-3, 3), k=6)]
+    # digits at ±half of a window: the place where a carry, a remainder or a tie goes wrong
+    for _ in range(200):
+        term = [
+            [sum(rng.choice((-1, 0, 1)) * 2.0 ** (46 * w - 26) for w in range(low, low + 2))]
+            for low in rng.choices(range(-3, 3), k=6)
+        ]
         check(term)
 
 
 @pytest.mark.parametrize("scale", [2.0**-1060, 2.0**-1000, 1.0, 2.0**500, 2.0**1000])
 def test_many_columns_of_one_scale(scale: float) -> None:
     rng = random.Random(3)
-    check([[scale * rng.uniform(-1, 1) * 2.0 ** rng.randint(-20, 0) for _ in range(50)] for _ in range(9)])
+    check(
+        [
+            [scale * rng.uniform(-1, 1) * 2.0 ** rng.randint(-20, 0) for _ in range(50)]
+            for _ in range(9)
+        ]
+    )
 
 
 def test_weighted_mean_of_equal_models_is_that_model() -> None:
@@ -174,7 +195,10 @@ def test_weighted_mean_of_equal_models_is_that_model() -> None:
 def test_chunks_and_shared_chunks() -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = {"b": (3,), "a": (CHUNK + 5,), "c": (2, 3), "scalar": (), "empty": (0,), "late": (4,)}
-    terms = [{k: torch.randn(v, generator=generator, dtype=torch.float64) for k, v in shapes.items()} for _ in range(5)]
+    terms = [
+        {k: torch.randn(v, generator=generator, dtype=torch.float64) for k, v in shapes.items()}
+        for _ in range(5)
+    ]
     del terms[0]["late"], terms[1]["c"], terms[2]["a"], terms[3]["b"]  # a missing name is zero
     total, left, right = Total(), Total(), Total()
     for i, term in enumerate(terms):
@@ -186,7 +210,9 @@ def test_chunks_and_shared_chunks() -> None:
     for name, shape in shapes.items():
         parts = [term[name].flatten().tolist() for term in terms if name in term]
         assert value[name].shape == shape
-        assert value[name].flatten().tolist() == [math.fsum(column) for column in zip(*parts, strict=True)]
+        assert value[name].flatten().tolist() == [
+            math.fsum(column) for column in zip(*parts, strict=True)
+        ]
         assert bits(value[name]) == bits(merged[name])
 
 
@@ -217,11 +243,25 @@ def test_arguments_are_not_changed_and_values_are_not_shared() -> None:
 
 def test_other_dtypes() -> None:
     total = Total()
-    total.add({"h": torch.tensor([0.1], dtype=torch.float16), "s": torch.tensor([0.1]), "b": torch.tensor([True])})
+    total.add(
+        {
+            "h": torch.tensor([0.1], dtype=torch.float16),
+            "s": torch.tensor([0.1]),
+            "b": torch.tensor([True]),
+        }
+    )
     total.add({"i": torch.tensor([2], dtype=torch.int32)})
-    total.add({"h": torch.tensor([0.1], dtype=torch.float64), "s": torch.tensor([0.1]), "b": torch.tensor([True])})
+    total.add(
+        {
+            "h": torch.tensor([0.1], dtype=torch.float64),
+            "s": torch.tensor([0.1]),
+            "b": torch.tensor([True]),
+        }
+    )
     value = total.value()
-    assert value["h"].tolist() == [float(Fraction(torch.tensor(0.1, dtype=torch.float16).item()) + Fraction(0.1))]
+    assert value["h"].tolist() == [
+        float(Fraction(torch.tensor(0.1, dtype=torch.float16).item()) + Fraction(0.1))
+    ]
     assert value["s"].tolist() == [2 * torch.tensor(0.1).item()]
     assert value["b"].dtype == value["i"].dtype == torch.int64
     assert value["b"].tolist() == value["i"].tolist() == [2]
@@ -250,11 +290,17 @@ def test_identity_and_drop() -> None:
         ({"new": vector([1.0]), "n": vector([1.0])}, ValueError, "n holds real numbers"),
         ({"n": torch.tensor([1]), "x": vector([1.0, math.nan])}, ValueError, "x .*nan"),
         ({"n": torch.tensor([1]), "new": vector([-math.inf])}, ValueError, "new .*inf"),
-        ({"new": vector([1.0]), "n": torch.tensor([2**62]), "x": vector([1.0, 1.0])}, OverflowError, "n .*int64"),
+        (
+            {"new": vector([1.0]), "n": torch.tensor([2**62]), "x": vector([1.0, 1.0])},
+            OverflowError,
+            "n .*int64",
+        ),
         ({"x": vector([1.0, 1.0]), "new": torch.tensor([1j])}, ValueError, "new .*complex"),
     ],
 )
-def test_errors_leave_the_total_unchanged(statistic: dict[str, Tensor], error: type[Exception], words: str) -> None:
+def test_errors_leave_the_total_unchanged(
+    statistic: dict[str, Tensor], error: type[Exception], words: str
+) -> None:
     total = Total()
     total.add({"x": vector([0.1, 0.2]), "n": torch.tensor([2**62])})
     with pytest.raises(error, match=words):
@@ -283,12 +329,20 @@ def test_products_formed_on_the_way_equal_products_formed_before():
     generator = torch.Generator().manual_seed(5)
     one, two = Total(), Total()
     for weight in (3.0, 0.1, 1e-200, 7e150):
-        tensors = {"a": torch.randn(70_000, generator=generator), "b": torch.randn(5, 4, generator=generator, dtype=torch.float64),
-                   "c": torch.arange(6)}  # fmt: skip
+        tensors = {
+            "a": torch.randn(70_000, generator=generator),
+            "b": torch.randn(5, 4, generator=generator, dtype=torch.float64),
+            "c": torch.arange(6),
+        }
         one.add({name: Scaled(x, weight) for name, x in tensors.items()})
         two.add({name: x.double() * weight for name, x in tensors.items()})
     left, right = one.value(), two.value()
     assert all(torch.equal(left[name], right[name]) for name in right)
     with pytest.raises(ValueError, match="b has a value that is not finite"):
-        one.add({"a": Scaled(torch.zeros(70_000), 1.0), "b": Scaled(torch.full((5, 4), 1e300, dtype=torch.float64), 1e300)})
+        one.add(
+            {
+                "a": Scaled(torch.zeros(70_000), 1.0),
+                "b": Scaled(torch.full((5, 4), 1e300, dtype=torch.float64), 1e300),
+            }
+        )
     assert torch.equal(one.value()["a"], left["a"])

@@ -1,4 +1,6 @@
-"""The example projects run, the stock app becomes each of the five methods by at most ten lines, and documents show what is there."""
+"""The example projects run, the stock app becomes each of the five methods by at most ten lines,
+and documents show what is there.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ def patched(folder: Path, method: str) -> Path:
     app = folder / method
     shutil.copytree(EXAMPLES / "fedavg_app", app)
     diff = app / "diffs" / f"{method}.diff"
-    done = subprocess.run(["git", "apply", "--unsafe-paths", f"--directory={app}", str(diff)], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "apply", "--unsafe-paths", f"--directory={app}", str(diff)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return app
 
@@ -57,7 +64,8 @@ def test_the_stock_app_runs_without_us(tmp_path, capsys):
 def test_ten_lines_make_it_one_of_the_five_methods(method, tmp_path, capsys):
     app = patched(tmp_path, method)
     assert changed(app / "diffs" / f"{method}.diff") <= 10
-    torch.manual_seed(0)  # the app draws its first weights from torch's generator, which other tests have used
+    # the app draws its first weights from torch's generator, which other tests have used
+    torch.manual_seed(0)
     try_app(app, 3, {"num-server-rounds": 6}, {"state-dir": str(tmp_path / "state")})
     accuracy = float(capsys.readouterr().out.rsplit(":", 1)[1])
     assert accuracy > (0.5 if method != "metavd" else 0.2)
@@ -104,10 +112,25 @@ def test_hospitals(tmp_path, capsys):
     raw = tmp_path / "raw"
     raw.mkdir()
     for name in ("cleveland", "hungarian", "switzerland", "va"):
-        rows = [",".join([*("?" if draw.random() < 0.1 else f"{value:.1f}" for value in draw.normal(size=13)), str(draw.integers(5))])
-                for _ in range(60)]  # fmt: skip
+        rows = [
+            ",".join(
+                [
+                    *(
+                        "?" if draw.random() < 0.1 else f"{value:.1f}"
+                        for value in draw.normal(size=13)
+                    ),
+                    str(draw.integers(5)),
+                ]
+            )
+            for _ in range(60)
+        ]
         (raw / f"processed.{name}.data").write_text("\n".join(rows) + "\n")
-    call = [sys.executable, str(EXAMPLES / "heart_hospitals" / "get_data.py"), str(raw), str(tmp_path / "data")]
+    call = [
+        sys.executable,
+        str(EXAMPLES / "heart_hospitals" / "get_data.py"),
+        str(raw),
+        str(tmp_path / "data"),
+    ]
     assert subprocess.run(call, capture_output=True, text=True).returncode == 0
     data = np.load(tmp_path / "data" / "heart.npz")
     assert data["x"].shape == (240, 13)
@@ -131,7 +154,9 @@ def test_what_is_no_app_is_refused(tmp_path):
 
 
 def test_the_app_travels_as_a_simulation_sends_it(tmp_path):
-    """Ray sends a copy of the whole ClientApp with every message; the copies answer, and share the data that one of them has loaded."""
+    """Ray sends a copy of the whole ClientApp with every message; the copies answer, and share the
+    data that one of them has loaded.
+    """
     cloudpickle = pytest.importorskip("ray.cloudpickle")
     app = make_client_app("fedmap", model=partial(nn.Linear, 2, 2), data=two_points, state=tmp_path)
     copies = [cloudpickle.loads(cloudpickle.dumps(app)) for _ in range(2)]
@@ -161,20 +186,37 @@ def test_flwr_run_on_each_example(tmp_path):
     """The three apps as Flower itself starts them: `flwr run DIR` in its simulation."""
     with Flower("ray", 4, tmp_path) as flower:
         for name in ("fedavg_app", "resnet_images", "heart_hospitals"):
-            shutil.copytree(EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
             run = flower.submit(tmp_path / name, {"num-server-rounds": 1})
-            assert finished(flower, run) == "finished:completed", (name, (tmp_path / "logs" / "superlink.log").read_text()[-3000:])
+            assert finished(flower, run) == "finished:completed", (
+                name,
+                (tmp_path / "logs" / "superlink.log").read_text()[-3000:],
+            )
 
 
 @pytest.mark.flower
 def test_the_flwr_run_of_the_documentation(tmp_path):
     """The command of docs/running.md as it stands, but for fewer rounds and its folder."""
     page = (ROOT / "docs" / "running.md").read_text()
-    (block,) = [text for text in re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if text.startswith("flwr run")]
-    command = block.replace("rounds=5", "rounds=1").replace("/full/path/to/a/folder", str(tmp_path / "out"))
+    (block,) = [
+        text
+        for text in re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        if text.startswith("flwr run")
+    ]
+    command = block.replace("rounds=5", "rounds=1").replace(
+        "/full/path/to/a/folder", str(tmp_path / "out")
+    )
     with Flower("ray", 10, tmp_path) as flower:
         done = subprocess.run(
-            ["bash", "-c", command], cwd=ROOT, env=flower.env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+            ["bash", "-c", command],
+            cwd=ROOT,
+            env=flower.env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            stdin=subprocess.DEVNULL,
         )
         assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "result.json").read_text())["method"] == "fedmap"
@@ -182,10 +224,21 @@ def test_the_flwr_run_of_the_documentation(tmp_path):
 
 @pytest.mark.flower
 def test_a_fresh_environment_with_only_pip_install(tmp_path):
-    """`pip install .` into an empty environment; there each diff is applied to the stock app and run."""
+    """`pip install .` into an empty environment; there each diff is applied to the stock app and
+    run.
+    """
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), str(ROOT)]
+    install = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "-c",
+        str(ROOT / "constraints.txt"),
+        str(ROOT),
+    ]
     done = subprocess.run(install, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     for method in FIVE:
@@ -202,8 +255,16 @@ def test_a_fresh_environment_with_only_pip_install(tmp_path):
             str(tmp_path / "state" / method),
         ]
         done = subprocess.run(
-            call, capture_output=True, text=True, timeout=300, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+            call,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         )
         assert done.returncode == 0, done.stderr
         assert "accuracy on the clients' test data" in done.stdout
-        assert len(list((tmp_path / "state" / method).glob("*/client-*/personal/model.safetensors"))) == 3
+        assert (
+            len(list((tmp_path / "state" / method).glob("*/client-*/personal/model.safetensors")))
+            == 3
+        )

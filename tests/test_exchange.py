@@ -1,4 +1,6 @@
-"""Messages and replies that are lost without a word: nodes are asked again, in time and not too often, and answer without working twice."""
+"""Messages and replies that are lost without a word: nodes are asked again, in time and not too
+often, and answer without working twice.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,19 @@ from bayflower.flower.exchange import CLOCKS, Line, stream
 from bayflower.flower.loop import FIRST_NODE, InProcessGrid, contexts, federation_app, make_strategy
 from bayflower.rounds import solo
 
-FAST = {"new_clients": 1, "local_epochs": 1, "evaluate_every": 0, "keep": 0.15, "ask_again_seconds": 0.3}
+FAST = {
+    "new_clients": 1,
+    "local_epochs": 1,
+    "evaluate_every": 0,
+    "keep": 0.15,
+    "ask_again_seconds": 0.3,
+}
 
 
 class LossyGrid(InProcessGrid):
-    """A grid that loses replies: `lose(message, how often this client was sent this kind of message in this round)`."""
+    """A grid that loses replies: `lose(message, how often this client was sent this kind of message
+    in this round)`.
+    """
 
     def __init__(self, lose, *more) -> None:
         super().__init__(*more, self.answer)
@@ -29,21 +39,34 @@ class LossyGrid(InProcessGrid):
 
     def answer(self, message: Message) -> Message | None:
         head = dict(message.content[records.HEADER])
-        what = (message.metadata.message_type, head.get("round"), message.metadata.dst_node_id - FIRST_NODE)
+        what = (
+            message.metadata.message_type,
+            head.get("round"),
+            message.metadata.dst_node_id - FIRST_NODE,
+        )
         self.asked[what] = self.asked.get(what, 0) + 1
         reply = self.ask(message)
         return None if self.lose(*what, self.asked[what]) else reply
 
 
 def run(lose, store=None, **settings):
-    """Return (strategy, grid, seconds) of two rounds of FedMAP with a timeout that nobody wants to wait for."""
+    """Return (strategy, grid, seconds) of two rounds of FedMAP with a timeout that nobody wants to
+    wait for.
+    """
     prepared = small_prepared("fedmap", **{**FAST, **settings})
     federation, halves = prepared.federation, prepared.halves
     app = federation_app(prepared.run, federation, halves, store or MemoryStore())
-    grid = LossyGrid(lose, app, contexts(data.client for data in (*federation.clients, *federation.new_clients)))
+    grid = LossyGrid(
+        lose, app, contexts(data.client for data in (*federation.clients, *federation.new_clients))
+    )
     strategy = make_strategy(prepared.run)
     begun = time.monotonic()
-    strategy.start(grid, records.to_arrays({**halves.initial[0], **halves.initial[1]}), num_rounds=2, timeout=40)
+    strategy.start(
+        grid,
+        records.to_arrays({**halves.initial[0], **halves.initial[1]}),
+        num_rounds=2,
+        timeout=40,
+    )
     return strategy, grid, time.monotonic() - begun
 
 
@@ -55,9 +78,14 @@ def undisturbed():
 def same(one, other) -> None:
     """Server state, losses and tests have the same bits."""
     assert_same_bits(one.state, other.state)
-    assert [record["train_loss"] for record in one.records] == [record["train_loss"] for record in other.records]
+    assert [record["train_loss"] for record in one.records] == [
+        record["train_loss"] for record in other.records
+    ]
     for name in ("views", "new_clients"):
-        mine, wanted = getattr(one.outcome, name)["personal"], getattr(other.outcome, name)["personal"]
+        mine, wanted = (
+            getattr(one.outcome, name)["personal"],
+            getattr(other.outcome, name)["personal"],
+        )
         assert mine.keys() == wanted.keys()
         for client in mine:
             assert_same_bits(mine[client], wanted[client])
@@ -66,38 +94,57 @@ def same(one, other) -> None:
 def counted(monkeypatch, name: str) -> list[None]:
     """Return a list that grows with every call of a function of `solo`."""
     plain, calls = getattr(solo, name), []
-    monkeypatch.setattr(solo, name, lambda *words, **keys: (calls.append(None), plain(*words, **keys))[1])
+    monkeypatch.setattr(
+        solo, name, lambda *words, **keys: (calls.append(None), plain(*words, **keys))[1]
+    )
     return calls
 
 
 @pytest.mark.parametrize("kind", ["query", "train", "evaluate"])
 @pytest.mark.parametrize("disk", [False, True])
 def test_a_reply_that_is_lost_is_asked_for_again(kind, disk, undisturbed, tmp_path, monkeypatch):
-    """Of every client, the new one included; nobody trains, adapts or tests twice; it is nobody's fault."""
+    """Of every client, the new one included; nobody trains, adapts or tests twice; it is nobody's
+    fault.
+    """
     work = {name: counted(monkeypatch, name) for name in ("train", "adapt", "test")}
     store = DiskStore(tmp_path) if disk else None
-    strategy, grid, seconds = run(lambda what, round, client, times: what == kind and times == 1, store)
+    strategy, grid, seconds = run(
+        lambda what, round, client, times: what == kind and times == 1, store
+    )
     assert seconds < 20
     assert strategy.faults == []
     same(strategy, undisturbed)
     assert {times for (what, *_), times in grid.asked.items() if what == kind} == {2}
     assert {times for (what, *_), times in grid.asked.items() if what != kind} == {1}
-    assert {name: len(calls) for name, calls in work.items()} == {"train": 10, "adapt": 6, "test": 6}
+    assert {name: len(calls) for name, calls in work.items()} == {
+        "train": 10,
+        "adapt": 6,
+        "test": 6,
+    }
 
 
 def test_without_asking_again_the_round_goes_on_without_the_client():
     """0 = never: the deadline decides, as it does for a client that never answers."""
     prepared = small_prepared("fedmap", **{**FAST, "ask_again_seconds": 0})
     app = federation_app(prepared.run, prepared.federation, prepared.halves, MemoryStore())
-    grid = LossyGrid(lambda what, round, client, times: what == "train" and client == 1, app, contexts(range(5)))
+    grid = LossyGrid(
+        lambda what, round, client, times: what == "train" and client == 1, app, contexts(range(5))
+    )
     strategy = make_strategy(prepared.run)
-    strategy.start(grid, records.to_arrays({**prepared.halves.initial[0], **prepared.halves.initial[1]}), num_rounds=1, timeout=2)
+    strategy.start(
+        grid,
+        records.to_arrays({**prepared.halves.initial[0], **prepared.halves.initial[1]}),
+        num_rounds=1,
+        timeout=2,
+    )
     assert strategy.faults == ["round 1, client 1: no reply in time; left out of this round"]
     assert grid.asked["train", 1, 1] == 1
 
 
 class Post:
-    """A grid of nodes that answer when `plan` says: {node: seconds from each ask to its reply, None = never}."""
+    """A grid of nodes that answer when `plan` says: {node: seconds from each ask to its reply, None
+    = never}.
+    """
 
     def __init__(self, plan: dict[int, list], online=None) -> None:
         InProcessGrid(None, [])  # Flower wants to know who makes messages
@@ -124,7 +171,11 @@ class Post:
         return ids
 
     def pull_messages(self, ids):
-        found = [number for number in ids if number in self.sent and time.monotonic() >= self.sent[number][1]]
+        found = [
+            number
+            for number in ids
+            if number in self.sent and time.monotonic() >= self.sent[number][1]
+        ]
         return [self.reply(self.sent.pop(number)[0]) for number in found]
 
     def reply(self, message):
@@ -138,9 +189,14 @@ def talk(post: Post, timeout: float, line: Line, asked: dict | None = None) -> l
     """Return which messages were answered, in order."""
 
     def ask(nodes, ttl):
-        return (Message(RecordDict(), dst_node_id=node, message_type="train", ttl=ttl) for node in nodes)
+        return (
+            Message(RecordDict(), dst_node_id=node, message_type="train", ttl=ttl) for node in nodes
+        )
 
-    return [reply.metadata.reply_to_message_id for reply in stream(post, sorted(post.plan), ask, timeout, line, asked)]
+    return [
+        reply.metadata.reply_to_message_id
+        for reply in stream(post, sorted(post.plan), ask, timeout, line, asked)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +215,9 @@ def test_the_wait_doubles_and_the_deadline_stays():
 
 
 def test_while_replies_come_nobody_is_asked_again():
-    """Silence is what counts: in a simulation or a large federation replies come one after another, and the last one is not late."""
+    """Silence is what counts: in a simulation or a large federation replies come one after another,
+    and the last one is not late.
+    """
     post = Post({node: [0.1 * node] for node in range(1, 9)})
     assert len(talk(post, 5.0, Line(0.3))) == 8
     assert len(post.pushed) == 8
@@ -205,11 +263,15 @@ def test_both_replies_at_once_are_one_reply():
 
 
 def test_an_ask_that_flower_lost_does_not_end_the_wait_for_the_other():
-    """Flower's code 3 for one of two messages to a node that works on the other; the last one's error is the node's."""
+    """Flower's code 3 for one of two messages to a node that works on the other; the last one's
+    error is the node's.
+    """
     post = Post({1: [0.5, 0.9]})
     plain = post.reply
     post.reply = lambda message: (
-        Message(Error(code=3, reason="gone"), reply_to=message) if message.metadata.message_id == "1/0" else plain(message)
+        Message(Error(code=3, reason="gone"), reply_to=message)
+        if message.metadata.message_id == "1/0"
+        else plain(message)
     )
     assert talk(post, 5.0, Line(0.4)) == ["1/1"]
     post = Post({1: [0.5, 0.9]})
@@ -222,18 +284,24 @@ def test_a_node_whose_message_was_lost_is_asked_again_at_once_if_it_is_there():
     post = Post({1: [0.1, 0.1], 2: [0.8]})
     plain = post.reply
     post.reply = lambda message: (
-        Message(Error(code=3, reason="gone"), reply_to=message) if message.metadata.message_id == "1/0" else plain(message)
+        Message(Error(code=3, reason="gone"), reply_to=message)
+        if message.metadata.message_id == "1/0"
+        else plain(message)
     )
     assert talk(post, 5.0, Line(3.0)) == ["1/1", "2/0"]
     assert post.times(1) == pytest.approx([0.0, 0.1], abs=0.1)
     post = Post({1: [0.1], 2: [0.8]})
     post.reply = lambda message: (
-        Message(Error(code=3, reason="gone"), reply_to=message) if message.metadata.dst_node_id == 1 else plain(message)
+        Message(Error(code=3, reason="gone"), reply_to=message)
+        if message.metadata.dst_node_id == 1
+        else plain(message)
     )
     assert talk(post, 5.0, Line(3.0)) == ["1/1", "2/0"]
     post = Post({1: [0.1], 2: [0.3]}, online={2})
     post.reply = lambda message: (
-        Message(Error(code=5, reason="gone"), reply_to=message) if message.metadata.dst_node_id == 1 else plain(message)
+        Message(Error(code=5, reason="gone"), reply_to=message)
+        if message.metadata.dst_node_id == 1
+        else plain(message)
     )
     assert talk(post, 5.0, Line(3.0)) == ["2/0", "1/0"]  # it never came back
     assert len(post.times(1)) == 1
@@ -265,7 +333,10 @@ def test_a_node_that_was_started_anew_is_asked_again_at_once():
     post = Post({1: [None, 0.0], 2: [0.8]})
     begun = dict.fromkeys((1, 2), time.time() - 100)
     post.get_nodes = lambda: [
-        SimpleNamespace(node_id=node, last_activated_at=datetime.fromtimestamp(when, UTC).isoformat()) for node, when in begun.items()
+        SimpleNamespace(
+            node_id=node, last_activated_at=datetime.fromtimestamp(when, UTC).isoformat()
+        )
+        for node, when in begun.items()
     ]
     threading.Timer(0.3, lambda: begun.update({1: time.time()})).start()
     assert talk(post, 5.0, Line(3.0)) == ["1/1", "2/0"]
@@ -281,7 +352,9 @@ def test_messages_expire_soon_after_the_deadline():
 
 
 def test_flowers_simulation_loses_nothing_and_is_not_asked_again():
-    """There a message waits until a worker is free, and two for one client would be worked on side by side."""
+    """There a message waits until a worker is free, and two for one client would be worked on side
+    by side.
+    """
     InMemoryGrid = type("InMemoryGrid", (Post,), {})
     post = InMemoryGrid({1: [0.5, 0.0]})
     assert talk(post, 5.0, Line(0.1)) == ["1/0"]
@@ -298,8 +371,14 @@ def test_a_test_is_answered_from_memory_for_the_same_question_only(monkeypatch):
     prepared = small_prepared("fedmap", **FAST)
     app = federation_app(prepared.run, prepared.federation, prepared.halves, MemoryStore())
     seen: list[Message] = []
-    grid = InProcessGrid(app, contexts([0]), lambda message: (seen.append(message), grid.ask(message))[1])
-    make_strategy(prepared.run).start(grid, records.to_arrays({**prepared.halves.initial[0], **prepared.halves.initial[1]}), num_rounds=1)
+    grid = InProcessGrid(
+        app, contexts([0]), lambda message: (seen.append(message), grid.ask(message))[1]
+    )
+    make_strategy(prepared.run).start(
+        grid,
+        records.to_arrays({**prepared.halves.initial[0], **prepared.halves.initial[1]}),
+        num_rounds=1,
+    )
     (asked,) = (message for message in seen if message.metadata.message_type == "evaluate")
     tests = counted(monkeypatch, "test")
 

@@ -33,8 +33,12 @@ def aggregate(thetas: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
 def test_golden_average(golden):
     """[eq. 1] on the golden case."""
     case = golden["fedavg_aggregate"]
-    got = aggregate([torch.tensor(theta, dtype=torch.float64) for theta in case["theta"]], case["n"])
-    torch.testing.assert_close(got, torch.tensor(case["out"], dtype=torch.float64), rtol=2e-5, atol=1e-9)
+    got = aggregate(
+        [torch.tensor(theta, dtype=torch.float64) for theta in case["theta"]], case["n"]
+    )
+    torch.testing.assert_close(
+        got, torch.tensor(case["out"], dtype=torch.float64), rtol=2e-5, atol=1e-9
+    )
 
 
 def test_average_returns_a_lone_float32_model_to_the_bit():
@@ -47,7 +51,11 @@ def test_integer_buffers_take_the_rounded_mean():
     state = State({}, {"seen": torch.tensor(0)})
     total = Total()
     for count, seen in ((30, 4), (10, 9)):
-        total.add(server.statistic(state, 0, Update(torch.tensor(count), {}, {"seen": torch.tensor(seen)})))
+        total.add(
+            server.statistic(
+                state, 0, Update(torch.tensor(count), {}, {"seen": torch.tensor(seen)})
+            )
+        )
     after = server.finalise(state, total.value())
     assert after.buffers["seen"].dtype == torch.int64
     assert int(after.buffers["seen"]) == round((30 * 4 + 10 * 9) / 40)
@@ -67,8 +75,16 @@ def plain_training(module: nn.Module, data, plan, optimizer: torch.optim.Optimiz
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
 @pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
 def test_a_round_equals_plain_torch(optimizer, model):
-    """[eq. 2] and [eq. 1]: local training of unequal clients, then the average, against torch.optim and a loop."""
-    settings = {"optimizer": optimizer, "lr": 0.02, "weight_decay": 0.01, "model": model, "dtype": "float64"}
+    """[eq. 2] and [eq. 1]: local training of unequal clients, then the average, against torch.optim
+    and a loop.
+    """
+    settings = {
+        "optimizer": optimizer,
+        "lr": 0.02,
+        "weight_decay": 0.01,
+        "model": model,
+        "dtype": "float64",
+    }
     if optimizer != "adam":
         settings["momentum"] = 0.9
     prepared = small_prepared("fedavg", **settings)
@@ -78,7 +94,15 @@ def test_a_round_equals_plain_torch(optimizer, model):
     total, expected, weight = Total(), {}, 0
     for data in prepared.federation.clients[:3]:
         samples = solo.samples(data, torch.device("cpu"), torch.float64)
-        trained = solo.train(halves.client, halves.client.init(params, buffers), state, samples.train, seed=0, client=data.client, round=1)
+        trained = solo.train(
+            halves.client,
+            halves.client.init(params, buffers),
+            state,
+            samples.train,
+            seed=0,
+            client=data.client,
+            round=1,
+        )
         total.add(halves.server.statistic(state, data.client, trained.update))
 
         module = halves.model.factory().double()
@@ -87,10 +111,27 @@ def test_a_round_equals_plain_torch(optimizer, model):
         extra = {} if optimizer == "adam" else {"momentum": 0.9}
         stepper = kinds[optimizer](module.parameters(), lr=0.02, weight_decay=0.01, **extra)
         phase = run.training.phase("local")
-        plan = batches.plan(len(data.y_train), phase, seed=0, client=data.client, round=1, purpose="train", coupled=halves.model.coupled)
-        assert len({len(rows) for (rows,) in plan}) > 1, "the last batch should be smaller, or the mask is not tested"
-        for name, value in plain_training(module, samples.train, plan, stepper).state_dict().items():
-            torch.testing.assert_close({**trained.update.params, **trained.update.buffers}[name], value, rtol=1e-8, atol=1e-10)
+        plan = batches.plan(
+            len(data.y_train),
+            phase,
+            seed=0,
+            client=data.client,
+            round=1,
+            purpose="train",
+            coupled=halves.model.coupled,
+        )
+        assert len({len(rows) for (rows,) in plan}) > 1, (
+            "the last batch should be smaller, or the mask is not tested"
+        )
+        for name, value in (
+            plain_training(module, samples.train, plan, stepper).state_dict().items()
+        ):
+            torch.testing.assert_close(
+                {**trained.update.params, **trained.update.buffers}[name],
+                value,
+                rtol=1e-8,
+                atol=1e-10,
+            )
             expected[name] = expected.get(name, 0) + len(data.y_train) * value
         weight += len(data.y_train)
     after = halves.server.finalise(state, total.value())
@@ -103,9 +144,20 @@ def test_fine_tuning_gives_a_personal_model_and_leaves_the_global_one():
     half, (params, buffers) = prepared.halves.client, prepared.halves.initial
     data = solo.samples(prepared.federation.clients[0], torch.device("cpu"), torch.float32)
     broadcast = State(params, buffers)
-    tuned = solo.adapt(half, half.init(params, buffers), broadcast, data.train, "finetune", seed=0, client=0, round=1)
+    tuned = solo.adapt(
+        half,
+        half.init(params, buffers),
+        broadcast,
+        data.train,
+        "finetune",
+        seed=0,
+        client=0,
+        round=1,
+    )
     x = data.test.x
-    personal, shared = (half.predict(view, tuned, broadcast, x, {}) for view in ("personal", "global"))
+    personal, shared = (
+        half.predict(view, tuned, broadcast, x, {}) for view in ("personal", "global")
+    )
     untouched = half.predict("personal", half.init(params, buffers), broadcast, x, {})
     assert torch.equal(shared, untouched)
     assert not torch.allclose(personal, shared)

@@ -1,4 +1,6 @@
-"""FedBPS against golden vectors, a slow round in numpy, and the two methods it contains: FedAvg (p = 0) and local training (p = 1)."""
+"""FedBPS against golden vectors, a slow round in numpy, and the two methods it contains: FedAvg (p
+= 0) and local training (p = 1).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def start(half: Server, centre: torch.Tensor) -> State:
 
 
 def updates(mu: torch.Tensor, variance: torch.Tensor, counts: list[int]) -> list[Update]:
-    return [Update(torch.tensor(n), {"w": m}, {"w": v}, {}) for n, m, v in zip(counts, mu, variance, strict=True)]
+    return [
+        Update(torch.tensor(n), {"w": m}, {"w": v}, {})
+        for n, m, v in zip(counts, mu, variance, strict=True)
+    ]
 
 
 def summed(half: Server, state: State, sent: list[Update]) -> dict[str, torch.Tensor]:
@@ -59,7 +64,9 @@ def test_golden_aggregate(golden):
     state = start(half, torch.zeros(4, dtype=torch.float64))
     total = summed(half, state, updates(tensor("mu"), variance, [1, 1, 2]))
     torch.testing.assert_close(total["params/w"] / 4, tensor("S1"), rtol=2e-5, atol=1e-9)
-    torch.testing.assert_close((total["within/w"] + total["between/w"]) / 4, tensor("S2"), rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(
+        (total["within/w"] + total["between/w"]) / 4, tensor("S2"), rtol=2e-5, atol=1e-9
+    )
     within, between = moments(state.params, total)
     torch.testing.assert_close(within["w"] + between["w"], tensor("var_g"), rtol=2e-5, atol=1e-9)
     after = half.finalise(state, total)
@@ -73,7 +80,10 @@ def test_golden_aggregate(golden):
 def test_golden_ties(golden):
     """E-B6: exact top-k where a strict quantile would choose nothing [eq. 3]."""
     case = golden["fedbps_mask_ties"]
-    assert top(torch.tensor(case["var"]), case["p"]).int().tolist() == case["mask_topk_lower_index_first"]
+    assert (
+        top(torch.tensor(case["var"]), case["p"]).int().tolist()
+        == case["mask_topk_lower_index_first"]
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.95, 1.0])
@@ -83,8 +93,13 @@ def test_the_mask_has_exactly_the_share(share, threshold, levels):
     """With all entries equal, a few values, and no ties [eq. 3]."""
     generator = torch.Generator().manual_seed(levels)
     sizes = {"a": (7, 9), "b": (5,), "c": (40, 2)}
-    scores = {name: torch.randint(levels, size, generator=generator).double() for name, size in sizes.items()}
-    mask = server(personal_share=share, threshold=threshold).select(scores, {name: torch.zeros(size) for name, size in sizes.items()})
+    scores = {
+        name: torch.randint(levels, size, generator=generator).double()
+        for name, size in sizes.items()
+    }
+    mask = server(personal_share=share, threshold=threshold).select(
+        scores, {name: torch.zeros(size) for name, size in sizes.items()}
+    )
     assert {name: tuple(value.shape) for name, value in mask.items()} == sizes
     if threshold == "tensor":
         assert all(int(value.sum()) == round(share * value.numel()) for value in mask.values())
@@ -97,21 +112,34 @@ def test_the_mask_has_exactly_the_share(share, threshold, levels):
 
 
 def test_balanced_ranking_gives_both_terms_a_say():
-    """E-B5: the paper's ranking is that of the variance within; balanced divides each term by its median."""
+    """E-B5: the paper's ranking is that of the variance within; balanced divides each term by its
+    median.
+    """
     within = {"w": torch.tensor([1.0, 1.1, 1.2, 1.3, 1.4], dtype=torch.float64)}
     between = {"w": torch.tensor([5e-6, 4e-6, 3e-6, 2e-6, 1e-6], dtype=torch.float64)}
-    assert server(personal_share=0.4).select(within, between)["w"].tolist() == [False, False, False, True, True]
+    assert server(personal_share=0.4).select(within, between)["w"].tolist() == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     half = server(personal_share=0.4, ranking="balanced")
     assert half.select(within, between)["w"].tolist() == [True, True, False, False, False]
     score = within["w"] / 1.2 + between["w"] / 3e-6
-    assert half.select(within, between)["w"].tolist() == [bool(one) for one in score >= score.sort().values[-2]]
+    assert half.select(within, between)["w"].tolist() == [
+        bool(one) for one in score >= score.sort().values[-2]
+    ]
     nothing = {"w": torch.zeros(5, dtype=torch.float64)}
-    assert half.select(within, nothing)["w"].tolist() == [False, False, False, True, True]  # a median of 0 divides nothing
+    # a median of 0 divides nothing
+    assert half.select(within, nothing)["w"].tolist() == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize(("spread", "variance"), [(1e-3, 1e-8), (1e-4, 1e-12)])
 def test_the_variance_does_not_depend_on_the_shift_and_is_accurate(spread, variance):
-    """E-B9: float32 weights around 1, moments in float64 from any shift, against the two-pass formula of [eq. 5]."""
+    """E-B9: float32 weights around 1, moments in float64 from any shift, against the two-pass
+    formula of [eq. 5].
+    """
     generator = torch.Generator().manual_seed(3)
     counts = [5, 17, 40, 2]
     mu = 1 + spread * torch.randn(4, 300, generator=generator)
@@ -123,8 +151,11 @@ def test_the_variance_does_not_depend_on_the_shift_and_is_accurate(spread, varia
     for shift in (torch.ones(300), mu[1], torch.zeros(300), -3 * torch.ones(300)):
         state = start(half, shift)
         within, between = moments(state.params, summed(half, state, updates(mu, sigma, counts)))
-        near = 1e-9 if shift.mean() > 0.5 else 1e-4  # far away the squares are 10^8 times the variance
-        torch.testing.assert_close(within["w"] + between["w"], want, rtol=near, atol=1e-22 if near < 1e-6 else 1e-13)
+        # far away the squares are 10^8 times the variance
+        near = 1e-9 if shift.mean() > 0.5 else 1e-4
+        torch.testing.assert_close(
+            within["w"] + between["w"], want, rtol=near, atol=1e-22 if near < 1e-6 else 1e-13
+        )
         assert bool((between["w"] >= 0).all())
 
 
@@ -133,7 +164,9 @@ def test_stacked_sums_are_the_exact_ones():
     counts = [5, 17, 40, 2]
     half = server()
     state = start(half, torch.randn(300, generator=generator))
-    sent = updates(torch.randn(4, 300, generator=generator), torch.rand(4, 300, generator=generator), counts)
+    sent = updates(
+        torch.randn(4, 300, generator=generator), torch.rand(4, 300, generator=generator), counts
+    )
     fast, exact = half.total(state, (0, 1, 2, 3), stack(sent)), summed(half, state, sent)
     assert fast.keys() == exact.keys()
     for name, value in exact.items():
@@ -143,8 +176,17 @@ def test_stacked_sums_are_the_exact_ones():
 
 @pytest.mark.parametrize(("ranking", "delta"), [("paper", None), ("balanced", 2.0)])
 def test_two_rounds_equal_numpy(ranking, delta):
-    """Every step of a round the slow way: torch.optim, one gradient for each class of each sample, moments and mask in numpy."""
-    settings = {**SGD, "dtype": "float64", "personal_share": 0.4, "ranking": ranking, "delta": delta, "model": "mlp"}
+    """Every step of a round the slow way: torch.optim, one gradient for each class of each sample,
+    moments and mask in numpy.
+    """
+    settings = {
+        **SGD,
+        "dtype": "float64",
+        "personal_share": 0.4,
+        "ranking": ranking,
+        "delta": delta,
+        "model": "mlp",
+    }
     prepared = small_prepared("fedbps", **settings)
     halves, run = prepared.halves, prepared.run
     state = halves.server.init(*halves.initial, ())
@@ -152,7 +194,10 @@ def test_two_rounds_equal_numpy(ranking, delta):
     assert len({len(data.y_train) for data in clients}) > 1
     states = {data.client: halves.client.init(*halves.initial) for data in clients}
     names = sorted(halves.initial[0])
-    vector = lambda tensors: np.concatenate([tensors[name].detach().numpy().ravel() for name in names])  # noqa: E731
+
+    def vector(tensors):
+        return np.concatenate([tensors[name].detach().numpy().ravel() for name in names])
+
     shared = vector(halves.initial[0])
     own = {data.client: shared.copy() for data in clients}
     mask = np.zeros(len(shared), bool)
@@ -160,16 +205,22 @@ def test_two_rounds_equal_numpy(ranking, delta):
         total, variances, sizes = Total(), {}, {}
         for data in clients:
             samples = solo.samples(data, torch.device("cpu"), torch.float64).train
-            broadcast = halves.client.unpack(Broadcast, halves.server.pack(halves.server.broadcast(state, data.client)))
+            broadcast = halves.client.unpack(
+                Broadcast, halves.server.pack(halves.server.broadcast(state, data.client))
+            )
             keys = {"seed": 0, "client": data.client, "round": round_number}
-            states[data.client], sent, _ = solo.train(halves.client, states[data.client], broadcast, samples, **keys)
+            states[data.client], sent, _ = solo.train(
+                halves.client, states[data.client], broadcast, samples, **keys
+            )
             total.add(halves.server.statistic(state, data.client, sent))
 
             module = halves.model.factory().double()
             start = np.where(mask, own[data.client], shared)
             load(module, names, start)
             stepper = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-            for (rows,) in batches.plan(len(samples.y), run.training.phase("local"), **keys, purpose="train", coupled=False):
+            for (rows,) in batches.plan(
+                len(samples.y), run.training.phase("local"), **keys, purpose="train", coupled=False
+            ):
                 stepper.zero_grad()
                 nn.functional.cross_entropy(module(samples.x[rows]), samples.y[rows]).backward()
                 stepper.step()
@@ -178,8 +229,15 @@ def test_two_rounds_equal_numpy(ranking, delta):
             for x in samples.x:
                 logs = module(x[None])[0].log_softmax(0)
                 for one in logs:
-                    grads = torch.autograd.grad(one, [dict(module.named_parameters())[name] for name in names], retain_graph=True)
-                    curvature += float(one.detach().exp()) * np.concatenate([grad.numpy().ravel() for grad in grads]) ** 2
+                    grads = torch.autograd.grad(
+                        one,
+                        [dict(module.named_parameters())[name] for name in names],
+                        retain_graph=True,
+                    )
+                    curvature += (
+                        float(one.detach().exp())
+                        * np.concatenate([grad.numpy().ravel() for grad in grads]) ** 2
+                    )
             sizes[data.client] = len(samples.y)
             prior = 5e-4 * len(samples.y) if delta is None else delta
             variances[data.client] = 1 / (curvature + prior)
@@ -197,7 +255,8 @@ def test_two_rounds_equal_numpy(ranking, delta):
         mask = np.zeros(len(shared), bool)
         mask[np.argsort(-(within + between), kind="stable")[: round(0.4 * len(shared))]] = True
         np.testing.assert_allclose(vector(state.params), shared, rtol=1e-8, atol=1e-10)
-        assert (vector(state.mask) == mask).mean() > 0.999  # two entries in the last bits of a tie may change places
+        # two entries in the last bits of a tie may change places
+        assert (vector(state.mask) == mask).mean() > 0.999
         mask = vector(state.mask)
     assert 0 < mask.sum() < len(mask)
 
@@ -213,7 +272,9 @@ def load(module: nn.Module, names: list[str], values: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("share", "other"), [(0.0, "fedavg"), (1.0, "local")])
 def test_the_ends_are_fedavg_and_local_training_to_the_bit(share, other):
-    """Three rounds on the loop engine with sampled clients: equal tests, equal losses, and for p = 0 equal global weights [eq. 5]."""
+    """Three rounds on the loop engine with sampled clients: equal tests, equal losses, and for p =
+    0 equal global weights [eq. 5].
+    """
     settings = {**SGD, "rounds": 3, "fraction_train": 0.6}
     got = execute(small_prepared("fedbps", **settings, personal_share=share))
     want = execute(small_prepared(other, **settings))
@@ -229,16 +290,23 @@ def test_the_ends_are_fedavg_and_local_training_to_the_bit(share, other):
 
 def test_only_the_shared_entries_and_the_mask_travel_down():
     """(1 − p)·4P + P/8 bytes from the second round on; 8P up [eq. 3]."""
-    rounds = {share: execute(small_prepared("fedbps", personal_share=share, new_clients=0, rounds=3)).rounds for share in (0.0, 0.5, 0.9)}
+    rounds = {
+        share: execute(
+            small_prepared("fedbps", personal_share=share, new_clients=0, rounds=3)
+        ).rounds
+        for share in (0.0, 0.5, 0.9)
+    }
     number = small_prepared("fedbps").halves.model.num_parameters
     for share, found in rounds.items():
         assert found[0]["bytes_down"] == rounds[0.0][0]["bytes_down"]
         for record in found[1:]:
             saved = rounds[0.0][1]["bytes_down"] - record["bytes_down"]
-            assert saved / 5 == pytest.approx(4 * round(share * number), abs=8)  # five clients; a shape may take a digit less
+            # five clients; a shape may take a digit less
+            assert saved / 5 == pytest.approx(4 * round(share * number), abs=8)
             assert record["personal_share"] == pytest.approx(share, abs=1e-3)
             down = 4 * (number - round(share * number)) + number / 8
-            assert down < record["bytes_down"] / 5 < down + 2500  # heads and instructions of a message
+            # heads and instructions of a message
+            assert down < record["bytes_down"] / 5 < down + 2500
 
 
 def test_bits():
@@ -267,17 +335,23 @@ def test_a_broadcast_that_does_not_fit_the_network_is_refused():
         half.unpack(Broadcast, {"mask": flat["mask"]})
 
 
-@pytest.mark.parametrize(("tamper", "words"), [
-    (set_value("variance/head.weight", -1.0), "variance must be in"),
-    (set_value("variance/head.weight", 0.0), "variance must be in"),
-    (set_value("variance/head.weight", 3.0), r"variance must be in \(0, 2"),
-    (set_value("variance/head.weight", float("inf")), "not finite"),
-    (rewrite(lambda flat: flat.pop("variance/head.bias")), "is missing"),
-    (set_value("num_examples", 0), "num_examples"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (set_value("variance/head.weight", -1.0), "variance must be in"),
+        (set_value("variance/head.weight", 0.0), "variance must be in"),
+        (set_value("variance/head.weight", 3.0), r"variance must be in \(0, 2"),
+        (set_value("variance/head.weight", float("inf")), "not finite"),
+        (rewrite(lambda flat: flat.pop("variance/head.bias")), "is missing"),
+        (set_value("num_examples", 0), "num_examples"),
+    ],
+)
 def test_a_client_cannot_choose_the_mask(tamper, words):
     """A variance beyond 1/delta or below 0 is refused; the state is as without that client."""
-    rig, without = Rig("fedbps", tamper=tamper, delta=0.5), Rig("fedbps", members=[0, 1, 3, 4], delta=0.5)
+    rig, without = (
+        Rig("fedbps", tamper=tamper, delta=0.5),
+        Rig("fedbps", members=[0, 1, 3, 4], delta=0.5),
+    )
     rig.start()
     without.start()
     (fault,) = rig.strategy.faults
@@ -293,13 +367,20 @@ def test_running_statistics_stay_or_are_averaged():
     for prepared in (local, shared):
         halves = prepared.halves
         state, own = halves.server.init(*halves.initial, ()), halves.client.init(*halves.initial)
-        kept, sent, _ = solo.train(halves.client, own, halves.server.broadcast(state, 0), data, seed=0, client=0, round=1)
+        kept, sent, _ = solo.train(
+            halves.client, own, halves.server.broadcast(state, 0), data, seed=0, client=0, round=1
+        )
         averaged = prepared is shared
         assert bool(sent.buffers) == bool(state.buffers) == averaged
         assert bool(kept.buffers) != averaged
         norm = halves.model.norm_names & set(sent.variance)
         assert norm  # scale and shift take part
-        assert worst_difference({"x": (kept.buffers or sent.buffers)["base.2.running_mean"]}, {"x": torch.zeros(64)}) > 0
+        assert (
+            worst_difference(
+                {"x": (kept.buffers or sent.buffers)["base.2.running_mean"]}, {"x": torch.zeros(64)}
+            )
+            > 0
+        )
     outcome = execute(small_prepared("fedbps", model="mlp-bn", statistics="average", **SGD))
     assert set(outcome.server_state.buffers) == set(shared.halves.initial[1])
 
@@ -310,16 +391,26 @@ def test_a_new_client_moves_its_personal_entries_alone():
     halves = prepared.halves
     generator = torch.Generator().manual_seed(0)
     state = halves.server.init(*halves.initial, ())
-    mask = {name: torch.rand(value.shape, generator=generator) < 0.6 for name, value in state.params.items()}
-    state = state._replace(mask=mask, params={name: 1.5 * value for name, value in state.params.items()})
+    mask = {
+        name: torch.rand(value.shape, generator=generator) < 0.6
+        for name, value in state.params.items()
+    }
+    state = state._replace(
+        mask=mask, params={name: 1.5 * value for name, value in state.params.items()}
+    )
     broadcast = halves.server.broadcast(state, 9)
-    data = solo.samples(prepared.federation.new_clients[0], torch.device("cpu"), torch.float64).train
+    data = solo.samples(
+        prepared.federation.new_clients[0], torch.device("cpu"), torch.float64
+    ).train
     fresh = halves.client.init(*halves.initial)
     keys = {"seed": 0, "client": 9, "round": 1}
     fitted = solo.adapt(halves.client, fresh, broadcast, data, "new", **keys)
 
     module = halves.model.factory().double()
-    start = {name: torch.where(mask[name], fresh.params[name], value) for name, value in state.params.items()}
+    start = {
+        name: torch.where(mask[name], fresh.params[name], value)
+        for name, value in state.params.items()
+    }
     module.load_state_dict(start)
     stepper = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     phase = halves.client.phases("new")[0]
@@ -345,7 +436,13 @@ def test_weights_without_curvature_have_a_finite_variance():
     data = solo.samples(prepared.federation.clients[0], torch.device("cpu"), torch.float32).train
     state = halves.server.init(params, {}, ())
     _, sent, _ = solo.train(
-        halves.client, halves.client.init(params, {}), halves.server.broadcast(state, 0), data, seed=0, client=0, round=1
+        halves.client,
+        halves.client.init(params, {}),
+        halves.server.broadcast(state, 0),
+        data,
+        seed=0,
+        client=0,
+        round=1,
     )
     assert torch.equal(sent.variance["base.1.weight"][:40], torch.full((40, 64), 4.0))
     assert all(bool((value.isfinite() & (value > 0)).all()) for value in sent.variance.values())
@@ -356,7 +453,11 @@ def test_the_report_has_the_share_of_every_layer():
     """The picture of the mask: shares by layer, which add up to p."""
     outcome = execute(small_prepared("fedbps", personal_share=0.3, **SGD))
     record = outcome.rounds[-1]
-    layers = {name.removeprefix("personal_share/"): value for name, value in record.items() if name.startswith("personal_share/")}
+    layers = {
+        name.removeprefix("personal_share/"): value
+        for name, value in record.items()
+        if name.startswith("personal_share/")
+    }
     sizes = {"base.1": 64 * 64 + 64, "base.3": 64 * 32 + 32, "head": 32 * 10 + 10}
     assert layers.keys() == sizes.keys()
     total = sum(sizes.values())
@@ -365,15 +466,18 @@ def test_the_report_has_the_share_of_every_layer():
     assert 0 < record["disagreement"] < 1
 
 
-@pytest.mark.parametrize(("key", "value", "words"), [
-    ("personal_share", 1.2, "personal_share must be in"),
-    ("delta", 0, "delta must be positive"),
-    ("delta", "inf", "delta must be positive"),
-    ("curvature", "kfac", "curvature must be one of fisher, sketch, empirical"),
-    ("ranking", "best", "ranking must be one of paper, balanced"),
-    ("threshold", "layer", "threshold must be one of global, tensor"),
-    ("statistics", "none", "statistics must be one of local, average"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("personal_share", 1.2, "personal_share must be in"),
+        ("delta", 0, "delta must be positive"),
+        ("delta", "inf", "delta must be positive"),
+        ("curvature", "kfac", "curvature must be one of fisher, sketch, empirical"),
+        ("ranking", "best", "ranking must be one of paper, balanced"),
+        ("threshold", "layer", "threshold must be one of global, tensor"),
+        ("statistics", "none", "statistics must be one of local, average"),
+    ],
+)
 def test_settings_are_checked(key, value, words):
     with pytest.raises(ConfigError, match=words):
         small("fedbps", **{key: value})
@@ -384,9 +488,16 @@ def test_the_mask_is_read_from_real_messages():
     rig = Rig("fedbps", rounds=2, personal_share=0.7)
     rig.start(rounds=2)
     number = rig.halves.model.num_parameters
-    last = [m for m in rig.seen if records.BROADCAST in m.content and dict(m.content[records.HEADER])["round"] == 2][-1]
+    last = [
+        m
+        for m in rig.seen
+        if records.BROADCAST in m.content and dict(m.content[records.HEADER])["round"] == 2
+    ][-1]
     flat = records.to_tensors(last.content[records.BROADCAST])
-    assert {name: value.numel() for name, value in flat.items()} == {"mask": -(-number // 8), "values": number - round(0.7 * number)}
+    assert {name: value.numel() for name, value in flat.items()} == {
+        "mask": -(-number // 8),
+        "values": number - round(0.7 * number),
+    }
     assert rig.strategy.faults == []
 
 

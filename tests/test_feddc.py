@@ -15,7 +15,9 @@ ALPHA = 0.3
 
 
 def test_three_rounds_equal_plain_torch():
-    """[eq. 3], [eq. 5], [eq. 6], [eq. 7] with loops; the paper's 1/(K eta) where the paper has it."""
+    """[eq. 3], [eq. 5], [eq. 6], [eq. 7] with loops; the paper's
+    1/(K eta) where the paper has it.
+    """
     case = both("feddc", dc_alpha=ALPHA)
     w, pace = case.start, zeros(case.start)
     drifts, paces = ({client: zeros(case.start) for client in case.clients} for _ in range(2))
@@ -25,7 +27,10 @@ def test_three_rounds_equal_plain_torch():
 
             def extra(module, x, h=drifts[client], g=paces[client], w=w, pace=pace):
                 named = list(module.named_parameters())
-                return sum(ALPHA / 2 * ((h[n] - (w[n] - v)) ** 2).sum() + (v * (g[n] - pace[n])).sum() for n, v in named)
+                return sum(
+                    ALPHA / 2 * ((h[n] - (w[n] - v)) ** 2).sum() + (v * (g[n] - pace[n])).sum()
+                    for n, v in named
+                )
 
             module, steps = plain_sgd(case, w, client, round, extra)
             theta = numbers(module)
@@ -45,7 +50,9 @@ def test_three_rounds_equal_plain_torch():
 def test_steps_are_those_of_the_plan(model, local_steps):
     half = small_prepared("feddc", model=model, local_steps=local_steps).halves.client
     sizes = np.arange(2, 70)
-    want = [batches.num_steps(int(size), half.phases("train")[0], half.model.coupled) for size in sizes]
+    want = [
+        batches.num_steps(int(size), half.phases("train")[0], half.model.coupled) for size in sizes
+    ]
     assert half.steps(torch.tensor(sizes)).tolist() == want
 
 

@@ -1,4 +1,6 @@
-"""FedDyn against three rounds in plain torch, and its promise: clients' drifts cancel at the optimum of the whole."""
+"""FedDyn against three rounds in plain torch, and its promise: clients' drifts cancel at the
+optimum of the whole.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,15 @@ def test_three_rounds_equal_plain_torch():
         for client in case.clients:
 
             def extra(module, x, slope=slopes[client], theta=theta):
-                return sum(-(slope[n] * v).sum() + ALPHA / 2 * ((v - theta[n]) ** 2).sum() for n, v in module.named_parameters())
+                return sum(
+                    -(slope[n] * v).sum() + ALPHA / 2 * ((v - theta[n]) ** 2).sum()
+                    for n, v in module.named_parameters()
+                )
 
             models[client] = numbers(plain_sgd(case, theta, client, round, extra)[0])
-            slopes[client] = {n: v - ALPHA * (models[client][n] - theta[n]) for n, v in slopes[client].items()}
+            slopes[client] = {
+                n: v - ALPHA * (models[client][n] - theta[n]) for n, v in slopes[client].items()
+            }
             assert_equal(updates[client].params, models[client])
             assert_equal(states[client].slope, slopes[client])
         plain = mean(case, models, weighted=False)
@@ -44,14 +51,28 @@ def test_absent_clients_count_in_m():
     state = half.init({"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}, {}, (0, 1, 2, 3, 4))
     total = Total()
     for client, value in ((1, [2.0, 2.0]), (4, [4.0, 0.0])):
-        total.add(half.statistic(state, client, Update(torch.tensor(7 + client), {"w": torch.tensor(value, dtype=torch.float64)}, {})))
+        total.add(
+            half.statistic(
+                state,
+                client,
+                Update(
+                    torch.tensor(7 + client), {"w": torch.tensor(value, dtype=torch.float64)}, {}
+                ),
+            )
+        )
     state = half.finalise(state, total.value())
-    torch.testing.assert_close(state.drift["w"], torch.tensor([-0.5 / 5 * 4.0, 0.5 / 5 * 2.0], dtype=torch.float64))
-    torch.testing.assert_close(state.params["w"], torch.tensor([3.0 + 0.8, 1.0 - 0.4], dtype=torch.float64))
+    torch.testing.assert_close(
+        state.drift["w"], torch.tensor([-0.5 / 5 * 4.0, 0.5 / 5 * 2.0], dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        state.params["w"], torch.tensor([3.0 + 0.8, 1.0 - 0.4], dtype=torch.float64)
+    )
 
 
 def test_quadratic_clients_meet_at_the_optimum_of_the_whole():
-    """Clients a_k/2 (w − b_k)² with exact local minima: FedDyn ends at Σ a b / Σ a, where plain averaging does not."""
+    """Clients a_k/2 (w − b_k)² with exact local minima: FedDyn ends at Σ a b / Σ a, where plain
+    averaging does not.
+    """
     a, b, alpha = [1.0, 5.0, 0.2], [0.0, 1.0, -4.0], 0.7
     half = Server(Config(dyn_alpha=alpha), None)
     state = half.init({"w": torch.zeros(1, dtype=torch.float64)}, {}, (0, 1, 2))
@@ -63,7 +84,9 @@ def test_quadratic_clients_meet_at_the_optimum_of_the_whole():
             slopes[k] = slopes[k] - alpha * (mine - theta)
             total.add(half.statistic(state, k, Update(torch.tensor(1), {"w": mine}, {})))
         state = half.finalise(state, total.value())
-    assert float(state.params["w"]) == pytest.approx(sum(x * y for x, y in zip(a, b, strict=True)) / sum(a), abs=1e-6)
+    assert float(state.params["w"]) == pytest.approx(
+        sum(x * y for x, y in zip(a, b, strict=True)) / sum(a), abs=1e-6
+    )
 
 
 def test_alpha_must_be_positive():

@@ -1,4 +1,6 @@
-"""FedNP: a round in plain torch, golden totals, expectation propagation against brute force, and the ledger."""
+"""FedNP: a round in plain torch, golden totals, expectation propagation against brute force, and
+the ledger.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def fresh(half: Server):
 def update(state, change: tuple[float, float], turns: int, count: int = 1) -> Update:
     size = state.total.precision.shape
     change = Diagonal(*(torch.full(size, value, dtype=F64) for value in change))
-    return Update(torch.tensor(count), state.params, state.buffers, state.extra, change, torch.tensor(turns))
+    return Update(
+        torch.tensor(count), state.params, state.buffers, state.extra, change, torch.tensor(turns)
+    )
 
 
 def round_of(half: Server, state, updates: dict[int, Update]):
@@ -52,23 +56,42 @@ def round_of(half: Server, state, updates: dict[int, Update]):
     return half.finalise(state, total.value())
 
 
-# -- a round ---------------------------------------------------------------------------------------------------------
+# -- a round -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("site", ["vector", "scalar"])
 def test_two_rounds_equal_plain_torch(site):
-    """[eq. 3], [eq. 4], [eq. 8], [eq. 10], [eq. 18] written out: modules, torch.optim, loops, Stein's formulas, 1/λ."""
+    """[eq. 3], [eq. 4], [eq. 8], [eq. 10], [eq. 18] written out: modules, torch.optim, loops,
+    Stein's formulas, 1/λ.
+    """
     weight, epsilon, rho, size = 0.03, 0.2, 0.7, 3
-    settings = {"latent": size, "np_weight": weight, "epsilon": epsilon, "damping": rho, "site": site, "npn_hidden": 4}
-    prepared = small_prepared("fednp", optimizer="sgd", lr=0.02, momentum=0.5, dtype="float64", **settings)
+    settings = {
+        "latent": size,
+        "np_weight": weight,
+        "epsilon": epsilon,
+        "damping": rho,
+        "site": site,
+        "npn_hidden": 4,
+    }
+    prepared = small_prepared(
+        "fednp", optimizer="sgd", lr=0.02, momentum=0.5, dtype="float64", **settings
+    )
     run, halves = prepared.run, prepared.halves
     params, buffers = halves.initial
     clients = prepared.federation.clients[:3]
     state = halves.server.init(params, buffers, tuple(data.client for data in clients))
     states = {data.client: halves.client.init(params, buffers) for data in clients}
-    theta, extra = copy.deepcopy(params), {name: value.clone() for name, value in state.extra.items()}
-    factors = {data.client: (torch.zeros(size, dtype=F64), torch.zeros(size, dtype=F64)) for data in clients}
+    theta, extra = (
+        copy.deepcopy(params),
+        {name: value.clone() for name, value in state.extra.items()},
+    )
+    factors = {
+        data.client: (torch.zeros(size, dtype=F64), torch.zeros(size, dtype=F64))
+        for data in clients
+    }
 
     def site_moments(f, mean, var):
-        """Tilted mean and variance of each coordinate by E[σ^d] and Stein's formulas, dividing by f."""
+        """Tilted mean and variance of each coordinate by E[σ^d] and Stein's formulas, dividing by
+        f.
+        """
         m, s = f * mean, f**2 * var
         e1, e2, e3 = tilted.powers(m, s)
         first = ((m + s) * e1 - s * e2) / (e1 * f)
@@ -99,7 +122,13 @@ def test_two_rounds_equal_plain_torch(site):
         for data in clients:
             client, samples = data.client, solo.samples(data, torch.device("cpu"), F64).train
             states[client], sent[client], _ = solo.train(
-                halves.client, states[client], broadcast, samples, seed=0, client=client, round=round
+                halves.client,
+                states[client],
+                broadcast,
+                samples,
+                seed=0,
+                client=client,
+                round=round,
             )
             total.add(halves.server.statistic(state, client, sent[client]))
 
@@ -111,7 +140,13 @@ def test_two_rounds_equal_plain_torch(site):
             var = 1 / (precision - lam)
             mean = (shift - eta) * var
             plan = batches.plan(
-                len(samples.y), run.training.phase("local"), seed=0, client=client, round=round, purpose="train", coupled=False
+                len(samples.y),
+                run.training.phase("local"),
+                seed=0,
+                client=client,
+                round=round,
+                purpose="train",
+                coupled=False,
             )
             for (rows,) in plan:
                 stepper.zero_grad()
@@ -119,26 +154,53 @@ def test_two_rounds_equal_plain_torch(site):
                 z_m, z_s = site_moments(pooled(features, mine), mean, var)
                 mu, s = network(mine, z_m, z_s)
                 kl_z = (0.5 * (z_s + z_m**2 - 1 - z_s.log())).sum()
-                kl_theta = (0.5 * ((epsilon / s).log() + (s + (mu - module.head.weight.reshape(-1)) ** 2) / epsilon - 1)).sum()
-                (nn.functional.cross_entropy(module.head(features), samples.y[rows]) + weight * (kl_theta + kl_z)).backward()
+                kl_theta = (
+                    0.5
+                    * (
+                        (epsilon / s).log()
+                        + (s + (mu - module.head.weight.reshape(-1)) ** 2) / epsilon
+                        - 1
+                    )
+                ).sum()
+                (
+                    nn.functional.cross_entropy(module.head(features), samples.y[rows])
+                    + weight * (kl_theta + kl_z)
+                ).backward()
                 stepper.step()
             with torch.no_grad():
                 z_m, z_s = site_moments(pooled(module.base(samples.x), mine), mean, var)
             site_factor = (1 / z_s - 1 / var, z_m / z_s - mean / var)
-            new_factors[client] = tuple((1 - rho) * old + rho * new for old, new in zip((lam, eta), site_factor, strict=True))
+            new_factors[client] = tuple(
+                (1 - rho) * old + rho * new
+                for old, new in zip((lam, eta), site_factor, strict=True)
+            )
             for got, want in zip(states[client].factor, new_factors[client], strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
             for name, value in module.named_parameters():
-                torch.testing.assert_close(sent[client].params[name], value.detach(), rtol=1e-7, atol=1e-9)
+                torch.testing.assert_close(
+                    sent[client].params[name], value.detach(), rtol=1e-7, atol=1e-9
+                )
             for name, value in mine.items():
-                torch.testing.assert_close(sent[client].extra[name], value.detach(), rtol=1e-7, atol=1e-9)
+                torch.testing.assert_close(
+                    sent[client].extra[name], value.detach(), rtol=1e-7, atol=1e-9
+                )
         factors = new_factors
         state = halves.server.finalise(state, total.value())
         sizes = {data.client: len(data.y_train) for data in clients}
-        theta = {name: sum(sizes[c] * sent[c].params[name] for c in sent) / sum(sizes.values()) for name in theta}
-        extra = {name: sum(sizes[c] * sent[c].extra[name] for c in sent) / sum(sizes.values()) for name in extra}
-        torch.testing.assert_close(state.total.precision, 1 + sum(one[0] for one in factors.values()), rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(state.total.shift, sum(one[1] for one in factors.values()), rtol=1e-6, atol=1e-9)
+        theta = {
+            name: sum(sizes[c] * sent[c].params[name] for c in sent) / sum(sizes.values())
+            for name in theta
+        }
+        extra = {
+            name: sum(sizes[c] * sent[c].extra[name] for c in sent) / sum(sizes.values())
+            for name in extra
+        }
+        torch.testing.assert_close(
+            state.total.precision, 1 + sum(one[0] for one in factors.values()), rtol=1e-6, atol=1e-9
+        )
+        torch.testing.assert_close(
+            state.total.shift, sum(one[1] for one in factors.values()), rtol=1e-6, atol=1e-9
+        )
         for name in theta:
             torch.testing.assert_close(state.params[name], theta[name], rtol=1e-9, atol=1e-12)
     equal = [float(value.std()) < 1e-12 for value in state.total]
@@ -150,17 +212,30 @@ def test_golden_totals_and_cavities(golden):
     case = golden["fednp_aggregate"]
     half = server()
     state = fresh(half)
-    state = round_of(half, state, {k: update(state, tuple(pair), 0) for k, pair in enumerate(case["factors_precision_shift"])})
+    state = round_of(
+        half,
+        state,
+        {
+            k: update(state, tuple(pair), 0)
+            for k, pair in enumerate(case["factors_precision_shift"])
+        },
+    )
     assert [float(value) for value in state.total] == pytest.approx(case["total"], rel=2e-5)
-    assert [float(state.total.mean()), float(state.total.variance())] == pytest.approx(case["global_mean_var"], rel=2e-5)
+    assert [float(state.total.mean()), float(state.total.variance())] == pytest.approx(
+        case["global_mean_var"], rel=2e-5
+    )
     client = Client(Config(latent=1), Training(), build("mlp", (4,), 2))
     for k, want in enumerate(case["cavity_mean_var"]):
-        own = client.init({"w": torch.zeros(1)}, {})._replace(factor=fednp.entry(state.ledger, k), turns=torch.tensor(1))
-        cavity = client.begin(own, half.broadcast(state, k), Batch(*(torch.zeros(1),) * 3)).memo.cavity
+        own = client.init({"w": torch.zeros(1)}, {})._replace(
+            factor=fednp.entry(state.ledger, k), turns=torch.tensor(1)
+        )
+        cavity = client.begin(
+            own, half.broadcast(state, k), Batch(*(torch.zeros(1),) * 3)
+        ).memo.cavity
         assert [float(cavity.mean()), float(cavity.variance())] == pytest.approx(want, rel=2e-5)
 
 
-# -- expectation propagation -----------------------------------------------------------------------------------------
+# -- expectation propagation ---------------------------------------------------------------------
 def brute_force(f: list[float]) -> tuple[float, float]:
     """The oracle: mean and variance of N(0, 1) Π σ(f_k z), by a fine sum."""
     z = np.linspace(-12, 12, 200_001)
@@ -170,12 +245,29 @@ def brute_force(f: list[float]) -> tuple[float, float]:
     return float(mean), float((weight * (z - mean) ** 2).sum() / weight.sum())
 
 
-def propagate(f: list[float], rounds: int, damping: float = 1.0, share: float = 1.0, moments: str = "trapezoid", start=None, seed: int = 0):
-    """Return the server's state and the clients' after EP with fixed f, through the halves' own begin, finish, statistic and finalise."""
+def propagate(
+    f: list[float],
+    rounds: int,
+    damping: float = 1.0,
+    share: float = 1.0,
+    moments: str = "trapezoid",
+    start=None,
+    seed: int = 0,
+):
+    """Return the server's state and the clients' after EP with fixed f, through the halves' own
+    begin, finish, statistic and finalise.
+    """
     half = server(damping=damping, moments=moments)
     client = Client(half.config, Training(), build("mlp", (4,), 2))
-    state, states = start or (fresh(half), {k: client.init({"w": torch.zeros(1)}, {}) for k in range(len(f))})
-    states, rng, data = dict(states), np.random.default_rng(seed), Batch(*(torch.ones(1, dtype=F64),) * 3)
+    state, states = start or (
+        fresh(half),
+        {k: client.init({"w": torch.zeros(1)}, {}) for k in range(len(f))},
+    )
+    states, rng, data = (
+        dict(states),
+        np.random.default_rng(seed),
+        Batch(*(torch.ones(1, dtype=F64),) * 3),
+    )
     for _ in range(rounds):
         total = Total()
         for k in states:
@@ -194,9 +286,14 @@ SAME, MIXED = [1.0] * 10, [1.5, -0.7, 0.4, 2.0, -1.2]
 
 
 @pytest.mark.parametrize("f", [SAME, MIXED, [0.0, 1.0, -3.0]])
-@pytest.mark.parametrize(("moments", "accuracy"), [("trapezoid", 0.012), ("logz", 0.07), ("probit", 0.06), ("thm2", 0.25)])
+@pytest.mark.parametrize(
+    ("moments", "accuracy"),
+    [("trapezoid", 0.012), ("logz", 0.07), ("probit", 0.06), ("thm2", 0.25)],
+)
 def test_ep_converges_to_the_posterior(f, moments, accuracy):
-    """The fixed point is the posterior by brute force, up to EP's own error (0.01 here) and that of the back-end."""
+    """The fixed point is the posterior by brute force, up to EP's own error (0.01 here) and that of
+    the back-end.
+    """
     state, _ = propagate(f, rounds=40, damping=0.5, moments=moments)
     mean, var = brute_force(f)
     assert float(state.total.mean()) == pytest.approx(mean, abs=accuracy)
@@ -205,13 +302,19 @@ def test_ep_converges_to_the_posterior(f, moments, accuracy):
 
 def test_one_client_is_exact():
     state, _ = propagate([1.7], rounds=1)
-    assert [float(state.total.mean()), float(state.total.variance())] == pytest.approx(brute_force([1.7]), rel=1e-9)
+    assert [float(state.total.mean()), float(state.total.variance())] == pytest.approx(
+        brute_force([1.7]), rel=1e-9
+    )
 
 
 def test_the_prior_is_kept():
-    """E-N6: ten clients with f = 1 converge to 1.711/0.429 (and without the prior would run away)."""
+    """E-N6: ten clients with f = 1 converge to 1.711/0.429 (and
+    without the prior would run away).
+    """
     state, _ = propagate(SAME, rounds=30)
-    assert [float(state.total.mean()), float(state.total.variance())] == pytest.approx([1.711, 0.429], abs=1e-3)
+    assert [float(state.total.mean()), float(state.total.variance())] == pytest.approx(
+        [1.711, 0.429], abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("f", [SAME, MIXED])
@@ -224,7 +327,9 @@ def test_damping_and_absence_do_not_change_the_fixed_point(f, damping, share):
 
 
 def test_totals_are_the_sum_of_the_clients_factors():
-    """Under partial participation and damping, the ledger's lines are the clients' factors, to the bit [eq. 4]."""
+    """Under partial participation and damping, the ledger's lines are the clients' factors, to the
+    bit [eq. 4].
+    """
     state, states = propagate(MIXED, rounds=7, damping=0.37, share=0.6)
     for k, one in states.items():
         if int(one.turns):
@@ -232,15 +337,20 @@ def test_totals_are_the_sum_of_the_clients_factors():
             assert int(state.ledger[f"{k}/turns"]) == int(one.turns)
 
 
-# -- the ledger ------------------------------------------------------------------------------------------------------
+# -- the ledger ----------------------------------------------------------------------------------
 def test_a_client_that_left_is_subtracted():
     half = server()
     state, states = propagate(MIXED, rounds=40, damping=0.8)
     left = half.forget(state, 3)
-    want = [1 + sum(states[k].factor.precision for k in (0, 1, 2, 4)), sum(states[k].factor.shift for k in (0, 1, 2, 4))]
+    want = [
+        1 + sum(states[k].factor.precision for k in (0, 1, 2, 4)),
+        sum(states[k].factor.shift for k in (0, 1, 2, 4)),
+    ]
     for a, b in zip(left.total, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
-    state, _ = propagate(MIXED, rounds=60, damping=0.8, start=(left, {k: one for k, one in states.items() if k != 3}))
+    state, _ = propagate(
+        MIXED, rounds=60, damping=0.8, start=(left, {k: one for k, one in states.items() if k != 3})
+    )
     alone, _ = propagate([one for k, one in enumerate(MIXED) if k != 3], rounds=100, damping=0.8)
     for a, b in zip(state.total, alone.total, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
@@ -248,7 +358,9 @@ def test_a_client_that_left_is_subtracted():
 
 
 def test_a_lost_factor_is_subtracted():
-    """A client whose state was lost says turns = 0: what the ledger has of it goes, what it sends comes, and EP ends where it was."""
+    """A client whose state was lost says turns = 0: what the ledger has of it goes, what it sends
+    comes, and EP ends where it was.
+    """
     state, states = propagate(MIXED, rounds=60, damping=0.8)
     want = state.total
     client = Client(Config(latent=1), Training(), build("mlp", (4,), 2))
@@ -262,14 +374,20 @@ def test_a_lost_factor_is_subtracted():
 
 
 def test_a_factor_the_ledger_does_not_know_is_refused_and_starts_anew():
-    """A client says it changed a factor that the server never saw. It is refused; without its factor it comes to the same end."""
+    """A client says it changed a factor that the server never saw. It is refused; without its
+    factor it comes to the same end.
+    """
     state, states = propagate(MIXED, rounds=5)
     want, _ = propagate(MIXED, rounds=100)
     half = server()
     client = Client(half.config, Training(), build("mlp", (4,), 2))
-    lost = states[1]._replace(turns=states[1].turns + 1, factor=Diagonal(*(2 * value for value in states[1].factor)))
+    lost = states[1]._replace(
+        turns=states[1].turns + 1, factor=Diagonal(*(2 * value for value in states[1].factor))
+    )
     data = Batch(*(torch.ones(1, dtype=F64),) * 3)
-    work = client.begin(lost, half.broadcast(state, 1), data)._replace(survey=Survey({"f": torch.tensor([MIXED[1]], dtype=F64)}, {}))
+    work = client.begin(lost, half.broadcast(state, 1), data)._replace(
+        survey=Survey({"f": torch.tensor([MIXED[1]], dtype=F64)}, {})
+    )
     _, sent = client.finish(lost, work, data)
     assert "the ledger does not know" in half.check(state, 1, sent)
     states[1] = client.rejoined(lost)
@@ -291,13 +409,15 @@ def test_bad_replies_are_refused():
     assert "negative" in half.check(state, 0, update(state, (-0.6, 0.0), 1))
 
 
-# -- client ----------------------------------------------------------------------------------------------------------
+# -- client --------------------------------------------------------------------------------------
 def test_a_factor_that_is_not_finite_leaves_the_old_one():
     half = server()
     client = Client(half.config, Training(), build("mlp", (4,), 2))
     state, states = propagate([1.0], rounds=2)
     data = Batch(*(torch.ones(1, dtype=F64),) * 3)
-    work = client.begin(states[0], half.broadcast(state, 0), data)._replace(survey=Survey({"f": torch.tensor([math.nan], dtype=F64)}, {}))
+    work = client.begin(states[0], half.broadcast(state, 0), data)._replace(
+        survey=Survey({"f": torch.tensor([math.nan], dtype=F64)}, {})
+    )
     after, sent = client.finish(states[0], work, data)
     assert_same_bits(after.factor, states[0].factor)
     assert float(sent.change.precision) == 0.0
@@ -315,7 +435,9 @@ def test_f_is_taken_over_all_local_data_in_evaluation_mode():
     module = prepared.halves.model.factory().double()
     module.load_state_dict({**params, **buffers})
     with torch.no_grad():
-        want = (module.eval().base(samples.x) @ extra[EXTRA + "f.weight"] + extra[EXTRA + "f.bias"]).mean(0)
+        want = (
+            module.eval().base(samples.x) @ extra[EXTRA + "f.weight"] + extra[EXTRA + "f.bias"]
+        ).mean(0)
     torch.testing.assert_close(found, want)
 
 
@@ -327,24 +449,37 @@ def test_companions_are_seeded_by_the_model_and_alike_in_both_precisions():
     single = {name: value.double() for name, value in states[0, "float32"].items()}
     for name, value in flatten(states[0, "float64"]).items():
         torch.testing.assert_close(single[name], value, rtol=1e-6, atol=1e-8)
-    assert not torch.equal(states[0, "float64"][EXTRA + "f.weight"], states[1, "float64"][EXTRA + "f.weight"])
+    assert not torch.equal(
+        states[0, "float64"][EXTRA + "f.weight"], states[1, "float64"][EXTRA + "f.weight"]
+    )
     assert single[EXTRA + "f.weight"].shape == (32, 10)
 
 
 def test_a_head_of_two_layers_is_refused():
-    model = Model(lambda: nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))), 2, head="1")
+    model = Model(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))),
+        2,
+        head="1",
+    )
     with pytest.raises(ConfigError, match="FedNP needs a head with one weight matrix, got 2"):
         Server(Config(), model.anatomy).init(*model.initial(0), ())
 
 
-@pytest.mark.parametrize(("key", "value", "words"), [
-    ("damping", 1.4, r"damping must be in \(0, 1\], got 1.4; 1 means no damping"),
-    ("latent", 0, "latent must be at least 1, got 0"),
-    ("moments", "exact", "moments must be one of trapezoid, quadrature, thm2, logz, probit, got 'exact'"),
-    ("epsilon", 0, "epsilon must be positive"),
-    ("np_weight", -1, "np_weight must be finite and not negative"),
-    ("site", "matrix", "site must be one of vector, scalar"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("damping", 1.4, r"damping must be in \(0, 1\], got 1.4; 1 means no damping"),
+        ("latent", 0, "latent must be at least 1, got 0"),
+        (
+            "moments",
+            "exact",
+            "moments must be one of trapezoid, quadrature, thm2, logz, probit, got 'exact'",
+        ),
+        ("epsilon", 0, "epsilon must be positive"),
+        ("np_weight", -1, "np_weight must be finite and not negative"),
+        ("site", "matrix", "site must be one of vector, scalar"),
+    ],
+)
 def test_settings_are_checked(key, value, words):
     with pytest.raises(ConfigError, match=words):
         small("fednp", **{key: value})

@@ -1,4 +1,6 @@
-"""The scripts around FedNP run from data to page: the toy problem and the time of an update, tiny."""
+"""The scripts around FedNP run from data to page: the toy problem
+and the time of an update, tiny.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,19 @@ def toy(monkeypatch):
 def test_from_data_to_page(toy, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table -->\nold\n<!-- end -->\nafter\n")
-    toy.main(["--seeds", "1", "--rounds", "1", "1", "--page", str(page), "--picture", str(tmp_path / "toy.png")])
+    toy.main(
+        [
+            "--seeds",
+            "1",
+            "--rounds",
+            "1",
+            "1",
+            "--page",
+            str(page),
+            "--picture",
+            str(tmp_path / "toy.png"),
+        ]
+    )
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")

@@ -11,8 +11,12 @@ from bayflower.engines import execute
 
 @pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
 def test_two_rounds_equal_plain_torch(model):
-    prepared = small_prepared("fedper", model=model, optimizer="sgd", lr=LR, momentum=MOMENTUM, dtype="float64")
-    assert_rounds_agree(prepared, lambda name: not name.startswith("head."), [("local", lambda name: True)])
+    prepared = small_prepared(
+        "fedper", model=model, optimizer="sgd", lr=LR, momentum=MOMENTUM, dtype="float64"
+    )
+    assert_rounds_agree(
+        prepared, lambda name: not name.startswith("head."), [("local", lambda name: True)]
+    )
 
 
 def test_new_clients_fit_a_head_and_leave_the_base():

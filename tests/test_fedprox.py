@@ -24,12 +24,28 @@ def test_a_round_equals_plain_torch():
     data = prepared.federation.clients[0]
     samples = solo.samples(data, torch.device("cpu"), torch.float64)
     broadcast = halves.server.init(params, buffers, ())
-    trained = solo.train(halves.client, halves.client.init(params, buffers), broadcast, samples.train, seed=0, client=data.client, round=1)
+    trained = solo.train(
+        halves.client,
+        halves.client.init(params, buffers),
+        broadcast,
+        samples.train,
+        seed=0,
+        client=data.client,
+        round=1,
+    )
 
     module = halves.model.factory().double()
     module.load_state_dict(copy.deepcopy(params))
     stepper = torch.optim.SGD(module.parameters(), lr=0.05)
-    plan = batches.plan(len(data.y_train), run.training.phase("local"), seed=0, client=data.client, round=1, purpose="train", coupled=False)
+    plan = batches.plan(
+        len(data.y_train),
+        run.training.phase("local"),
+        seed=0,
+        client=data.client,
+        round=1,
+        purpose="train",
+        coupled=False,
+    )
     losses = []
     for (rows,) in plan:
         stepper.zero_grad()
@@ -40,7 +56,9 @@ def test_a_round_equals_plain_torch():
         losses.append(float(loss.detach()) * len(rows))
         stepper.step()
     for name, value in module.named_parameters():
-        torch.testing.assert_close(trained.update.params[name], value.detach(), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(
+            trained.update.params[name], value.detach(), rtol=1e-8, atol=1e-10
+        )
     assert trained.loss == pytest.approx(sum(losses) / sum(len(rows) for (rows,) in plan), rel=1e-9)
 
 

@@ -1,4 +1,6 @@
-"""The same app under Flower's simulation and as real processes: equal bits, survived deaths, clear ends. Slow: `make flower` runs them."""
+"""The same app under Flower's simulation and as real processes: equal bits, survived deaths, clear
+ends. Slow: `make flower` runs them.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,50 @@ from bayflower.flower.processes import marked
 from bayflower.methods import METHODS
 
 pytestmark = pytest.mark.flower
-FIVE = ("fedavg", "fedbps", "fedmap", "fednp", "metavd", "pfedvmp")  # and FedAvg; `make flower-all` takes every method of the table
-WORK = {"dataset": "digits", "num_clients": 2, "keep": 0.1, "min_size": 8, "batch_size": 16, "local_epochs": 1, "rounds": 2,
-        "model": "mlp-bn", "device": "cpu", "evaluate_every": 1}  # fmt: skip
+# and FedAvg; `make flower-all` takes every method of the table
+FIVE = ("fedavg", "fedbps", "fedmap", "fednp", "metavd", "pfedvmp")
+WORK = {
+    "dataset": "digits",
+    "num_clients": 2,
+    "keep": 0.1,
+    "min_size": 8,
+    "batch_size": 16,
+    "local_epochs": 1,
+    "rounds": 2,
+    "model": "mlp-bn",
+    "device": "cpu",
+    "evaluate_every": 1,
+}
 
 
 def words(command: list[str], out: Path, engine: str, *more: str, **settings) -> list[str]:
-    sets = [word for key, value in {**WORK, **settings}.items() for word in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "bayflower", *command, "--engine", engine, "--out", str(out), *sets, *more]
+    sets = [
+        word for key, value in {**WORK, **settings}.items() for word in ("--set", f"{key}={value}")
+    ]
+    return [
+        sys.executable,
+        "-m",
+        "bayflower",
+        *command,
+        "--engine",
+        engine,
+        "--out",
+        str(out),
+        *sets,
+        *more,
+    ]
 
 
-def bayflower(command: list[str], out: Path, engine: str, *more: str, timeout: float = 1500, **settings) -> subprocess.CompletedProcess:
-    return subprocess.run(words(command, out, engine, *more, **settings), capture_output=True, text=True, timeout=timeout, cwd=out.parent)
+def bayflower(
+    command: list[str], out: Path, engine: str, *more: str, timeout: float = 1500, **settings
+) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        words(command, out, engine, *more, **settings),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=out.parent,
+    )
 
 
 def clean(out: Path) -> bool:
@@ -48,13 +82,24 @@ def test_the_readmes_three_ways(tmp_path):
     """The three commands of the README's first screen, with less work."""
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     block = readme.split("<!-- engines -->")[1].split("```")[1]
-    ways = [line.split("#")[0].split()[1:] for line in block.splitlines() if line.startswith("bayflower ")]
+    ways = [
+        line.split("#")[0].split()[1:]
+        for line in block.splitlines()
+        if line.startswith("bayflower ")
+    ]
     assert [way[-1] for way in ways] == ["fused", "ray", "deployment"]
     for way in ways:
         out = tmp_path / way[-1]
-        sets = [word for key, value in {**WORK, "rounds": 1}.items() for word in ("--set", f"{key}={value}")]
+        sets = [
+            word
+            for key, value in {**WORK, "rounds": 1}.items()
+            for word in ("--set", f"{key}={value}")
+        ]
         done = subprocess.run(
-            [sys.executable, "-m", "bayflower", *way, "--out", str(out), *sets], capture_output=True, text=True, timeout=200
+            [sys.executable, "-m", "bayflower", *way, "--out", str(out), *sets],
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert done.returncode == 0, done.stderr
         assert json.loads((out / "result.json").read_text())["engine"] == way[-1]
@@ -62,9 +107,12 @@ def test_the_readmes_three_ways(tmp_path):
 
 @pytest.mark.parametrize("engine", ["ray", "deployment"])
 def test_methods_give_the_bits_of_the_loop(tmp_path, engine):
-    """Several methods in one app run; global parameters, client states and per-client metrics against the loop engine."""
+    """Several methods in one app run; global parameters, client states and per-client metrics
+    against the loop engine.
+    """
     names = sorted(METHODS) if os.environ.get("BAYFLOWER_ALL") else list(FIVE)
-    fewer = {"num_clients": 1, "rounds": 1} if engine == "deployment" else {}  # there every message is a process that imports torch
+    # there every message is a process that imports torch
+    fewer = {"num_clients": 1, "rounds": 1} if engine == "deployment" else {}
     done = bayflower(["compare", *names], tmp_path / "out", engine, **fewer)
     assert done.returncode == 0, done.stderr
     for name in names:
@@ -92,7 +140,10 @@ def reference(rounds: int) -> object:
 def start(out: Path, *more: str, **settings) -> subprocess.Popen:
     out.parent.mkdir(exist_ok=True)
     return subprocess.Popen(
-        words(["run", "fedmap"], out, "deployment", *more, **settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words(["run", "fedmap"], out, "deployment", *more, **settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -120,7 +171,9 @@ def processes_of(out: Path, word: str) -> list[int]:
 
 
 def test_a_killed_server_is_resumed_to_the_same_bits(tmp_path):
-    """SIGKILL to the ServerApp's process after round 1 of 3: a clear end, code 1, and --resume goes on to the reference."""
+    """SIGKILL to the ServerApp's process after round 1 of 3: a clear end, code 1, and --resume goes
+    on to the reference.
+    """
     out = tmp_path / "out"
     process = start(out, rounds=3)
     wait_for_round(out, 1, process)
@@ -142,7 +195,9 @@ def test_a_killed_server_is_resumed_to_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("victim", ["flower-supernode", "clientapp"])
 def test_a_killed_client_comes_back_with_its_state(tmp_path, victim):
-    """SIGKILL to a SuperNode, or to the process of its ClientApp, in round 2 of 3: the run ends with the bits of the reference."""
+    """SIGKILL to a SuperNode, or to the process of its ClientApp, in round 2 of 3: the run ends
+    with the bits of the reference.
+    """
     out = tmp_path / "out"
     process = start(out, rounds=3)
     wait_for_round(out, 1, process)
@@ -173,7 +228,11 @@ def test_a_port_that_is_taken(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        one_line(bayflower(["run", "fedmap"], tmp_path / "out", "deployment", "--port", str(port)), 2, f"port {port} cannot be used")
+        one_line(
+            bayflower(["run", "fedmap"], tmp_path / "out", "deployment", "--port", str(port)),
+            2,
+            f"port {port} cannot be used",
+        )
 
 
 def test_a_serverapp_that_raises(tmp_path):
@@ -219,19 +278,32 @@ def test_a_supernode_that_never_comes(tmp_path):
     original = processes.Flower
     processes.Flower = Short
     try:
-        with pytest.raises(BayflowerError, match=r"1 of 2 clients came within 15 s; start the others"):
-            run_app("deployment", {**WORK, "method": "fedmap", "wait": 15}, 2, out, 0, lambda status: None)
+        with pytest.raises(
+            BayflowerError, match=r"1 of 2 clients came within 15 s; start the others"
+        ):
+            run_app(
+                "deployment",
+                {**WORK, "method": "fedmap", "wait": 15},
+                2,
+                out,
+                0,
+                lambda status: None,
+            )
     finally:
         processes.Flower = original
     assert clean(out)
 
 
 def test_being_killed_itself_leaves_nothing_that_goes_on(tmp_path):
-    """SIGKILL to `bayflower run`: its SuperLink and SuperNodes end with it, and the next start clears what is left."""
+    """SIGKILL to `bayflower run`: its SuperLink and SuperNodes end with it, and the next start
+    clears what is left.
+    """
     out = tmp_path / "out"
     process = start(out)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not ((out / "logs" / "mark").exists() and processes_of(out, "flower-supernode")):
+    while time.monotonic() < deadline and not (
+        (out / "logs" / "mark").exists() and processes_of(out, "flower-supernode")
+    ):
         time.sleep(0.1)
     process.kill()
     process.communicate()
@@ -242,21 +314,46 @@ def test_being_killed_itself_leaves_nothing_that_goes_on(tmp_path):
 
 
 def test_flwr_run_as_a_user_types_it(tmp_path):
-    """`flwr run` on this repository from another folder: the background SuperLink it starts is its own, and is ended by its mark."""
+    """`flwr run` on this repository from another folder: the background SuperLink it starts is its
+    own, and is ended by its mark.
+    """
     from bayflower.flower.processes import MARK, end, free_port
 
     root = Path(__file__).parent.parent
     mark = "f" * 31 + "0"
-    env = {**os.environ, "FLWR_HOME": str(tmp_path / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", MARK: mark,
-           "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
-           "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
-    config = f'method="fedmap" dataset="digits" num_clients=2 keep=0.1 rounds=2 local_epochs=1 device="cpu" out="{tmp_path / "out"}"'
+    env = {
+        **os.environ,
+        "FLWR_HOME": str(tmp_path / "home"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        MARK: mark,
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    config = (
+        'method="fedmap" dataset="digits" num_clients=2 keep=0.1 rounds=2 local_epochs=1 '
+        f'device="cpu" out="{tmp_path / "out"}"'
+    )
     try:
         done = subprocess.run(
-            ["flwr", "run", str(root), "--stream", "--federation-config", "num-supernodes=2 client-resources-num-cpus=1",
-             "--run-config", config],
-            env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                "flwr",
+                "run",
+                str(root),
+                "--stream",
+                "--federation-config",
+                "num-supernodes=2 client-resources-num-cpus=1",
+                "--run-config",
+                config,
+            ],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            stdin=subprocess.DEVNULL,
+        )
         assert done.returncode == 0, done.stderr
         result = json.loads((tmp_path / "out" / "result.json").read_text())
     finally:
@@ -288,7 +385,9 @@ def planted(head, model):
         new, update = finish(state, work, data)
         for field in half.private:
             values = getattr(new, field)
-            new = new._replace(**{field: {k: torch.full_like(v, CANARY) if v.is_floating_point() else v for k, v in values.items()}})
+            real = {k: v for k, v in values.items() if v.is_floating_point()}
+            bad = {k: torch.full_like(v, CANARY) for k, v in real.items()}
+            new = new._replace(**{field: {**values, **bad}})
         Path(os.environ["CANARY_LOG"], "planted").write_text("yes")
         return new, update
 
@@ -303,7 +402,8 @@ pattern = torch.tensor(CANARY).numpy().tobytes()
 def spy(message, context):
     reply = inner(message, context)
     for name, content in (("received", message.content), ("sent", reply.content)):
-        blocks = [array.data for record in content.values() if isinstance(record, ArrayRecord) for array in record.values()]
+        arrays = [record for record in content.values() if isinstance(record, ArrayRecord)]
+        blocks = [array.data for record in arrays for array in record.values()]
         found = any(pattern in block for block in [*blocks, repr(dict(content)).encode()])
         with Path(os.environ["CANARY_LOG"], "messages").open("a") as log:
             log.write(f"{name} {message.metadata.message_type} {'CANARY' if found else 'clean'}\\n")
@@ -319,7 +419,9 @@ app.query()(spy)
 
 @pytest.mark.parametrize("engine", ["ray", "deployment"])
 def test_canaries_never_travel_through_flower(tmp_path, engine, monkeypatch):
-    """Private fields are overwritten with a pattern on every client; no byte of any message received or sent has it."""
+    """Private fields are overwritten with a pattern on every client; no byte of any message
+    received or sent has it.
+    """
     from bayflower.flower.processes import run_app, write_app
 
     monkeypatch.setenv("CANARY_LOG", str(tmp_path))

@@ -1,4 +1,6 @@
-"""The gate over real connections: what a busy SuperLink says, and what Flower's own SuperNode makes of it."""
+"""The gate over real connections: what a busy SuperLink says, and what Flower's own SuperNode makes
+of it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,18 @@ from bayflower.flower.processes import free_port
 
 
 class Superlink(BaseHTTPRequestHandler):
-    """Answers 500 as often as it is told to, as Flower does while its database is locked, then what it was sent."""
+    """Answers 500 as often as it is told to, as Flower does while its database is locked, then what
+    it was sent.
+    """
 
     busy = 0
 
     def do_POST(self) -> None:
-        body = self.rfile.read1() if "content-length" not in self.headers else self.rfile.read(int(self.headers["content-length"]))
+        body = (
+            self.rfile.read1()
+            if "content-length" not in self.headers
+            else self.rfile.read(int(self.headers["content-length"]))
+        )
         kind = type(self)
         kind.busy, code = kind.busy - 1, 500 if kind.busy > 0 else 200
         self.send_response(code)
@@ -42,7 +50,9 @@ def served() -> Iterator[str]:
     threading.Thread(target=superlink.serve_forever, daemon=True).start()
     port = free_port()
     app = gate.make_app(f"http://127.0.0.1:{superlink.server_port}", False)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", ws="none"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", ws="none")
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -57,14 +67,18 @@ def served() -> Iterator[str]:
         superlink.server_close()
 
 
-def push(address: str, call: str = "push-messages", what: bytes = b"a reply", timeout: float = 30) -> bytes:
+def push(
+    address: str, call: str = "push-messages", what: bytes = b"a reply", timeout: float = 30
+) -> bytes:
     answer = httpx.post(f"{address}/v1/fleet/{call}", content=what, timeout=timeout)
     answer.raise_for_status()
     return answer.content
 
 
 def test_a_reply_is_not_lost_while_the_database_is_busy():
-    """What a SuperNode sends with Flower's own rules of trying again arrives in the end; without the gate, 500 is the end."""
+    """What a SuperNode sends with Flower's own rules of trying again arrives in the end; without
+    the gate, 500 is the end.
+    """
     with served() as address:
         Superlink.busy = 2
         assert make_simple_http_retry_invoker().invoke(push, address) == b"a reply"
@@ -82,7 +96,9 @@ def test_what_is_no_fault_of_the_moment_stays_as_it_is():
 
 
 def test_a_part_of_a_reply_that_is_sent_twice_gets_the_first_answer(monkeypatch):
-    """Flower's SuperLink takes a part once. A SuperNode that did not hear so, because its network failed, sends it again."""
+    """Flower's SuperLink takes a part once. A SuperNode that did not hear so, because its network
+    failed, sends it again.
+    """
     taken, lock = [], threading.Lock()
 
     def answer(self) -> None:
@@ -99,7 +115,8 @@ def test_a_part_of_a_reply_that_is_sent_twice_gets_the_first_answer(monkeypatch)
 
     monkeypatch.setattr(Superlink, "do_POST", answer)
     with served() as address:
-        with pytest.raises(httpx.ReadTimeout):  # gone before the answer came; sent again while the first is being worked on
+        # gone before the answer came; sent again while the first is being worked on
+        with pytest.raises(httpx.ReadTimeout):
             push(address, "push-object", b"one", timeout=0.2)
         assert push(address, "push-object", b"one") == b"stored"
         assert push(address, "push-object", b"one") == b"stored"  # and after it
@@ -115,7 +132,9 @@ def test_a_part_of_a_reply_that_is_sent_twice_gets_the_first_answer(monkeypatch)
 
 
 def test_a_run_that_ends_does_not_leave_a_supernode_one_reply_behind(monkeypatch):
-    """Flower takes 403 for the end of the run and leaves the middle of receiving a message, whose reply nobody then expects."""
+    """Flower takes 403 for the end of the run and leaves the middle of receiving a message, whose
+    reply nobody then expects.
+    """
     from flwr.supercore.run import RunNotRunningException
 
     def ended(self) -> None:
@@ -136,7 +155,9 @@ def test_a_run_that_ends_does_not_leave_a_supernode_one_reply_behind(monkeypatch
 
 
 def test_the_superlink_waits_for_its_database(tmp_path, monkeypatch):
-    """Flower's own connections, opened after our start, have our patience: a lock held for longer than theirs is no fault."""
+    """Flower's own connections, opened after our start, have our patience: a lock held for longer
+    than theirs is no fault.
+    """
     from flwr.supercore import sql_mixin
     from flwr.superlink import cli
     from sqlalchemy import create_engine, event, text

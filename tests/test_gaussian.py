@@ -8,7 +8,17 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.func import grad, vmap
 
-from bayflower.maths.gaussian import Diagonal, LowRank, damp, is_proper, kl, product, quotient, solve_precision, solve_without_waiting
+from bayflower.maths.gaussian import (
+    Diagonal,
+    LowRank,
+    damp,
+    is_proper,
+    kl,
+    product,
+    quotient,
+    solve_precision,
+    solve_without_waiting,
+)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -20,7 +30,9 @@ def gaussian(seed: int, size: int = 4) -> Diagonal:
 
 
 def log_density(g: Diagonal, x: Tensor) -> Tensor:
-    """Return log of the density that is not normalised, (len(x),), for a Gaussian of one coordinate."""
+    """Return log of the density that is not normalised, (len(x),), for a Gaussian of one
+    coordinate.
+    """
     return -0.5 * g.precision * x**2 + g.shift * x
 
 
@@ -33,7 +45,9 @@ def normalised(g: Diagonal) -> Tensor:
 
 
 def test_moments_by_quadrature() -> None:
-    g = Diagonal(torch.tensor([0.7], dtype=torch.float64), torch.tensor([-1.3], dtype=torch.float64))
+    g = Diagonal(
+        torch.tensor([0.7], dtype=torch.float64), torch.tensor([-1.3], dtype=torch.float64)
+    )
     density = normalised(g)
     mean = torch.trapezoid(density * GRID, GRID)
     torch.testing.assert_close(g.mean()[0], mean)
@@ -45,7 +59,9 @@ def test_moments_by_quadrature() -> None:
 def test_product_and_quotient_by_quadrature() -> None:
     a, b, c = (gaussian(seed, 1) for seed in (1, 2, 3))
     density = normalised(a) * normalised(b) * normalised(c)
-    torch.testing.assert_close(normalised(product(a, b, c)), density / torch.trapezoid(density, GRID))
+    torch.testing.assert_close(
+        normalised(product(a, b, c)), density / torch.trapezoid(density, GRID)
+    )
     torch.testing.assert_close(product(a), a)
     torch.testing.assert_close(quotient(product(a, b, c), b), product(a, c))
 
@@ -62,7 +78,9 @@ def test_damping_is_a_geometric_mean() -> None:
 
 def test_kl() -> None:
     p, q = gaussian(1), gaussian(2)
-    want = kl_divergence(Normal(p.mean(), p.variance().sqrt()), Normal(q.mean(), q.variance().sqrt())).sum()
+    want = kl_divergence(
+        Normal(p.mean(), p.variance().sqrt()), Normal(q.mean(), q.variance().sqrt())
+    ).sum()
     torch.testing.assert_close(kl(p, q), want)
     p, q = gaussian(3, 1), gaussian(4, 1)
     f, g = normalised(p), normalised(q)
@@ -70,7 +88,10 @@ def test_kl() -> None:
     torch.testing.assert_close(kl(p, q), torch.trapezoid(f * log_ratio, GRID))
     assert kl(p, p) == 0
     near = Diagonal.from_moments(p.mean(), p.variance() * (1 + 1e-7))
-    torch.testing.assert_close(kl(p, near), torch.tensor(0.25e-14, dtype=torch.float64), rtol=1e-5, atol=0.0)  # no cancellation
+    # no cancellation
+    torch.testing.assert_close(
+        kl(p, near), torch.tensor(0.25e-14, dtype=torch.float64), rtol=1e-5, atol=0.0
+    )
 
 
 def test_improper_factors_are_fine_until_a_moment_is_asked() -> None:
@@ -97,21 +118,31 @@ def test_diagonal_under_vmap_and_grad() -> None:
     assert vmap(is_proper)(improper).tolist() == [True, True, True, False, True]
     vmap(lambda p: p.variance())(improper)  # values cannot be looked at here: no error
     by_hand = 0.5 * (1 / stack[0].precision - 1 / q.precision + (stack[0].mean() - q.mean()) ** 2)
-    by_grad = grad(lambda precision: kl(stack[0], Diagonal(precision, precision * q.mean())))(q.precision)
+    by_grad = grad(lambda precision: kl(stack[0], Diagonal(precision, precision * q.mean())))(
+        q.precision
+    )
     torch.testing.assert_close(by_grad, by_hand)
 
 
-# -- low rank ------------------------------------------------------------------------------------------------------
+# -- low rank ------------------------------------------------------------------------------------
 
 
 def dense_oracle(z: Tensor, alpha: float, rtol: float = 1e-10) -> tuple[Tensor, Tensor]:
     """Return (pinv of the covariance + alpha I, mean), the slow way."""
     mean = z.mean(0)
-    covariance = sum((torch.outer(row - mean, row - mean) for row in z), torch.zeros(z.shape[1], z.shape[1], dtype=z.dtype)) / len(z)
-    return torch.linalg.pinv(covariance, rtol=rtol, hermitian=True) + alpha * torch.eye(z.shape[1], dtype=z.dtype), mean
+    covariance = sum(
+        (torch.outer(row - mean, row - mean) for row in z),
+        torch.zeros(z.shape[1], z.shape[1], dtype=z.dtype),
+    ) / len(z)
+    return torch.linalg.pinv(covariance, rtol=rtol, hermitian=True) + alpha * torch.eye(
+        z.shape[1], dtype=z.dtype
+    ), mean
 
 
-@pytest.mark.parametrize(("samples", "dim", "rank"), [(1, 6, 0), (2, 6, 1), (4, 6, 3), (6, 6, 5), (7, 6, 6), (30, 6, 6), (5, 1, 1)])
+@pytest.mark.parametrize(
+    ("samples", "dim", "rank"),
+    [(1, 6, 0), (2, 6, 1), (4, 6, 3), (6, 6, 5), (7, 6, 6), (30, 6, 6), (5, 1, 1)],
+)
 def test_low_rank_equals_pseudo_inverse(samples: int, dim: int, rank: int) -> None:
     z = randn(samples, dim, seed=samples) * 0.3 + 2
     got, mean = LowRank.from_samples(z, torch.ones(samples), 0.7)
@@ -123,7 +154,9 @@ def test_low_rank_equals_pseudo_inverse(samples: int, dim: int, rank: int) -> No
     v = randn(3, dim, seed=5)
     torch.testing.assert_close(got.apply(v), v @ want, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(got.apply(v[0]), want @ v[0], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(got.basis.mT @ got.basis, torch.diag((got.weight != 0).double()), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        got.basis.mT @ got.basis, torch.diag((got.weight != 0).double()), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_low_rank_data_in_a_subspace() -> None:
@@ -135,7 +168,8 @@ def test_low_rank_data_in_a_subspace() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_noise_is_no_variance(dtype: torch.dtype) -> None:
-    z = (randn(1, 512, seed=1) * 3).to(dtype).expand(35, -1)  # equal samples: their mean is rounded, so the centred ones are not quite 0
+    # equal samples: their mean is rounded, so the centred ones are not quite 0
+    z = (randn(1, 512, seed=1) * 3).to(dtype).expand(35, -1)
     got, _ = LowRank.from_samples(z, torch.ones(35), 1.0)
     assert int(got.rank()) == 0
     torch.testing.assert_close(got.dense(), torch.eye(512, dtype=dtype))
@@ -146,19 +180,26 @@ def test_float32_is_close_to_float64() -> None:
     exact, _ = LowRank.from_samples(z, torch.ones(35), 1.0)
     single, _ = LowRank.from_samples(z.float(), torch.ones(35), 1.0)
     assert int(single.rank()) == int(exact.rank()) == 34
-    assert torch.linalg.matrix_norm(single.dense().double() - exact.dense()) < 1e-5 * torch.linalg.matrix_norm(exact.dense())
+    assert torch.linalg.matrix_norm(
+        single.dense().double() - exact.dense()
+    ) < 1e-5 * torch.linalg.matrix_norm(exact.dense())
 
 
 @pytest.mark.parametrize(("samples", "dim"), [(9, 12), (12, 5)])
 def test_low_rank_under_vmap_with_unequal_masks(samples: int, dim: int) -> None:
     counts = [0, 1, 2, 5, samples]
     z = randn(len(counts), samples, dim, seed=7)
-    mask = torch.stack([torch.randperm(samples, generator=torch.Generator().manual_seed(n)) < n for n in counts]).double()
+    mask = torch.stack(
+        [torch.randperm(samples, generator=torch.Generator().manual_seed(n)) < n for n in counts]
+    ).double()
     got, mean = vmap(lambda z, mask: LowRank.from_samples(z, mask, 0.5))(z, mask)
     dense = vmap(lambda g: g.dense(), in_dims=(LowRank(0, 0, 0),))(got)
     for i, n in enumerate(counts):
         if n == 0:
-            want, want_mean = 0.5 * torch.eye(dim, dtype=torch.float64), torch.zeros(dim, dtype=torch.float64)
+            want, want_mean = (
+                0.5 * torch.eye(dim, dtype=torch.float64),
+                torch.zeros(dim, dtype=torch.float64),
+            )
         else:
             want, want_mean = dense_oracle(z[i][mask[i] > 0], 0.5)
         torch.testing.assert_close(dense[i], want, rtol=1e-8, atol=1e-8)
@@ -179,8 +220,13 @@ def test_solve_precision() -> None:
 def test_means_without_waiting_are_those_of_cholesky() -> None:
     draw = torch.Generator().manual_seed(3)
     root = torch.randn(3, 8, 8, generator=draw, dtype=torch.float64)
-    precision, shift = root @ root.mT + torch.eye(8, dtype=torch.float64), torch.randn(3, 8, generator=draw, dtype=torch.float64)
-    assert torch.allclose(solve_without_waiting(precision, shift), solve_precision(precision, shift), rtol=1e-12)
+    precision, shift = (
+        root @ root.mT + torch.eye(8, dtype=torch.float64),
+        torch.randn(3, 8, generator=draw, dtype=torch.float64),
+    )
+    assert torch.allclose(
+        solve_without_waiting(precision, shift), solve_precision(precision, shift), rtol=1e-12
+    )
     flat = torch.zeros(8, 8, dtype=torch.float64)
     flat[0, 0], flat[1, 1] = 1.0, -1e-16  # indefinite by rounding alone
     assert bool(solve_without_waiting(flat[None], shift[:1]).isfinite().all())

@@ -15,18 +15,27 @@ def double(values) -> torch.Tensor:
 
 
 def test_golden_step(golden):
-    """alpha = exp(W e + b): two layers that pass positive numbers on, moved by 10 so that they are. E-V3, in alpha and in log alpha."""
+    """alpha = exp(W e + b): two layers that pass positive numbers on, moved by 10 so that they are.
+    E-V3, in alpha and in log alpha.
+    """
     case = golden["metavd_hypernet_step"]
     weight, bias, e = (double(case[name]) for name in ("W", "b", "e"))
     same = torch.eye(2, dtype=torch.float64)
-    psi = {"0.weight": same, "0.bias": double([10.0, 10.0]), "1.weight": same, "1.bias": double([0.0, 0.0]), "2.weight": weight,
-           "2.bias": bias - weight @ double([10.0, 10.0])}  # fmt: skip
+    psi = {
+        "0.weight": same,
+        "0.bias": double([10.0, 10.0]),
+        "1.weight": same,
+        "1.bias": double([0.0, 0.0]),
+        "2.weight": weight,
+        "2.bias": bias - weight @ double([10.0, 10.0]),
+    }
     alpha = hypernet.output(psi, e).exp()
     torch.testing.assert_close(alpha, double(case["alpha"]), rtol=2e-5, atol=1e-9)
     back = double([1.1, 0.9, 1.3])
     delta = double(case["delta_alpha"])
     torch.testing.assert_close(alpha * (back - 1), delta, rtol=2e-5, atol=1e-6)
-    to_psi, to_e = hypernet.ascent(psi, e[None], (alpha * alpha * (back - 1))[None], double([1.0]))  # d alpha = alpha d log alpha
+    # d alpha = alpha d log alpha
+    to_psi, to_e = hypernet.ascent(psi, e[None], (alpha * alpha * (back - 1))[None], double([1.0]))
     torch.testing.assert_close(to_e[0], double(case["ascent_e"]), rtol=2e-5, atol=1e-8)
     torch.testing.assert_close(to_psi["2.bias"], double(case["ascent_b"]), rtol=2e-5, atol=1e-8)
     moved = to_psi["2.weight"] - 10 * to_psi["2.bias"][:, None]  # the layer's input is e + 10
@@ -46,7 +55,9 @@ def test_products_with_the_jacobian_against_the_jacobian():
         jacobian = jacrev(lambda some, m=m: hypernet.output(some, embeddings[m]))(psi)
         for name in want:
             want[name] += shares[m] * torch.tensordot(steps[m], jacobian[name], 1)
-        torch.testing.assert_close(to_embeddings[m], steps[m] @ jacrev(lambda e: hypernet.output(psi, e))(embeddings[m]))
+        torch.testing.assert_close(
+            to_embeddings[m], steps[m] @ jacrev(lambda e: hypernet.output(psi, e))(embeddings[m])
+        )
     for name, value in want.items():
         torch.testing.assert_close(to_psi[name], value)
 
@@ -54,13 +65,21 @@ def test_products_with_the_jacobian_against_the_jacobian():
 @pytest.mark.parametrize("clip", [0.5, 100.0])
 def test_steps_are_those_of_torchs_sgd(clip):
     draw = torch.Generator().manual_seed(0)
-    values = {"a": torch.randn(3, dtype=torch.float64, generator=draw), "b": torch.randn(2, 2, dtype=torch.float64, generator=draw)}
+    values = {
+        "a": torch.randn(3, dtype=torch.float64, generator=draw),
+        "b": torch.randn(2, 2, dtype=torch.float64, generator=draw),
+    }
     plain = {name: nn.Parameter(value.clone()) for name, value in values.items()}
     stepper = torch.optim.SGD(plain.values(), lr=0.7, momentum=0.6, weight_decay=0.05)
     velocity: dict = {}
     for _ in range(3):
-        upwards = {name: torch.randn(value.shape, dtype=torch.float64, generator=draw) for name, value in values.items()}
-        values, velocity = hypernet.stepped(values, upwards, velocity, rate=0.7, momentum=0.6, decay=0.05, clip=clip)
+        upwards = {
+            name: torch.randn(value.shape, dtype=torch.float64, generator=draw)
+            for name, value in values.items()
+        }
+        values, velocity = hypernet.stepped(
+            values, upwards, velocity, rate=0.7, momentum=0.6, decay=0.05, clip=clip
+        )
         for name, value in plain.items():
             value.grad = -upwards[name]
         nn.utils.clip_grad_norm_(plain.values(), clip)
@@ -77,7 +96,9 @@ def test_an_embedding_belongs_to_a_client_and_a_seed():
 
 
 def test_outputs_begin_near_zero_and_decay_leaves_them_there():
-    """The start of log alpha is added outside: without a word from the clients weight decay must not make dropout of none."""
+    """The start of log alpha is added outside: without a word from the clients weight decay must
+    not make dropout of none.
+    """
     psi = hypernet.initial("seed", 3, 200, 500, torch.float64)
     e = hypernet.embedding("seed", 0, 3, torch.float64)
     found = hypernet.output(psi, e)
@@ -91,15 +112,23 @@ def test_outputs_begin_near_zero_and_decay_leaves_them_there():
 
 @pytest.mark.parametrize("asked", [1e-5, 0.02])
 def test_outputs_move_no_further_than_the_reach(asked):
-    """Clients ask for a little; J Jᵀ and what the last layer's rows have in common make it much. Where it is less, nothing is cut."""
+    """Clients ask for a little; J Jᵀ and what the last layer's rows have in common make it much.
+    Where it is less, nothing is cut.
+    """
     psi = hypernet.initial("seed", 3, 200, 2048, torch.float64)
     own = {str(client): hypernet.embedding("seed", client, 3, torch.float64) for client in range(5)}
     velocity, moves, parts = {}, [], []
     for _ in range(3):
         e = torch.stack(list(own.values()))
-        to_psi, _ = hypernet.ascent(psi, e, torch.full((5, 2048), asked, dtype=torch.float64), double([0.2] * 5))
-        after, velocity = hypernet.stepped(psi, to_psi, velocity, rate=1.0, momentum=0.6, decay=0.0, clip=100)
-        moves.append(float((hypernet.output(after, e) - hypernet.output(psi, e)).square().mean().sqrt()))
+        to_psi, _ = hypernet.ascent(
+            psi, e, torch.full((5, 2048), asked, dtype=torch.float64), double([0.2] * 5)
+        )
+        after, velocity = hypernet.stepped(
+            psi, to_psi, velocity, rate=1.0, momentum=0.6, decay=0.0, clip=100
+        )
+        moves.append(
+            float((hypernet.output(after, e) - hypernet.output(psi, e)).square().mean().sqrt())
+        )
         parts.append(hypernet.within(0.1, (psi, own), (after, own)))
         assert hypernet.within(0.0, (psi, own), (after, own)) == 1
         mixed = {name: value + parts[-1] * (after[name] - value) for name, value in psi.items()}

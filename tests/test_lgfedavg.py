@@ -9,5 +9,9 @@ from plain import LR, MOMENTUM, assert_rounds_agree
 
 @pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
 def test_two_rounds_equal_plain_torch(model):
-    prepared = small_prepared("lgfedavg", model=model, optimizer="sgd", lr=LR, momentum=MOMENTUM, dtype="float64")
-    assert_rounds_agree(prepared, lambda name: name.startswith("head."), [("local", lambda name: True)])
+    prepared = small_prepared(
+        "lgfedavg", model=model, optimizer="sgd", lr=LR, momentum=MOMENTUM, dtype="float64"
+    )
+    assert_rounds_agree(
+        prepared, lambda name: name.startswith("head."), [("local", lambda name: True)]
+    )

@@ -21,7 +21,9 @@ def test_a_client_alone_gets_the_same_model_whoever_else_is_there():
     nothing = prepared.halves.server.init(params, buffers, ())
     assert flatten(nothing) == {}
     for round in (1, 2, 3):
-        state = solo.train(half, state, nothing, data.train, seed=0, client=client.client, round=round).state
+        state = solo.train(
+            half, state, nothing, data.train, seed=0, client=client.client, round=round
+        ).state
     assert worst_difference(outcome.client_states[client.client], state) < 1e-4
 
 
@@ -35,4 +37,6 @@ def test_nothing_is_sent_but_the_count():
     assert flatten(prepared.halves.server.broadcast(nothing, 0)) == {}
     parameters = 4 * prepared.halves.model.num_parameters
     for record in execute(small_prepared("local", "fused", evaluate_every=0)).rounds:
-        assert max(record["bytes_up"], record["bytes_down"]) < parameters, "five clients together need less than one model"
+        assert max(record["bytes_up"], record["bytes_down"]) < parameters, (
+            "five clients together need less than one model"
+        )

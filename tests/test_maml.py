@@ -1,4 +1,6 @@
-"""MAML: the meta-gradient of [eq. 2] through [eq. 1] against finite differences and plain double backward."""
+"""MAML: the meta-gradient of [eq. 2] through [eq. 1] against finite differences and plain double
+backward.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,14 @@ def tiny() -> tuple[Model, dict, tuple[Batch, Batch]]:
     model = Model(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), 3, "tiny")
     params, _ = model.initial(1, torch.float64)
     draw = torch.Generator().manual_seed(0)
-    groups = tuple(Batch(torch.randn(n, 3, dtype=torch.float64, generator=draw), torch.randint(0, 3, (n,), generator=draw),
-                         torch.ones(n, dtype=torch.float64)) for n in (5, 7))  # fmt: skip
+    groups = tuple(
+        Batch(
+            torch.randn(n, 3, dtype=torch.float64, generator=draw),
+            torch.randint(0, 3, (n,), generator=draw),
+            torch.ones(n, dtype=torch.float64),
+        )
+        for n in (5, 7)
+    )
     return model, params, groups
 
 
@@ -32,10 +40,19 @@ def meta_loss(model, params, groups, rate: float, steps: int) -> float:
     """The definition of F, by plain autograd."""
     for _ in range(steps):
         params = {name: value.detach().requires_grad_() for name, value in params.items()}
-        value = nn.functional.cross_entropy(model.forward(params, {}, groups[0].x, True)[0], groups[0].y)
-        params = {name: params[name] - rate * slope for name, slope in slopes(value, params, False).items()}
+        value = nn.functional.cross_entropy(
+            model.forward(params, {}, groups[0].x, True)[0], groups[0].y
+        )
+        params = {
+            name: params[name] - rate * slope
+            for name, slope in slopes(value, params, False).items()
+        }
     with torch.no_grad():
-        return float(nn.functional.cross_entropy(model.forward(params, {}, groups[1].x, True)[0], groups[1].y))
+        return float(
+            nn.functional.cross_entropy(
+                model.forward(params, {}, groups[1].x, True)[0], groups[1].y
+            )
+        )
 
 
 def numeric(model, params, groups, rate: float, steps: int, step: float = 1e-5) -> dict:
@@ -69,26 +86,38 @@ def test_meta_gradient_against_finite_differences(steps):
 
 
 def test_parameters_that_are_not_inner_have_their_mixed_derivatives():
-    """A scale of the support's loss that the inner step does not move, but whose gradient passes through it."""
+    """A scale of the support's loss that the inner step does not move, but whose gradient passes
+    through it.
+    """
     x = torch.tensor([1.0, -2.0], dtype=torch.float64)
 
     def loss(params, buffers, group):
         power = (params["theta"] - x).square().sum() * params["scale"].exp()
         return (power if group == 0 else (params["theta"] * x).sum().square()), buffers
 
-    params = {"theta": torch.tensor([0.3, 0.4], dtype=torch.float64), "scale": torch.tensor(0.2, dtype=torch.float64)}
+    params = {
+        "theta": torch.tensor([0.3, 0.4], dtype=torch.float64),
+        "scale": torch.tensor(0.2, dtype=torch.float64),
+    }
     way = Way(("theta",), 0.1)
 
     def whole(scale: float) -> float:
         theta = params["theta"] - 0.1 * 2 * (params["theta"] - x) * math.exp(scale)
         return float((theta * x).sum().square())
 
-    for grads, _, _ in (second_order(loss, params, {}, way), hessian_free(loss, params, {}, way, 1e-4)):
-        assert float(grads["scale"]) == pytest.approx((whole(0.2 + 1e-6) - whole(0.2 - 1e-6)) / 2e-6, rel=1e-6)
+    for grads, _, _ in (
+        second_order(loss, params, {}, way),
+        hessian_free(loss, params, {}, way, 1e-4),
+    ):
+        assert float(grads["scale"]) == pytest.approx(
+            (whole(0.2 + 1e-6) - whole(0.2 - 1e-6)) / 2e-6, rel=1e-6
+        )
 
 
 def test_two_rounds_equal_plain_torch():
-    """[eq. 1] and [eq. 2] with double backward, clients of unequal size, a server rate and momentum."""
+    """[eq. 1] and [eq. 2] with double backward, clients of unequal size, a server rate and
+    momentum.
+    """
 
     def step(loss, params, groups):
         (x, y), (x_query, y_query) = groups
@@ -105,8 +134,13 @@ def test_buffers_of_both_passes_are_kept():
     _, client, _, (params, buffers) = prepared.halves
     draw = torch.Generator().manual_seed(0)
     shape = prepared.federation.clients[0].x_train.shape[1:]
-    groups = tuple(Batch(torch.randn(6, *shape, generator=draw), torch.arange(6), torch.ones(6)) for _ in range(2))
-    _, after, _ = client.gradient(client.phases("train")[0], Work(params, buffers, None), groups, {})
+    groups = tuple(
+        Batch(torch.randn(6, *shape, generator=draw), torch.arange(6), torch.ones(6))
+        for _ in range(2)
+    )
+    _, after, _ = client.gradient(
+        client.phases("train")[0], Work(params, buffers, None), groups, {}
+    )
     counters = [value for name, value in after.items() if name.endswith("num_batches_tracked")]
     assert counters
     assert all(int(value) == 2 for value in counters)

@@ -1,4 +1,6 @@
-"""BatchNorm over real samples: torch's own numbers on them, first and second derivatives, any memory order; training in bfloat16."""
+"""BatchNorm over real samples: torch's own numbers on them, first and second derivatives, any
+memory order; training in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,29 @@ from bayflower.errors import ConfigError
 from bayflower.networks.papers import build
 from bayflower.stacked.masked import Norm, mask_norms, real_samples
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
+]
 CLIENTS, SAMPLES, CHANNELS = 4, 5, 3
 REAL = [5, 3, 2, 4]
 
 
-def stack(device: str, dtype: torch.dtype = torch.float64, area: tuple[int, ...] = (4, 6)) -> tuple[torch.Tensor, ...]:
+def stack(
+    device: str, dtype: torch.dtype = torch.float64, area: tuple[int, ...] = (4, 6)
+) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(2)
     x = torch.randn(CLIENTS, SAMPLES, CHANNELS, *area, generator=draw, dtype=torch.float64) * 2 + 7
-    weight, bias, aim = (torch.randn(CLIENTS, *shape, generator=draw, dtype=torch.float64) for shape in ((3,), (3,), x.shape[1:]))
+    weight, bias, aim = (
+        torch.randn(CLIENTS, *shape, generator=draw, dtype=torch.float64)
+        for shape in ((3,), (3,), x.shape[1:])
+    )
     mask = (torch.arange(SAMPLES) < torch.tensor(REAL)[:, None]).to(dtype)
     return tuple(one.to(device, dtype) for one in (x, mask, weight, bias, aim))
 
@@ -39,7 +55,8 @@ def by_us(x, mask, weight, bias, aim):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("area", [(4, 6), (), (40, 120)])  # the last needs several pieces in a kernel
+# the last needs several pieces in a kernel
+@pytest.mark.parametrize("area", [(4, 6), (), (40, 120)])
 @pytest.mark.parametrize("swapped", [False, True])
 def test_values_and_derivatives_are_torchs(device, area, swapped):
     x, mask, weight, bias, aim = stack(device, area=area)
@@ -49,14 +66,19 @@ def test_values_and_derivatives_are_torchs(device, area, swapped):
     firsts = vmap(grad(by_us, argnums=(0, 2, 3)))(x, mask, weight, bias, aim)
 
     def length(loss):
-        return lambda *given: sum(part.square().sum() for part in grad(loss, argnums=(0, len(given) - 3, len(given) - 2))(*given))
+        return lambda *given: sum(
+            part.square().sum()
+            for part in grad(loss, argnums=(0, len(given) - 3, len(given) - 2))(*given)
+        )
 
     seconds = vmap(grad(length(by_us), argnums=(0, 2, 3)))(x, mask, weight, bias, aim)
     for client, real in enumerate(REAL):
         given = (x[client, :real], weight[client], bias[client], aim[client, :real])
         torch.testing.assert_close(values[client], by_torch(*given), rtol=1e-10, atol=1e-10)
-        for found, want in ((firsts, grad(by_torch, argnums=(0, 1, 2))(*given)),
-                            (seconds, grad(length(by_torch), argnums=(0, 1, 2))(*given))):  # fmt: skip
+        for found, want in (
+            (firsts, grad(by_torch, argnums=(0, 1, 2))(*given)),
+            (seconds, grad(length(by_torch), argnums=(0, 1, 2))(*given)),
+        ):
             for mine, yours in zip(found, want, strict=True):
                 mine = mine[client, :real] if mine.ndim == x.ndim else mine[client]
                 torch.testing.assert_close(mine, yours, rtol=1e-8, atol=1e-8)
@@ -80,7 +102,9 @@ def test_float32_loses_nothing_far_from_zero(device):
     x, mask, weight, bias, _ = (one.double() for one in stack(device, torch.float32))
     x = x + 1000
     want = vmap(Norm.apply, in_dims=(0, 0, 0, 0, None))(x, mask, weight, bias, 1e-5)
-    got = vmap(Norm.apply, in_dims=(0, 0, 0, 0, None))(x.float(), mask.float(), weight.float(), bias.float(), 1e-5)
+    got = vmap(Norm.apply, in_dims=(0, 0, 0, 0, None))(
+        x.float(), mask.float(), weight.float(), bias.float(), 1e-5
+    )
     for mine, yours in zip(got, want, strict=True):
         torch.testing.assert_close(mine.double(), yours, rtol=2e-3, atol=2e-3)
 
@@ -95,14 +119,27 @@ def test_running_statistics_are_those_of_real_samples():
     torch.testing.assert_close(layer.running_var, torchs.running_var)
 
 
-# -- bfloat16 ----------------------------------------------------------------------------------------------------------
+# -- bfloat16 ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["resnet20", "lenet5", "mlp-bn"])
 def test_a_training_pass_in_bfloat16_is_near_and_keeps_the_dtypes(name, device):
-    model = build(name, (3, 16, 16) if name != "mlp-bn" else (20,), 4).for_stacks(gpu=device == "cuda")
-    params, buffers = ({n: v.to(device).expand(2, *v.shape).clone() for n, v in part.items()} for part in model.initial(0))
-    x = torch.randn(2, 6, *((3, 16, 16) if name != "mlp-bn" else (20,)), generator=torch.Generator().manual_seed(0)).to(device)
-    y, mask = torch.arange(12, device=device).reshape(2, 6) % 4, torch.tensor([[1.0] * 6, [1.0] * 4 + [0.0] * 2], device=device)
+    model = build(name, (3, 16, 16) if name != "mlp-bn" else (20,), 4).for_stacks(
+        gpu=device == "cuda"
+    )
+    params, buffers = (
+        {n: v.to(device).expand(2, *v.shape).clone() for n, v in part.items()}
+        for part in model.initial(0)
+    )
+    x = torch.randn(
+        2,
+        6,
+        *((3, 16, 16) if name != "mlp-bn" else (20,)),
+        generator=torch.Generator().manual_seed(0),
+    ).to(device)
+    y, mask = (
+        torch.arange(12, device=device).reshape(2, 6) % 4,
+        torch.tensor([[1.0] * 6, [1.0] * 4 + [0.0] * 2], device=device),
+    )
 
     def loss(params, buffers, x, y, mask):
         logits, features, after = model.forward_features(params, buffers, x, train=True, mask=mask)
@@ -116,19 +153,27 @@ def test_a_training_pass_in_bfloat16_is_near_and_keeps_the_dtypes(name, device):
     real = mask.bool()
     assert 0 < (near - logits)[real].norm() / logits[real].norm() < 0.1
     assert (close - features)[real].norm() / features[real].norm() < 0.1
-    wrong, whole = (torch.cat([value.flatten() for value in part.values()]) for part in ({n: rough[n] - exact[n] for n in exact}, exact))
+    wrong, whole = (
+        torch.cat([value.flatten() for value in part.values()])
+        for part in ({n: rough[n] - exact[n] for n in exact}, exact)
+    )
     assert wrong.norm() / whole.norm() < 0.3
     test = vmap(lambda p, b, x: model.forward(p, b, x, train=False)[0])
     model.bf16 = False
     want = test(params, buffers, x)
     model.bf16 = True
-    torch.testing.assert_close(test(params, buffers, x), want, rtol=0, atol=0)  # tests are in full precision
+    # tests are in full precision
+    torch.testing.assert_close(test(params, buffers, x), want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("method", ["fedper", "pfedvmp", "fedmap", "fednp", "metavd", "fedbps", "moon", "maml"])
+@pytest.mark.parametrize(
+    "method", ["fedper", "pfedvmp", "fedmap", "fednp", "metavd", "fedbps", "moon", "maml"]
+)
 def test_runs_in_bfloat16_end_near_those_in_float32(method):
     settings = {"rounds": 2, "optimizer": "sgd", "lr": 0.02}
-    exact, rough = (execute(small_prepared(method, bf16=bf16, **settings)) for bf16 in (False, True))
+    exact, rough = (
+        execute(small_prepared(method, bf16=bf16, **settings)) for bf16 in (False, True)
+    )
     assert 0 < worst_difference(rough.server_state, exact.server_state, 1e-3) < 0.3
     assert all(value.dtype != torch.bfloat16 for value in tensors(rough.server_state))
 
@@ -140,12 +185,17 @@ def tensors(tree):
 
 
 def test_bfloat16_and_float64_do_not_go_together():
-    with pytest.raises(ConfigError, match="bf16 goes with dtype=float32, got dtype=float64; leave one of them out"):
+    with pytest.raises(
+        ConfigError, match="bf16 goes with dtype=float32, got dtype=float64; leave one of them out"
+    ):
         parse("fedavg", {"bf16": True, "dtype": "float64"})
 
 
 def test_the_layers_of_a_stack_are_the_modules(monkeypatch):
-    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).double(), stack("cpu", area=(6, 6))[0]
+    net, x = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).double(),
+        stack("cpu", area=(6, 6))[0],
+    )
     params = dict(net.named_parameters())
     with real_samples(torch.ones(SAMPLES, dtype=torch.float64)):
         got = functional_call(mask_norms(net), params, (x[0],))

@@ -17,10 +17,15 @@ from bayflower.metrics import NUM_BINS, Tally, add, summarise, tally, zero
 
 prepare_torchvision()  # torchmetrics imports torchvision where there is one
 from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
-from torchmetrics.functional.classification import binary_calibration_error, multiclass_calibration_error  # noqa: E402
+from torchmetrics.functional.classification import (  # noqa: E402
+    binary_calibration_error,
+    multiclass_calibration_error,
+)
 
 
-def sample(n: int, c: int, seed: int = 0, dtype: torch.dtype = torch.float64, sharp: float = 2.0) -> tuple[Tensor, Tensor]:
+def sample(
+    n: int, c: int, seed: int = 0, dtype: torch.dtype = torch.float64, sharp: float = 2.0
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(c, (n,), generator=generator)
     logits = sharp * torch.randn(n, c, generator=generator, dtype=torch.float64)
@@ -50,18 +55,30 @@ def test_equals_torchmetrics_and_sklearn(n: int, c: int, dtype: torch.dtype) -> 
     probs, y = sample(n, c, seed=n, dtype=dtype)
     out = summarise({3: tally(probs, y, ones(n))})
     assert out["num_examples"] == n
-    assert out["accuracy"] == pytest.approx(MulticlassAccuracy(c, average="micro")(probs, y).item(), abs=1e-6)
-    rows = probs.double() / probs.double().sum(-1, keepdim=True)  # scikit-learn warns of float32 rows that do not add up to 1
+    assert out["accuracy"] == pytest.approx(
+        MulticlassAccuracy(c, average="micro")(probs, y).item(), abs=1e-6
+    )
+    # scikit-learn warns of float32 rows that do not add up to 1
+    rows = probs.double() / probs.double().sum(-1, keepdim=True)
     assert out["nll"] == pytest.approx(log_loss(y, rows, labels=list(range(c))), rel=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # predicted classes that are absent from y
-        assert out["balanced_accuracy"] == pytest.approx(balanced_accuracy_score(y, probs.argmax(-1)))
+        assert out["balanced_accuracy"] == pytest.approx(
+            balanced_accuracy_score(y, probs.argmax(-1))
+        )
     tolerance = 1e-6  # torchmetrics goes to float32; the loop below is the tight oracle
-    assert out["ece"] == pytest.approx(multiclass_calibration_error(probs, y, c, n_bins=10, norm="l1").item(), abs=tolerance)
-    assert out["mce"] == pytest.approx(multiclass_calibration_error(probs, y, c, n_bins=10, norm="max").item(), abs=tolerance)
-    one_hot = torch.nn.functional.one_hot(y, c)  # all N×C probabilities as so many binary predictions
+    assert out["ece"] == pytest.approx(
+        multiclass_calibration_error(probs, y, c, n_bins=10, norm="l1").item(), abs=tolerance
+    )
+    assert out["mce"] == pytest.approx(
+        multiclass_calibration_error(probs, y, c, n_bins=10, norm="max").item(), abs=tolerance
+    )
+    # all N×C probabilities as so many binary predictions
+    one_hot = torch.nn.functional.one_hot(y, c)
     for name, norm in (("ece_allclass", "l1"), ("mce_allclass", "max")):
-        want = binary_calibration_error(probs.flatten(), one_hot.flatten(), n_bins=10, norm=norm).item()
+        want = binary_calibration_error(
+            probs.flatten(), one_hot.flatten(), n_bins=10, norm=norm
+        ).item()
         assert out[name] == pytest.approx(want, abs=tolerance)
 
 
@@ -86,7 +103,8 @@ def test_edges(dtype: torch.dtype) -> None:
         row = torch.stack([p, 1 - p])[None]
         t = tally(row, torch.tensor([0]), ones(1))
         assert int(t.all_count.sum()) == 2
-        assert int(t.all_count[min(i, NUM_BINS - 1)]) >= 1  # p on an edge: the upper bin; p = 1: the last
+        # p on an edge: the upper bin; p = 1: the last
+        assert int(t.all_count[min(i, NUM_BINS - 1)]) >= 1
         assert int(t.all_correct.nonzero()[0]) == min(i, NUM_BINS - 1)
     below = torch.nextafter(edges[3], torch.tensor(0.0, dtype=dtype))
     t = tally(torch.stack([below, 1 - below])[None], torch.tensor([0]), ones(1))
@@ -107,19 +125,23 @@ def test_probability_zero_and_not_finite(dtype: torch.dtype, most: float) -> Non
 
 def test_absent_class() -> None:
     probs, _ = sample(50, 5, seed=2)
-    y = torch.randint(1, 3, (50,), generator=torch.Generator().manual_seed(0))  # classes 0, 3 and 4 have no samples
+    # classes 0, 3 and 4 have no samples
+    y = torch.randint(1, 3, (50,), generator=torch.Generator().manual_seed(0))
     t = tally(probs, y, ones(50))
     assert t.class_total[[0, 3, 4]].tolist() == [0, 0, 0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        assert summarise({0: t})["balanced_accuracy"] == pytest.approx(balanced_accuracy_score(y, probs.argmax(-1)))
+        assert summarise({0: t})["balanced_accuracy"] == pytest.approx(
+            balanced_accuracy_score(y, probs.argmax(-1))
+        )
 
 
 def test_masks_vmap_and_sums_agree_to_the_bit() -> None:
     counts = [40, 1, 0, 17]
     size, c = 40, 6
     whole = [sample(n, c, seed=n) for n in counts]
-    probs = torch.full((len(counts), size, c), math.nan, dtype=torch.float64)  # padding may hold anything
+    # padding may hold anything
+    probs = torch.full((len(counts), size, c), math.nan, dtype=torch.float64)
     y = torch.full((len(counts), size), -1)
     mask = torch.zeros(len(counts), size)
     for i, (p, labels) in enumerate(whole):
@@ -130,10 +152,22 @@ def test_masks_vmap_and_sums_agree_to_the_bit() -> None:
     for i, (p, labels) in enumerate(whole):
         alone = tally(p, labels, ones(counts[i]))
         for name, got, want in zip(Tally._fields, stacked, alone, strict=True):
-            assert got.dtype == want.dtype == (torch.float64 if name in ("nll", "bin_confidence", "all_confidence") else torch.int64)
+            assert (
+                got.dtype
+                == want.dtype
+                == (
+                    torch.float64
+                    if name in ("nll", "bin_confidence", "all_confidence")
+                    else torch.int64
+                )
+            )
             assert torch.equal(got[i], want), name
         total = add(alone, total)
-    together = tally(torch.cat([p for p, _ in whole]), torch.cat([labels for _, labels in whole]), ones(sum(counts)))
+    together = tally(
+        torch.cat([p for p, _ in whole]),
+        torch.cat([labels for _, labels in whole]),
+        ones(sum(counts)),
+    )
     for name, got, want in zip(Tally._fields, total, together, strict=True):
         assert torch.equal(got, want), name
     assert all(torch.equal(a, b) for a, b in zip(tally(*whole[2], ones(0)), zero(c), strict=True))
@@ -144,7 +178,14 @@ def test_summary_over_clients() -> None:
     data = {client: sample(n, 3, seed=client) for client, n in sizes.items()}
     out = summarise({client: tally(p, y, ones(len(y))) for client, (p, y) in data.items()})
     assert [row["client"] for row in out["per_client"]] == [2, 5, 7, 9]
-    assert out["per_client"][1] == {"client": 5, "num_examples": 0, "accuracy": None, "balanced_accuracy": None, "nll": None, "ece": None}
+    assert out["per_client"][1] == {
+        "client": 5,
+        "num_examples": 0,
+        "accuracy": None,
+        "balanced_accuracy": None,
+        "nll": None,
+        "ece": None,
+    }
     accuracies, balanced = [], []
     for row in out["per_client"]:
         p, y = data[row["client"]]
@@ -177,7 +218,10 @@ def test_summary_over_clients() -> None:
     bars = out["reliability"]["top_label"]
     assert len(bars) == NUM_BINS
     assert sum(bar["count"] for bar in bars) == 45
-    gap = sum(bar["count"] * abs(bar["accuracy"] - bar["confidence"]) for bar in bars if bar["count"]) / 45
+    gap = (
+        sum(bar["count"] * abs(bar["accuracy"] - bar["confidence"]) for bar in bars if bar["count"])
+        / 45
+    )
     assert out["ece"] == pytest.approx(gap)
     assert sum(bar["count"] for bar in out["reliability"]["all_class"]) == 45 * 3
     assert json.loads(json.dumps(out, allow_nan=False)) == out  # plain numbers only
@@ -187,7 +231,14 @@ def test_nothing_to_summarise() -> None:
     for tallies in ({}, {1: zero(4), 0: zero(4)}):
         out = summarise(tallies)
         assert out["num_examples"] == out["num_clients"] == 0
-        assert out["accuracy"] is out["accuracy_mean"] is out["ece"] is out["fairness_cv"] is out["worst_client_accuracy"] is None
+        assert (
+            out["accuracy"]
+            is out["accuracy_mean"]
+            is out["ece"]
+            is out["fairness_cv"]
+            is out["worst_client_accuracy"]
+            is None
+        )
         assert len(out["per_client"]) == len(tallies)
     wrong = tally(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), ones(1))
     assert summarise({0: wrong})["fairness_cv"] is None  # 0/0
@@ -195,7 +246,9 @@ def test_nothing_to_summarise() -> None:
 
 
 def test_overconfident_softmax_has_two_calibration_errors() -> None:
-    """E-V9: with many classes the all-class error is far below the top-label one, which is how published values can be 0.1 %."""
+    """E-V9: with many classes the all-class error is far below the top-label one, which is how
+    published values can be 0.1 %.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 100, generator=generator, dtype=torch.float64) * 2
     y = torch.distributions.Categorical(logits=logits).sample()

@@ -29,7 +29,10 @@ def test_two_rounds_equal_plain_torch():
 
             def contrast(module, x, globally=globally, before=before):
                 z, near, far = (one.base(x) for one in (module, globally, before))
-                a, b = (torch.exp(torch.nn.functional.cosine_similarity(z, other) / tau) for other in (near, far))
+                a, b = (
+                    torch.exp(torch.nn.functional.cosine_similarity(z, other) / tau)
+                    for other in (near, far)
+                )
                 return mu * -(a / (a + b)).log().mean()
 
             models[client] = numbers(plain_sgd(case, world, client, round, contrast)[0])

@@ -16,7 +16,11 @@ F64 = torch.float64
 
 def test_golden_layers(golden):
     case = {key: torch.tensor(value, dtype=F64) for key, value in golden["fednp_npn"].items()}
-    found = npn.linear(Gauss(case["in_mean"], case["in_var"]), Gauss(case["W_mean"], case["W_var"]), Gauss(case["b_mean"], case["b_var"]))
+    found = npn.linear(
+        Gauss(case["in_mean"], case["in_var"]),
+        Gauss(case["W_mean"], case["W_var"]),
+        Gauss(case["b_mean"], case["b_var"]),
+    )
     torch.testing.assert_close(found.mean, case["linear_mean"], rtol=2e-5, atol=1e-9)
     torch.testing.assert_close(found.var, case["linear_var"], rtol=2e-5, atol=1e-9)
     found = npn.sigmoid(found)
@@ -29,7 +33,9 @@ def test_golden_kl_theta(golden):
     mean, var, target = (torch.tensor(case[key], dtype=F64) for key in ("mu", "s", "theta"))
     each = [float(npn.kl_theta(Gauss(mean[i], var[i]), target[i], case["eps"])) for i in range(2)]
     assert each == pytest.approx(case["per_param"], rel=2e-5)
-    assert float(npn.kl_theta(Gauss(mean, var), target, case["eps"])) == pytest.approx(case["sum"], rel=2e-5)
+    assert float(npn.kl_theta(Gauss(mean, var), target, case["eps"])) == pytest.approx(
+        case["sum"], rel=2e-5
+    )
 
 
 def test_golden_kl_z(golden):
@@ -42,10 +48,17 @@ def test_linear_equals_sampling():
     generator = torch.Generator().manual_seed(0)
 
     def draw(g: Gauss) -> torch.Tensor:
-        return g.mean + g.var.sqrt() * torch.randn(200_000, *g.mean.shape, generator=generator, dtype=F64)
+        return g.mean + g.var.sqrt() * torch.randn(
+            200_000, *g.mean.shape, generator=generator, dtype=F64
+        )
 
-    x, w, b = (Gauss(torch.randn(*shape, generator=generator, dtype=F64), torch.rand(*shape, generator=generator, dtype=F64))
-               for shape in ((3,), (3, 2), (2,)))  # fmt: skip
+    x, w, b = (
+        Gauss(
+            torch.randn(*shape, generator=generator, dtype=F64),
+            torch.rand(*shape, generator=generator, dtype=F64),
+        )
+        for shape in ((3,), (3, 2), (2,))
+    )
     found = npn.linear(x, w, b)
     samples = torch.einsum("ni,nio->no", draw(x), draw(w)) + draw(b)
     torch.testing.assert_close(found.mean, samples.mean(0), rtol=0, atol=0.03)
@@ -54,11 +67,15 @@ def test_linear_equals_sampling():
 
 def test_the_variance_of_a_sigmoid_is_never_negative():
     """E-N14: at least 0.01 as the input's variance vanishes, and at most ¼."""
-    mean, var = torch.meshgrid(torch.linspace(-12, 12, 97, dtype=F64), torch.logspace(-6, 3, 50, dtype=F64), indexing="ij")
+    mean, var = torch.meshgrid(
+        torch.linspace(-12, 12, 97, dtype=F64), torch.logspace(-6, 3, 50, dtype=F64), indexing="ij"
+    )
     found = npn.sigmoid(Gauss(mean, var)).var
     assert float(found.min()) > 0
     assert float(found.max()) < 0.25
-    assert float(npn.sigmoid(Gauss(torch.zeros((), dtype=F64), torch.tensor(0.01, dtype=F64))).var) == pytest.approx(0.0131, abs=2e-4)
+    assert float(
+        npn.sigmoid(Gauss(torch.zeros((), dtype=F64), torch.tensor(0.01, dtype=F64))).var
+    ) == pytest.approx(0.0131, abs=2e-4)
 
 
 def test_a_fresh_network_says_nothing_about_the_weights():
@@ -68,4 +85,6 @@ def test_a_fresh_network_says_nothing_about_the_weights():
     out = vmap(lambda mean, var: npn.forward(params, Gauss(mean, var)))(*x)
     assert float(out.mean.abs().max()) < 0.05
     torch.testing.assert_close(out.var, torch.full_like(out.var, 0.1), rtol=0.05, atol=0)
-    assert math.isclose(float(torch.nn.functional.softplus(torch.tensor(npn.unsoftplus(0.1), dtype=F64))), 0.1)
+    assert math.isclose(
+        float(torch.nn.functional.softplus(torch.tensor(npn.unsoftplus(0.1), dtype=F64))), 0.1
+    )

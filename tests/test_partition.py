@@ -1,4 +1,6 @@
-"""Who has which samples (partitions) and which step sees which (batches), each against an oracle written the slow way."""
+"""Who has which samples (partitions) and which step sees which (batches), each against an oracle
+written the slow way.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def counts_of(y: np.ndarray, parts: list[np.ndarray], classes: int = 10) -> np.n
 
 @pytest.mark.parametrize("kind", MAKERS)
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), clients=st.integers(1, 12), per_class=st.lists(st.integers(30, 60), min_size=5, max_size=5))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    clients=st.integers(1, 12),
+    per_class=st.lists(st.integers(30, 60), min_size=5, max_size=5),
+)
 def test_every_partition(kind: str, seed: int, clients: int, per_class: list[int]) -> None:
     y = np.random.default_rng(seed).permutation(np.repeat(np.arange(5), per_class))
     parts = MAKERS[kind](y, clients, rng(seed, "p"))
@@ -65,10 +71,13 @@ def test_iid_sizes_and_shares() -> None:
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
     shares = counts_of(np.sort(LABELS), parts) / np.array(sizes)[:, None]
-    assert np.abs(shares - np.bincount(LABELS) / len(LABELS)).max() < 0.06  # though the labels came sorted
+    # though the labels came sorted
+    assert np.abs(shares - np.bincount(LABELS) / len(LABELS)).max() < 0.06
 
 
-@pytest.mark.parametrize(("clients", "beta", "min_size"), [(8, 0.3, 10), (20, 0.1, 20), (5, 3.0, 1000)])
+@pytest.mark.parametrize(
+    ("clients", "beta", "min_size"), [(8, 0.3, 10), (20, 0.1, 20), (5, 3.0, 1000)]
+)
 def test_dirichlet_against_a_loop(clients: int, beta: float, min_size: int) -> None:
     draw, tries = rng(3, "p"), 0
     while True:  # the definition, class by class
@@ -97,11 +106,15 @@ def test_dirichlet_shuffles_within_a_class() -> None:
 def test_dirichlet_counts_equal_those_of_flwr_datasets() -> None:
     hub = pytest.importorskip("flwr_datasets.partitioner", reason="flwr-datasets is not installed")
     datasets = pytest.importorskip("datasets")
-    other = hub.DirichletPartitioner(12, "label", 0.3, min_partition_size=10, self_balancing=False, shuffle=False, seed=5)
+    other = hub.DirichletPartitioner(
+        12, "label", 0.3, min_partition_size=10, self_balancing=False, shuffle=False, seed=5
+    )
     other.dataset = datasets.Dataset.from_dict({"label": LABELS})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = np.stack([np.bincount(other.load_partition(i)["label"], minlength=10) for i in range(12)])
+        theirs = np.stack(
+            [np.bincount(other.load_partition(i)["label"], minlength=10) for i in range(12)]
+        )
     ours = partition.dirichlet(LABELS, 12, 0.3, 10, np.random.default_rng(5))
     assert np.array_equal(counts_of(LABELS, ours), theirs)
 
@@ -109,9 +122,15 @@ def test_dirichlet_counts_equal_those_of_flwr_datasets() -> None:
 def test_dirichlet_mean_and_spread() -> None:
     beta, clients, runs = 0.5, 5, 400
     y = np.zeros(1000, int)
-    shares = np.array([[len(p) / 1000 for p in partition.dirichlet(y, clients, beta, 0, rng(s, "p"))] for s in range(runs)])
+    shares = np.array(
+        [
+            [len(p) / 1000 for p in partition.dirichlet(y, clients, beta, 0, rng(s, "p"))]
+            for s in range(runs)
+        ]
+    )
     assert np.allclose(shares.mean(0), 1 / clients, atol=0.05)
-    expected = (1 / clients) * (1 - 1 / clients) / (clients * beta + 1)  # variance of Dirichlet(beta 1)
+    # variance of Dirichlet(beta 1)
+    expected = (1 / clients) * (1 - 1 / clients) / (clients * beta + 1)
     assert np.allclose(shares.var(0), expected, rtol=0.25)
 
 
@@ -130,7 +149,10 @@ def test_quantity_sizes() -> None:
     assert np.abs(sizes - exact).max() < 1 + 1e-6
     assert sizes.max() > 4 * sizes.min()
     large = parts[int(sizes.argmax())]
-    assert np.abs(np.bincount(LABELS[large]) / len(large) - np.bincount(LABELS) / len(LABELS)).max() < 0.03
+    assert (
+        np.abs(np.bincount(LABELS[large]) / len(large) - np.bincount(LABELS) / len(LABELS)).max()
+        < 0.03
+    )
 
 
 @pytest.mark.parametrize(("clients", "per_client"), [(50, 3), (7, 4), (3, 10), (2, 1)])
@@ -157,7 +179,9 @@ def test_pathological_with_a_fixed_number_of_samples() -> None:
         partition.pathological(y, 50, 11, 0, 10, rng(1, "p"))
 
 
-@pytest.mark.parametrize(("reading", "major", "minor"), [("r1", 0.42, 0.02), ("r2", 0.10, 0.10), ("r3", 0.40, 0.025)])
+@pytest.mark.parametrize(
+    ("reading", "major", "minor"), [("r1", 0.42, 0.02), ("r2", 0.10, 0.10), ("r3", 0.40, 0.025)]
+)
 def test_major_minor_shares_of_e_b7(reading: str, major: float, minor: float) -> None:
     y = np.repeat(np.arange(10), 6000)
     parts = partition.major_minor(y, 20, 2, 0.2, reading, 600, 10, rng(2, "p"))
@@ -196,7 +220,7 @@ def test_natural_leaves_out_what_nobody_owns() -> None:
     assert [part.tolist() for part in parts] == [[2, 4, 6], [0, 3]]
 
 
-# -- batches and noise -------------------------------------------------------------------------------------------------
+# -- batches and noise ---------------------------------------------------------------------------
 def phase_of(name: str = "local", batch_size: int = 10, **lengths: int) -> Phase:
     """Return a phase without an optimiser, which batches do not look at."""
     return Phase(name, None, batch_size, **lengths)  # type: ignore[arg-type]
@@ -204,14 +228,23 @@ def phase_of(name: str = "local", batch_size: int = 10, **lengths: int) -> Phase
 
 phases = st.builds(
     lambda size, count, mode, batches: phase_of(batch_size=size, batches=batches, **{mode: count}),
-    st.integers(1, 12), st.integers(1, 6), st.sampled_from(["epochs", "steps"]), st.integers(1, 3),
-)  # fmt: skip
+    st.integers(1, 12),
+    st.integers(1, 6),
+    st.sampled_from(["epochs", "steps"]),
+    st.integers(1, 3),
+)
 
 
 @settings(max_examples=200, deadline=None)
 @given(n=st.integers(1, 40), phase=phases, coupled=st.booleans(), seed=st.integers(0, 1000))
 def test_plan(n: int, phase: Phase, coupled: bool, seed: int) -> None:
-    keys: dict[str, Any] = {"seed": seed, "client": 3, "round": 7, "purpose": "train", "coupled": coupled}
+    keys: dict[str, Any] = {
+        "seed": seed,
+        "client": 3,
+        "round": 7,
+        "purpose": "train",
+        "coupled": coupled,
+    }
     if coupled and (n == 1 or phase.batch_size == 1):
         with pytest.raises(BayflowerError, match="BatchNorm"):
             plan(n, phase, **keys)
@@ -235,16 +268,28 @@ def test_plan(n: int, phase: Phase, coupled: bool, seed: int) -> None:
     for number, batch in enumerate(stream):
         assert len(batch) == sizes[number % per_epoch]
     for start in range(0, len(stream) - per_epoch + 1, per_epoch):
-        assert sorted(np.concatenate(stream[start : start + per_epoch])) == list(range(n))  # an epoch is a permutation
-    assert all(np.array_equal(a, b) for a, b in zip(stream, (b for g in plan(n, phase, **keys) for b in g), strict=True))
+        # an epoch is a permutation
+        assert sorted(np.concatenate(stream[start : start + per_epoch])) == list(range(n))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(stream, (b for g in plan(n, phase, **keys) for b in g), strict=True)
+    )
 
 
 def test_plan_keys_and_prefix() -> None:
-    keys: dict[str, Any] = {"seed": 1, "client": 2, "round": 3, "purpose": "train", "coupled": False}
+    keys: dict[str, Any] = {
+        "seed": 1,
+        "client": 2,
+        "round": 3,
+        "purpose": "train",
+        "coupled": False,
+    }
     first = np.concatenate([group[0] for group in plan(50, phase_of(epochs=2), **keys)])
     assert not np.array_equal(first[:50], first[50:])  # each epoch its own shuffle
     for change in ({"seed": 2}, {"client": 3}, {"round": 4}, {"purpose": "adapt"}):
-        other = np.concatenate([group[0] for group in plan(50, phase_of(epochs=2), **{**keys, **change})])
+        other = np.concatenate(
+            [group[0] for group in plan(50, phase_of(epochs=2), **{**keys, **change})]
+        )
         assert not np.array_equal(first, other), change
     other = np.concatenate([group[0] for group in plan(50, phase_of("head", epochs=2), **keys)])
     assert not np.array_equal(first, other)
@@ -253,10 +298,19 @@ def test_plan_keys_and_prefix() -> None:
 
 
 def test_plan_refuses() -> None:
-    keys: dict[str, Any] = {"seed": 1, "client": 2, "round": 3, "purpose": "train", "coupled": False}
+    keys: dict[str, Any] = {
+        "seed": 1,
+        "client": 2,
+        "round": 3,
+        "purpose": "train",
+        "coupled": False,
+    }
     with pytest.raises(BayflowerError, match="at least 1 training sample, got 0"):
         plan(0, phase_of(epochs=1), **keys)
-    with pytest.raises(ConfigError, match="exactly one of epochs and steps must be positive in phase 'local', got 1 and 1"):
+    with pytest.raises(
+        ConfigError,
+        match="exactly one of epochs and steps must be positive in phase 'local', got 1 and 1",
+    ):
         plan(5, phase_of(epochs=1, steps=1), **keys)
     with pytest.raises(ConfigError, match="seed must be in"):
         rng(-1, "p")
@@ -272,12 +326,17 @@ def test_noise() -> None:
     alone = noise({"b": (3,)}, **keys, dtype=torch.float32)["b"]
     assert torch.equal(alone, drawn["b"].float())  # neither other names nor the precision matter
     for change in ({"seed": 2}, {"client": 3}, {"round": 4}, {"stage": "predict"}, {"step": 5}):
-        assert not torch.equal(noise({"b": (3,)}, **{**keys, **change}, dtype=torch.float32)["b"], alone), change
+        assert not torch.equal(
+            noise({"b": (3,)}, **{**keys, **change}, dtype=torch.float32)["b"], alone
+        ), change
 
 
 def test_generator_is_pinned() -> None:
-    # Golden: results on disk depend on these bits. Philox of SeedSequence([seed, crc32(stream), keys]).
-    expected = np.random.Generator(np.random.Philox(np.random.SeedSequence([9, crc32(b"split"), 4])))
+    # Golden: results on disk depend on these bits. Philox of SeedSequence([seed, crc32(stream),
+    # keys]).
+    expected = np.random.Generator(
+        np.random.Philox(np.random.SeedSequence([9, crc32(b"split"), 4]))
+    )
     assert np.array_equal(rng(9, "split", 4).integers(0, 2**60, 8), expected.integers(0, 2**60, 8))
 
 
@@ -292,11 +351,27 @@ def check_table(sizes: list[int], clients: list[int], coupled: bool) -> None:
     for phase in (phase_of(batch_size=8, **length) for length in lengths):
         steps = max(num_steps(size, phase, coupled) for size in sizes)
         width = max(largest_batch(size, phase, coupled) for size in sizes)
-        rows = table(sizes, clients, phase, seed=3, round=2, purpose="train", coupled=coupled, steps=steps, width=width)
+        rows = table(
+            sizes,
+            clients,
+            phase,
+            seed=3,
+            round=2,
+            purpose="train",
+            coupled=coupled,
+            steps=steps,
+            width=width,
+        )
         for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
-            want = plan(size, phase, seed=3, client=client, round=2, purpose="train", coupled=coupled)
+            want = plan(
+                size, phase, seed=3, client=client, round=2, purpose="train", coupled=coupled
+            )
             got = [tuple(row[row >= 0] for row in groups) for groups in rows[: len(want), place]]
-            assert all(np.array_equal(a, b) for one, two in zip(got, want, strict=True) for a, b in zip(one, two, strict=True))
+            assert all(
+                np.array_equal(a, b)
+                for one, two in zip(got, want, strict=True)
+                for a, b in zip(one, two, strict=True)
+            )
             assert (rows[len(want) :, place] == -1).all()
 
 
@@ -306,6 +381,21 @@ def test_noise_is_normal_and_the_same_for_one_client_or_many() -> None:
     flat = drawn.flatten().numpy()
     assert stats.kstest(flat, "norm").pvalue > 1e-3
     assert abs(np.corrcoef(drawn.reshape(40, -1).numpy()) - np.eye(40)).max() < 0.12
-    assert abs(np.corrcoef(drawn[0, :, 0].numpy(), normal(keys, torch.tensor(6), (50, 40))[0, :, 0].numpy())[0, 1]) < 0.6
-    alone = noise({"eps": (50, 40)}, seed=0, client=7, round=3, stage="train/local", step=5, dtype=torch.float64)["eps"]
+    assert (
+        abs(
+            np.corrcoef(
+                drawn[0, :, 0].numpy(), normal(keys, torch.tensor(6), (50, 40))[0, :, 0].numpy()
+            )[0, 1]
+        )
+        < 0.6
+    )
+    alone = noise(
+        {"eps": (50, 40)},
+        seed=0,
+        client=7,
+        round=3,
+        stage="train/local",
+        step=5,
+        dtype=torch.float64,
+    )["eps"]
     assert torch.equal(alone, drawn[7])

@@ -1,4 +1,6 @@
-"""PerFedAvg: the Hessian-free gradient [eq. 1] [eq. 2] against its formula, and against MAML's exact one."""
+"""PerFedAvg: the Hessian-free gradient [eq. 1] [eq. 2] against its formula, and against MAML's
+exact one.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,31 @@ def test_two_rounds_equal_plain_torch():
     def step(loss, params, groups):
         (x, y), (x_query, y_query) = groups
         slope = slopes(loss(params, x, y), params, False)
-        fast = {name: (value - 0.3 * slope[name]).detach().requires_grad_() for name, value in params.items()}
+        fast = {
+            name: (value - 0.3 * slope[name]).detach().requires_grad_()
+            for name, value in params.items()
+        }
         g = slopes(loss(fast, x_query, y_query), fast, False)
         length = torch.cat([value.reshape(-1) for value in g.values()]).norm()
         ends = []
         for sign in (1, -1):
-            there = {name: (value + sign * DELTA * g[name] / length).detach().requires_grad_() for name, value in params.items()}
+            there = {
+                name: (value + sign * DELTA * g[name] / length).detach().requires_grad_()
+                for name, value in params.items()
+            }
             ends.append(slopes(loss(there, x, y), there, False))
-        return {name: value - 0.3 * (ends[0][name] - ends[1][name]) * length / (2 * DELTA) for name, value in g.items()}
+        return {
+            name: value - 0.3 * (ends[0][name] - ends[1][name]) * length / (2 * DELTA)
+            for name, value in g.items()
+        }
 
     assert_rounds_agree(small_prepared("perfedavg", inner_lr=0.3, hf_delta=DELTA, **SETTINGS), step)
 
 
 def test_a_gradient_of_zero_is_no_trouble():
-    """Where the query's gradient vanishes there is no direction for the difference; the answer is 0, not NaN."""
+    """Where the query's gradient vanishes there is no direction for the difference; the answer is
+    0, not NaN.
+    """
     model, params, groups = tiny()
     half = Client(Config(), Training(), model)
     nothing = tuple(group._replace(mask=torch.zeros_like(group.mask)) for group in groups)

@@ -1,4 +1,6 @@
-"""Personal models: the same predictions from their files, with us and without us; new clients; uncertainty."""
+"""Personal models: the same predictions from their files, with us and without us; new clients;
+uncertainty.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ from bayflower.personal.runs import client_state, kept, open_run
 from bayflower.rounds import solo
 
 TRAINED, NEW = 1, 5  # of five clients that train and two that do not
-BAYESIAN = {name for name, row in METHODS.items() if row.stem in ("metavd", "fednp", "fedbps", "fedla", "fedmap", "pfedvmp")}
+BAYESIAN = {
+    name
+    for name, row in METHODS.items()
+    if row.stem in ("metavd", "fednp", "fedbps", "fedla", "fedmap", "pfedvmp")
+}
 WITHOUT_US = """
 import json, sys
 from pathlib import Path
@@ -39,7 +45,8 @@ for folder in map(Path, sys.argv[1:]):
     x, want = (torch.tensor(array) for array in numpy.load(folder / "expected.npz").values())
     got = torch.export.load(folder / "model.pt2").module()(x)
     assert (got - want).abs().max() < 1e-5, (folder, float((got - want).abs().max()))
-    assert torch.equal(got[:3].argmax(1), torch.export.load(folder / "model.pt2").module()(x[:3]).argmax(1))
+    again = torch.export.load(folder / "model.pt2").module()(x[:3])
+    assert torch.equal(got[:3].argmax(1), again.argmax(1))
     if (folder / "model.onnx").exists():
         import onnxruntime
         session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
@@ -55,7 +62,14 @@ assert "bayflower" not in sys.modules
 
 def trained(folder: Path, method: str, engine: str = "fused", **changes) -> Path:
     """Return the folder of a short run."""
-    values = {**SMALL, **NEEDED.get(method, {}), "device": "cpu", "stacking": "no", "checkpoint_every": 1, **changes}
+    values = {
+        **SMALL,
+        **NEEDED.get(method, {}),
+        "device": "cpu",
+        "stacking": "no",
+        "checkpoint_every": 1,
+        **changes,
+    }
     run_to_result(prepare(parse(method, values), engine), folder)
     return folder
 
@@ -74,9 +88,15 @@ def runs(tmp_path_factory):
 
 
 def expected(folder: Path, client: int) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Return (test inputs, probabilities by the method's own `predict`, that client's row of result.json)."""
+    """Return (test inputs, probabilities by the method's own `predict`, that client's row of
+    result.json).
+    """
     opened = open_run(folder)
-    data = solo.samples(load_client(opened.run.data, opened.run.settings.seed, client), torch.device("cpu"), torch.float32)
+    data = solo.samples(
+        load_client(opened.run.data, opened.run.settings.seed, client),
+        torch.device("cpu"),
+        torch.float32,
+    )
     new = client >= opened.run.data.num_clients
     end = kept(opened, client, data, None if new else client_state(opened, client), None, "")
     with torch.no_grad():
@@ -88,7 +108,9 @@ def expected(folder: Path, client: int) -> tuple[torch.Tensor, torch.Tensor, dic
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_methods_model_comes_back_from_its_file(method, runs, tmp_path):
-    """Trained and new clients: the card has the run's own accuracy, and the loaded module `predict`'s probabilities."""
+    """Trained and new clients: the card has the run's own accuracy, and the loaded module
+    `predict`'s probabilities.
+    """
     for client in (TRAINED, NEW):
         card = export(runs(method), client, tmp_path / str(client), ("safetensors",))
         model = load_personal(tmp_path / str(client))
@@ -115,11 +137,18 @@ def test_every_methods_model_comes_back_from_its_file(method, runs, tmp_path):
 
 
 def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
-    """One process that cannot import bayflower or flwr reads the exported programs, of images and of tables with missing values."""
+    """One process that cannot import bayflower or flwr reads the exported programs, of images and
+    of tables with missing values.
+    """
     folders = []
     for method in ("fedmap", "pfedvmp", "metavd", "fedbps", "fednp", "fedbn", "local"):
         folder = tmp_path / method
-        export(runs(method), TRAINED, folder, ("safetensors", "pt2", *(["onnx"] if method in ("fedmap", "fedbn") else [])))
+        export(
+            runs(method),
+            TRAINED,
+            folder,
+            ("safetensors", "pt2", *(["onnx"] if method in ("fedmap", "fedbn") else [])),
+        )
         x, want, _ = expected(runs(method), TRAINED)
         np.savez(folder / "expected.npz", x=x, want=want)
         folders.append(folder)
@@ -129,7 +158,13 @@ def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
     x[draw.random(x.shape) < 0.1] = np.nan
     np.savez(tmp_path / "table.npz", x=x, y=y, client=np.arange(300) % 5)
     out = trained(
-        tmp_path / "run", "fedmap", dataset=str(tmp_path / "table.npz"), partition="natural", num_clients=4, new_clients=1, keep=1.0
+        tmp_path / "run",
+        "fedmap",
+        dataset=str(tmp_path / "table.npz"),
+        partition="natural",
+        num_clients=4,
+        new_clients=1,
+        keep=1.0,
     )
     folder = tmp_path / "table"
     export(out, 0, folder, ("safetensors", "pt2", "onnx"))
@@ -142,10 +177,18 @@ def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
     folders.append(folder)
     call = [sys.executable, "-W", "ignore", "-c", WITHOUT_US, *map(str, folders)]
     alone = {"PATH": "", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(call, capture_output=True, text=True, timeout=300, env=alone, cwd=tmp_path)
+    done = subprocess.run(
+        call, capture_output=True, text=True, timeout=300, env=alone, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("pt2")] == [folder.name for folder in folders]
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("onnx")] == ["fedmap", "fedbn", "table"]
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("pt2")] == [
+        folder.name for folder in folders
+    ]
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("onnx")] == [
+        "fedmap",
+        "fedbn",
+        "table",
+    ]
 
 
 def test_weights_load_without_us_by_the_networks_own_names(runs, tmp_path):
@@ -159,17 +202,28 @@ def test_weights_load_without_us_by_the_networks_own_names(runs, tmp_path):
 
 @pytest.mark.parametrize("method", ["fedmap", "fedper", "fedbps", "metavd", "maml"])
 def test_a_new_clients_data_give_it_a_model(method, runs, tmp_path):
-    """`personalise` on the file of a client that never trained: better than the model before it has seen its data."""
+    """`personalise` on the file of a client that never trained: better than the model before it has
+    seen its data.
+    """
     opened = open_run(runs(method))
     data = load_client(opened.run.data, 0, NEW)
     x, y = np.concatenate([data.x_train, data.x_test]), np.concatenate([data.y_train, data.y_test])
-    np.savez(tmp_path / "mine.npz", x=x, y=y, test=np.arange(len(y)) >= len(data.y_train), num_classes=10)
+    np.savez(
+        tmp_path / "mine.npz", x=x, y=y, test=np.arange(len(y)) >= len(data.y_train), num_classes=10
+    )
     card = personalise(runs(method), tmp_path / "mine.npz", tmp_path / "out", ("safetensors",))
     assert card["never_trained"]
     assert card["data"]["num_train"] == len(data.y_train)
     model = load_personal(tmp_path / "out")
     with torch.no_grad():
-        right = (model.predict_proba(torch.as_tensor(data.x_test)).argmax(1) == torch.as_tensor(data.y_test)).double().mean()
+        right = (
+            (
+                model.predict_proba(torch.as_tensor(data.x_test)).argmax(1)
+                == torch.as_tensor(data.y_test)
+            )
+            .double()
+            .mean()
+        )
     assert float(right) == pytest.approx(card["metrics"]["accuracy"])
     np.savez(tmp_path / "bad.npz", x=x[:, :, :4], y=y, num_classes=10)
     with pytest.raises(ConfigError, match="samples of shape"):
@@ -181,9 +235,15 @@ def test_a_new_clients_data_give_it_a_model(method, runs, tmp_path):
 
 
 def test_states_are_found_wherever_an_engine_keeps_them(tmp_path):
-    """The loop engine's checkpoint, and the fused engine's states on disk, give the same model as the fused checkpoint."""
+    """The loop engine's checkpoint, and the fused engine's states on disk, give the same model as
+    the fused checkpoint.
+    """
     want = None
-    for name, engine, more in (("fused", "fused", {}), ("loop", "loop", {}), ("disk", "fused", {"client_states": "disk"})):
+    for name, engine, more in (
+        ("fused", "fused", {}),
+        ("loop", "loop", {}),
+        ("disk", "fused", {"client_states": "disk"}),
+    ):
         out = trained(tmp_path / name, "fedmap", engine, **more)
         export(out, TRAINED, tmp_path / f"{name}-model", ("safetensors",))
         x, _, _ = expected(out, TRAINED)
@@ -194,14 +254,18 @@ def test_states_are_found_wherever_an_engine_keeps_them(tmp_path):
 
 
 def test_clients_in_a_flower_app_save_their_models_after_the_last_round(tmp_path):
-    """A network of the user's own with frozen and tied layers: by its factory, by the exported program, and as a plain state_dict."""
+    """A network of the user's own with frozen and tied layers: by its factory, by the exported
+    program, and as a plain state_dict.
+    """
     import test_plug
     from flwr.app import ArrayRecord
 
     from bayflower.clients import make_client_app
     from bayflower.flower.loop import InProcessGrid, contexts
 
-    app = make_client_app("fedmap", model=test_plug.Net, data=test_plug.load, state=tmp_path, export=("pt2",))
+    app = make_client_app(
+        "fedmap", model=test_plug.Net, data=test_plug.load, state=tmp_path, export=("pt2",)
+    )
     strategy = test_plug.strategy_of("fedmap", run="mine")
     grid = InProcessGrid(app, contexts(range(3)))
     strategy.start(grid, ArrayRecord(test_plug.Net().state_dict()), num_rounds=2, timeout=60)
@@ -224,7 +288,9 @@ def test_clients_in_a_flower_app_save_their_models_after_the_last_round(tmp_path
             program.predict(x)
 
 
-def test_a_model_that_cannot_be_saved_is_said_and_the_test_still_counts(tmp_path, caplog, monkeypatch):
+def test_a_model_that_cannot_be_saved_is_said_and_the_test_still_counts(
+    tmp_path, caplog, monkeypatch
+):
     import test_plug
 
     from bayflower.clients import make_client_app
@@ -234,14 +300,16 @@ def test_a_model_that_cannot_be_saved_is_said_and_the_test_still_counts(tmp_path
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(made, "save_tensors", full)
-    app = make_client_app("fedavg", model=test_plug.Net, data=test_plug.load, state=tmp_path, export=())
+    app = make_client_app(
+        "fedavg", model=test_plug.Net, data=test_plug.load, state=tmp_path, export=()
+    )
     strategy = test_plug.run(app, "fedavg", rounds=1)
     assert test_plug.personal(strategy) >= 0
     assert "the personal model of client 2 was not saved" in caplog.text
     assert "No space left on device" in caplog.text
 
 
-# -- uncertainty ---------------------------------------------------------------------------------------------------------------
+# -- uncertainty ---------------------------------------------------------------------------------
 def test_metavds_uncertainty_is_its_own_sampled_view(runs, tmp_path):
     """Weights drawn by hand, the slow way, from N(theta, alpha theta²)."""
     export(runs("metavd"), TRAINED, tmp_path, ("safetensors",))
@@ -252,13 +320,19 @@ def test_metavds_uncertainty_is_its_own_sampled_view(runs, tmp_path):
     (name,) = model.names
     assert name == half.weight
     theta = dict(model.network.named_parameters())[name].detach()
-    assert torch.allclose(model._deviations()[name], sent.log_alpha.exp().sqrt() * theta.abs(), rtol=1e-5)
+    assert torch.allclose(
+        model._deviations()[name], sent.log_alpha.exp().sqrt() * theta.abs(), rtol=1e-5
+    )
     draws = []
     generator = torch.Generator().manual_seed(7)
     for _ in range(400):
         weights = {key: value.detach().clone() for key, value in model.network.named_parameters()}
-        weights[name] = theta * (1 + sent.log_alpha.exp().sqrt() * torch.randn(theta.shape, generator=generator))
-        draws.append(torch.softmax(torch.func.functional_call(model.network, weights, (x,)), 1).detach())
+        weights[name] = theta * (
+            1 + sent.log_alpha.exp().sqrt() * torch.randn(theta.shape, generator=generator)
+        )
+        draws.append(
+            torch.softmax(torch.func.functional_call(model.network, weights, (x,)), 1).detach()
+        )
     slow = torch.stack(draws)
     found = model.predict(x, samples=400)
     assert float((found.mean - slow.mean(0)).abs().max()) < 0.05
@@ -266,7 +340,9 @@ def test_metavds_uncertainty_is_its_own_sampled_view(runs, tmp_path):
 
 
 def test_the_linear_posterior_is_that_of_a_linear_model_exactly(tmp_path):
-    """A network that is linear in its weights: draws of the weights and draws of the logits have the same distribution."""
+    """A network that is linear in its weights: draws of the weights and draws of the logits have
+    the same distribution.
+    """
     from bayflower.personal.load import Personal
     from bayflower.personal.made import Ready
 
@@ -284,10 +360,14 @@ def test_the_linear_posterior_is_that_of_a_linear_model_exactly(tmp_path):
 
 
 def test_more_data_make_fedmap_more_certain(runs, tmp_path):
-    """The Laplace approximation by hand, from single gradients over the model's own labels, with the prior n/sigma²."""
+    """The Laplace approximation by hand, from single gradients over the model's own labels, with
+    the prior n/sigma².
+    """
     export(runs("fedmap"), TRAINED, tmp_path, ("safetensors",))
     model, opened = load_personal(tmp_path), open_run(runs("fedmap"))
-    data = solo.samples(load_client(opened.run.data, 0, TRAINED), torch.device("cpu"), torch.float32).train
+    data = solo.samples(
+        load_client(opened.run.data, 0, TRAINED), torch.device("cpu"), torch.float32
+    ).train
     name = "head.bias"
     prior = len(data.y) / opened.run.options.sigma2
     with torch.no_grad():
@@ -296,7 +376,7 @@ def test_more_data_make_fedmap_more_certain(runs, tmp_path):
     assert torch.allclose(model._deviations()[name], slow.rsqrt(), rtol=1e-4)
 
 
-# -- files and the command line --------------------------------------------------------------------------------------------------
+# -- files and the command line ------------------------------------------------------------------
 def run_cli(*words: str) -> None:
     sys.argv = ["bayflower", *words]
     with pytest.raises(SystemExit) as end:
@@ -311,9 +391,14 @@ def test_commands(runs, tmp_path, capsys, monkeypatch):
     assert "client 1, FedMAP: the client's own MAP model" in said
     assert "uncertainty: Laplace" in said
     assert (tmp_path / "a" / "model.pt2").exists()
-    run_cli("export", str(runs("fedmap")), str(tmp_path / "b.safetensors"), "--client", "1", "--json")
+    run_cli(
+        "export", str(runs("fedmap")), str(tmp_path / "b.safetensors"), "--client", "1", "--json"
+    )
     assert json.loads(capsys.readouterr().out)["client"] == 1
-    one, other = load_file(tmp_path / "b.safetensors"), load_file(tmp_path / "a" / "model.safetensors")
+    one, other = (
+        load_file(tmp_path / "b.safetensors"),
+        load_file(tmp_path / "a" / "model.safetensors"),
+    )
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert bayflower.load_personal(tmp_path / "a" / "card.json").card["method"] == "fedmap"
@@ -323,13 +408,22 @@ def test_commands(runs, tmp_path, capsys, monkeypatch):
     ("words", "text"),
     [
         (["export", "RUN", "out", "--client", "99"], r"client must be in \[0, 6\], got 99"),
-        (["export", "nowhere", "out", "--client", "0"], "has no checkpoint.safetensors; give the --out of a run"),
+        (
+            ["export", "nowhere", "out", "--client", "0"],
+            "has no checkpoint.safetensors; give the --out of a run",
+        ),
         (["personalise", "RUN", "out", "--data", "none.npz"], "no file none.npz"),
     ],
 )
-def test_what_cannot_be_exported_is_said_with_exit_code_2(words, text, runs, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_exported_is_said_with_exit_code_2(
+    words, text, runs, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bayflower", *(str(runs("fedmap")) if word == "RUN" else word for word in words)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["bayflower", *(str(runs("fedmap")) if word == "RUN" else word for word in words)],
+    )
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2

@@ -1,4 +1,6 @@
-"""pFedVMP against golden vectors and a slow oracle: dense pseudo-inverses in numpy, loops over clients and classes, plain torch."""
+"""pFedVMP against golden vectors and a slow oracle: dense pseudo-inverses in numpy, loops over
+clients and classes, plain torch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ from bayflower.rounds import solo
 from bayflower.strategies import pfedvmp as server_half
 from bayflower.strategies.pfedvmp import Config, Server, State, Update
 
-CHOSEN = {"xi": 3.0, "alpha": 0.6, "optimizer": "sgd", "lr": 0.05, "momentum": 0.5, "dtype": "float64"}
+CHOSEN = {
+    "xi": 3.0,
+    "alpha": 0.6,
+    "optimizer": "sgd",
+    "lr": 0.05,
+    "momentum": 0.5,
+    "dtype": "float64",
+}
 
 
 def halves(dim: int, classes: int, **config: Any) -> tuple[Server, Client, State]:
@@ -39,7 +48,11 @@ def halves(dim: int, classes: int, **config: Any) -> tuple[Server, Client, State
 
     model = Model(net, classes)
     server = Server(Config(**config), model.anatomy)
-    return server, Client(Config(**config), Training(), model), server.init(*model.initial(0, torch.float64), ())
+    return (
+        server,
+        Client(Config(**config), Training(), model),
+        server.init(*model.initial(0, torch.float64), ()),
+    )
 
 
 def finished(client: Client, state: State, z: torch.Tensor, y: torch.Tensor) -> Update:
@@ -58,22 +71,32 @@ def aggregated(server: Server, client: Client, state: State, updates: list[Updat
 
 
 def dense_precision(z: np.ndarray, alpha: float, cut: float = 1e-10) -> np.ndarray:
-    """[eq. 11] the slow way: all eigenvalues of the dense covariance, those above the cut inverted."""
+    """[eq. 11] the slow way: all eigenvalues of the dense
+    covariance, those above the cut inverted.
+    """
     centred = z - z.mean(0)
     values, vectors = np.linalg.eigh(sum(np.outer(row, row) for row in centred) / len(z))
     keep = (values > cut * values[-1]) & (values > 1e-25)
-    return sum((np.outer(v, v) / w for v, w in zip(vectors.T[keep], values[keep], strict=True)), alpha * np.eye(z.shape[1]))
+    return sum(
+        (np.outer(v, v) / w for v, w in zip(vectors.T[keep], values[keep], strict=True)),
+        alpha * np.eye(z.shape[1]),
+    )
 
 
-# -- golden ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("config", "key"), [
-    ({}, "mu"),
-    ({"prior_precision": 1.0}, "mu_with_unit_prior"),
-    ({"centroid": "count_mean"}, "mu_count_weighted_mean"),
-    ({"centroid": "mean"}, "mu_plain_mean"),
-])  # fmt: skip
+# -- golden --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({}, "mu"),
+        ({"prior_precision": 1.0}, "mu_with_unit_prior"),
+        ({"centroid": "count_mean"}, "mu_count_weighted_mean"),
+        ({"centroid": "mean"}, "mu_plain_mean"),
+    ],
+)
 def test_golden_aggregate(golden, config, key):
-    """[eq. 11] and [eq. 13], with and without the prior of [eq. 5], on a rank-deficient class, one sample, an absent class."""
+    """[eq. 11] and [eq. 13], with and without the prior of [eq. 5], on a rank-deficient class, one
+    sample, an absent class.
+    """
     case = golden["pfedvmp_aggregate"]
     server, client, state = halves(3, 2, alpha=case["alpha"], min_count=1, **config)
     updates = []
@@ -83,19 +106,36 @@ def test_golden_aggregate(golden, config, key):
         updates.append(finished(client, state, z, y))
         for k, want in case["clients"][name].items():
             assert int(updates[-1].counts[int(k)]) == want["count"]
-            torch.testing.assert_close(updates[-1].means[int(k)], torch.tensor(want["mean"], dtype=torch.float64), rtol=2e-5, atol=1e-9)
+            torch.testing.assert_close(
+                updates[-1].means[int(k)],
+                torch.tensor(want["mean"], dtype=torch.float64),
+                rtol=2e-5,
+                atol=1e-9,
+            )
             if not config:
                 mine = (y == int(k)) & (updates[-1].spread["weight"] != 0)
                 assert int(mine.sum()) == want["rank"]
                 eigenvalues = sorted((1 / updates[-1].spread["weight"][mine]).tolist())
                 assert eigenvalues == pytest.approx(want["eig_sigma"], rel=2e-5)
                 found = server.statistic(state, 0, server.unpack(state, client.pack(updates[-1])))
-                upper = torch.tensor(want["Lambda"], dtype=torch.float64)[tuple(torch.triu_indices(3, 3))]
+                upper = torch.tensor(want["Lambda"], dtype=torch.float64)[
+                    tuple(torch.triu_indices(3, 3))
+                ]
                 torch.testing.assert_close(found[f"precision/{k}"], upper, rtol=2e-5, atol=1e-5)
-                torch.testing.assert_close(found[f"shift/{k}"], torch.tensor(want["Lambda_mu"], dtype=torch.float64), rtol=2e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    found[f"shift/{k}"],
+                    torch.tensor(want["Lambda_mu"], dtype=torch.float64),
+                    rtol=2e-5,
+                    atol=1e-5,
+                )
     after = aggregated(server, client, state, updates)
     for k, want in case["global"].items():
-        torch.testing.assert_close(after.centroids[int(k)], torch.tensor(want[key], dtype=torch.float64), rtol=2e-5, atol=1e-5)
+        torch.testing.assert_close(
+            after.centroids[int(k)],
+            torch.tensor(want[key], dtype=torch.float64),
+            rtol=2e-5,
+            atol=1e-5,
+        )
     assert bool(after.known.all())
 
 
@@ -107,23 +147,40 @@ def test_golden_base(golden):
     total = Total()
     for theta, count in zip(case["theta_b"], case["S_n"], strict=True):
         counts, means = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.float64)
-        spread = {"basis": torch.zeros(count, 3).double(), "weight": torch.zeros(count).double(), "label": torch.zeros(count).long()}
-        update = Update(torch.tensor(count), {"w": torch.tensor(theta, dtype=torch.float64)}, {}, counts, means, spread)
+        spread = {
+            "basis": torch.zeros(count, 3).double(),
+            "weight": torch.zeros(count).double(),
+            "label": torch.zeros(count).long(),
+        }
+        update = Update(
+            torch.tensor(count),
+            {"w": torch.tensor(theta, dtype=torch.float64)},
+            {},
+            counts,
+            means,
+            spread,
+        )
         total.add(server.statistic(state, 0, server.unpack(state, client.pack(update))))
     after = server.finalise(state, total.value())
-    torch.testing.assert_close(after.params["w"], torch.tensor(case["out"], dtype=torch.float64), rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(
+        after.params["w"], torch.tensor(case["out"], dtype=torch.float64), rtol=2e-5, atol=1e-9
+    )
     assert not bool(after.known.any())
 
 
-# -- rounds against an oracle ------------------------------------------------------------------------------------------
+# -- rounds against an oracle --------------------------------------------------------------------
 class Oracle:
-    """pFedVMP the slow way: an ordinary module and torch.optim for training; numpy, dense matrices and loops for the messages."""
+    """pFedVMP the slow way: an ordinary module and torch.optim for training; numpy, dense matrices
+    and loops for the messages.
+    """
 
     def __init__(self, prepared: Prepared, clients: int = 4) -> None:
         self.options, self.training = prepared.run.options, prepared.run.training
         self.model, self.clients = prepared.halves.model, prepared.federation.clients[:clients]
         initial = {**prepared.halves.initial[0], **prepared.halves.initial[1]}
-        self.base = {name: value.clone() for name, value in initial.items() if not name.startswith("head.")}
+        self.base = {
+            name: value.clone() for name, value in initial.items() if not name.startswith("head.")
+        }
         head = {name: value.clone() for name, value in initial.items() if name.startswith("head.")}
         self.heads = {data.client: copy.deepcopy(head) for data in self.clients}
         self.centroids: dict[int, np.ndarray] = {}
@@ -133,8 +190,16 @@ class Oracle:
         x, y = (torch.as_tensor(array) for array in (data.x_train.astype(float), data.y_train))
         module = self.model.factory().double().train()
         module.load_state_dict({**self.base, **self.heads[data.client]})
-        stepper = torch.optim.SGD(module.parameters(), lr=self.training.lr, momentum=self.training.momentum)
-        keys = {"seed": 0, "client": data.client, "round": round, "purpose": purpose, "coupled": self.model.coupled}
+        stepper = torch.optim.SGD(
+            module.parameters(), lr=self.training.lr, momentum=self.training.momentum
+        )
+        keys = {
+            "seed": 0,
+            "client": data.client,
+            "round": round,
+            "purpose": purpose,
+            "coupled": self.model.coupled,
+        }
         for (rows,) in batches.plan(len(y), self.training.phase("local"), **keys):
             z = module.base(x[rows])
             loss = nn.functional.cross_entropy(module.head(z), y[rows])
@@ -153,8 +218,12 @@ class Oracle:
         for data in self.clients:
             module = self.train(data, round)
             weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-            self.heads[data.client] = {name: value for name, value in weights.items() if name.startswith("head.")}
-            bases.append({name: value for name, value in weights.items() if not name.startswith("head.")})
+            self.heads[data.client] = {
+                name: value for name, value in weights.items() if name.startswith("head.")
+            }
+            bases.append(
+                {name: value for name, value in weights.items() if not name.startswith("head.")}
+            )
             sizes.append(len(data.y_train))
             with torch.no_grad():
                 z = module.eval().base(torch.as_tensor(data.x_train.astype(float))).numpy()
@@ -163,11 +232,15 @@ class Oracle:
                 if len(mine) >= self.options.min_count:
                     messages.setdefault(int(k), []).append((self.precision(mine), mine.mean(0)))
         for name, old in self.base.items():
-            mean = sum(size * base[name] for size, base in zip(sizes, bases, strict=True)) / sum(sizes)
+            mean = sum(size * base[name] for size, base in zip(sizes, bases, strict=True)) / sum(
+                sizes
+            )
             self.base[name] = mean if old.is_floating_point() else mean.round().long()
         for k, sent in messages.items():
             prior = self.options.prior_precision * np.eye(len(sent[0][1]))
-            self.centroids[k] = np.linalg.solve(sum(p for p, _ in sent) + prior, sum(p @ mean for p, mean in sent))
+            self.centroids[k] = np.linalg.solve(
+                sum(p for p, _ in sent) + prior, sum(p @ mean for p, mean in sent)
+            )
 
     def precision(self, z: np.ndarray) -> np.ndarray:
         """The matrix of one class at one client, in any variant (E-P5)."""
@@ -180,16 +253,21 @@ class Oracle:
         }[self.options.centroid]()
 
 
-@pytest.mark.parametrize("config", [
-    {"min_count": 1},
-    {"min_count": 3, "prior_precision": 0.8},
-    {"min_count": 2, "centroid": "diag", "diag_floor": 0.02, "prior_precision": 0.5},
-    {"min_count": 3, "centroid": "count_mean", "prior_precision": 0.5},
-    {"min_count": 1, "centroid": "mean"},
-    {"min_count": 2, "model": "mlp-bn"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"min_count": 1},
+        {"min_count": 3, "prior_precision": 0.8},
+        {"min_count": 2, "centroid": "diag", "diag_floor": 0.02, "prior_precision": 0.5},
+        {"min_count": 3, "centroid": "count_mean", "prior_precision": 0.5},
+        {"min_count": 1, "centroid": "mean"},
+        {"min_count": 2, "model": "mlp-bn"},
+    ],
+)
 def test_three_rounds_equal_the_oracle(config):
-    """Every term of [eq. 9], [eq. 11], [eq. 12] and [eq. 13], and both views, on clients of unequal size with absent and single classes."""
+    """Every term of [eq. 9], [eq. 11], [eq. 12] and [eq. 13], and both views, on clients of unequal
+    size with absent and single classes.
+    """
     prepared = small_prepared("pfedvmp", **{"model": "mlp", **CHOSEN, **config})
     oracle, (server, half, _, initial) = Oracle(prepared), prepared.halves
     present = [np.bincount(data.y_train, minlength=10) for data in oracle.clients]
@@ -198,12 +276,17 @@ def test_three_rounds_equal_the_oracle(config):
     assert len({int(counts.sum()) for counts in present}) > 1
     state = server.init(*initial, ())
     states = {data.client: half.init(*initial) for data in oracle.clients}
-    samples = {data.client: solo.samples(data, torch.device("cpu"), torch.float64) for data in oracle.clients}
+    samples = {
+        data.client: solo.samples(data, torch.device("cpu"), torch.float64)
+        for data in oracle.clients
+    }
     for round in (1, 2, 3):
         total, keys = Total(), {"seed": 0, "round": round}
         for data in oracle.clients:
             own = samples[data.client].train
-            states[data.client], update, _ = solo.train(half, states[data.client], state, own, client=data.client, **keys)
+            states[data.client], update, _ = solo.train(
+                half, states[data.client], state, own, client=data.client, **keys
+            )
             total.add(server.statistic(state, data.client, server.unpack(state, half.pack(update))))
         state = server.finalise(state, total.value())
         oracle.round(round)
@@ -214,26 +297,52 @@ def test_three_rounds_equal_the_oracle(config):
                 torch.testing.assert_close(states[client].params[name], value, rtol=1e-6, atol=1e-8)
         assert state.known.nonzero()[:, 0].tolist() == sorted(oracle.centroids)
         for k, centroid in oracle.centroids.items():
-            torch.testing.assert_close(state.centroids[k], torch.as_tensor(centroid), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                state.centroids[k], torch.as_tensor(centroid), rtol=1e-5, atol=1e-6
+            )
     data = oracle.clients[1]
-    tuned = solo.adapt(half, states[data.client], state, samples[data.client].train, "finetune", seed=0, client=data.client, round=3)
+    tuned = solo.adapt(
+        half,
+        states[data.client],
+        state,
+        samples[data.client].train,
+        "finetune",
+        seed=0,
+        client=data.client,
+        round=3,
+    )
     x = samples[data.client].test.x
     before = oracle.model.factory().double()
     before.load_state_dict({**oracle.base, **oracle.heads[data.client]})
     for view, module in (("before", before), ("personal", oracle.train(data, 3, "finetune"))):
         with torch.no_grad():
             want = torch.softmax(module.eval()(x), 1)
-        torch.testing.assert_close(half.predict(view, tuned, state, x, {}), want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            half.predict(view, tuned, state, x, {}), want, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_round_one_has_no_penalty():
     """E-P6: without centroids a round is FedPer's, whatever xi is."""
-    ours, fedper = (small_prepared(name, model="mlp", optimizer="sgd", lr=0.05) for name in ("pfedvmp", "fedper"))
+    ours, fedper = (
+        small_prepared(name, model="mlp", optimizer="sgd", lr=0.05)
+        for name in ("pfedvmp", "fedper")
+    )
     data = solo.samples(ours.federation.clients[0], torch.device("cpu"), torch.float32).train
     updates = []
     for prepared in (ours, fedper):
         server, half, _, initial = prepared.halves
-        updates.append(solo.train(half, half.init(*initial), server.init(*initial, ()), data, seed=0, client=0, round=1).update)
+        updates.append(
+            solo.train(
+                half,
+                half.init(*initial),
+                server.init(*initial, ()),
+                data,
+                seed=0,
+                client=0,
+                round=1,
+            ).update
+        )
     assert_same_bits(updates[0].params, updates[1].params)
 
 
@@ -267,9 +376,17 @@ def test_memory_of_the_server_is_that_of_the_classes():
     total, sizes = Total(), []
     for number in range(40):
         z = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-        total.add(server.statistic(state, number, server.unpack(state, client.pack(finished(client, state, z, torch.arange(12) % 3)))))
+        total.add(
+            server.statistic(
+                state,
+                number,
+                server.unpack(state, client.pack(finished(client, state, z, torch.arange(12) % 3))),
+            )
+        )
         sizes.append(sum(value.numel() for value in total.value().values()))
-    assert set(sizes) == {1 + sum(value.numel() for value in state.params.values()) + 3 * (8 * 9 // 2 + 8 + 1)}
+    assert set(sizes) == {
+        1 + sum(value.numel() for value in state.params.values()) + 3 * (8 * 9 // 2 + 8 + 1)
+    }
 
 
 def test_absurd_weights_do_not_end_a_run():
@@ -283,24 +400,44 @@ def test_absurd_weights_do_not_end_a_run():
     assert bool(after.centroids.isfinite().all())
 
 
-# -- networks ----------------------------------------------------------------------------------------------------------
+# -- networks ------------------------------------------------------------------------------------
 def test_the_networks_of_table_4():
     """Base and head of the paper's CNN; the features are after the LeakyReLU (E-P10)."""
-    for shape, classes, base, head in [((1, 28, 28), 10, 576_896, 5_130), ((1, 28, 28), 47, 576_896, 24_111),
-                                       ((3, 32, 32), 10, 873_408, 5_130), ((3, 32, 32), 100, 873_408, 51_300)]:  # fmt: skip
+    for shape, classes, base, head in [
+        ((1, 28, 28), 10, 576_896, 5_130),
+        ((1, 28, 28), 47, 576_896, 24_111),
+        ((3, 32, 32), 10, 873_408, 5_130),
+        ((3, 32, 32), 100, 873_408, 51_300),
+    ]:
         model = build("cnn", shape, classes)
         params, buffers = model.initial(0)
-        sizes = [sum(v.numel() for n, v in params.items() if (n in model.head_names) == own) for own in (False, True)]
+        sizes = [
+            sum(v.numel() for n, v in params.items() if (n in model.head_names) == own)
+            for own in (False, True)
+        ]
         assert sizes == [base, head]
-    logits, features, _ = model.forward_features(params, buffers, torch.randn(2, 3, 32, 32), train=False)
+    logits, features, _ = model.forward_features(
+        params, buffers, torch.randn(2, 3, 32, 32), train=False
+    )
     torch.testing.assert_close(logits, features @ params["head.weight"].T + params["head.bias"])
     assert features.shape == (2, 512)
-    assert build("cnn", (1, 28, 28), 10, features=128).initial(0)[0]["head.weight"].shape == (10, 128)
+    assert build("cnn", (1, 28, 28), 10, features=128).initial(0)[0]["head.weight"].shape == (
+        10,
+        128,
+    )
 
 
 def test_heads_of_other_shapes():
-    """A head of two layers has its own input as features; one logit means two classes; a head without a matrix is refused."""
-    deep = Model(lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))), 3, head="2")
+    """A head of two layers has its own input as features; one logit means two classes; a head
+    without a matrix is refused.
+    """
+    deep = Model(
+        lambda: nn.Sequential(
+            nn.Linear(4, 6), nn.ReLU(), nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        ),
+        3,
+        head="2",
+    )
     state = Server(Config(), deep.anatomy).init(*deep.initial(0), ())
     assert state.centroids.shape == (3, 6)
     binary = build("mlp", (4,), 2)
@@ -308,23 +445,39 @@ def test_heads_of_other_shapes():
     flat = Model(lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), 6, head="1")
     with pytest.raises(ConfigError, match="needs a head with a weight matrix"):
         Server(Config(), flat.anatomy).init(*flat.initial(0), ())
-    strange = Model(lambda: nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 1), nn.Flatten()), 2, head="2")
+    strange = Model(
+        lambda: nn.Sequential(
+            nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 1), nn.Flatten()
+        ),
+        2,
+        head="2",
+    )
     half = Client(Config(), Training(), strange)
     params, buffers = strange.initial(0)
     memo = Server(Config(), strange.anatomy).init(params, buffers, ())
     with pytest.raises(ConfigError, match="it gets 6 numbers, its weights take 3"):
-        half.survey(Work(params, buffers, memo), Batch(torch.zeros(2, 4), torch.zeros(2).long(), torch.ones(2)))
+        half.survey(
+            Work(params, buffers, memo),
+            Batch(torch.zeros(2, 4), torch.zeros(2).long(), torch.ones(2)),
+        )
 
 
-@pytest.mark.parametrize(("key", "value", "words"), [
-    ("alpha", 0, "alpha must be positive and finite, got 0"),
-    ("xi", -1, "xi must not be negative"),
-    ("centroid", "median", "centroid must be one of precision, diag, count_mean, mean, got 'median'"),
-    ("min_count", 0, "min_count must be at least 1, got 0"),
-    ("cut", 1, "cut must be below 1"),
-    ("diag_floor", "nan", "diag_floor must be positive"),
-    ("features", 0, "features must be at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("alpha", 0, "alpha must be positive and finite, got 0"),
+        ("xi", -1, "xi must not be negative"),
+        (
+            "centroid",
+            "median",
+            "centroid must be one of precision, diag, count_mean, mean, got 'median'",
+        ),
+        ("min_count", 0, "min_count must be at least 1, got 0"),
+        ("cut", 1, "cut must be below 1"),
+        ("diag_floor", "nan", "diag_floor must be positive"),
+        ("features", 0, "features must be at least 1"),
+    ],
+)
 def test_settings_are_checked(key, value, words):
     with pytest.raises(ConfigError, match=words):
         small("pfedvmp", **{key: value})
@@ -337,7 +490,9 @@ def test_errata_are_all_named():
 
 
 def test_the_result_names_both_models_and_fairness():
-    """Before and after local training are in result.json and on the curve, each with its fairness over clients."""
+    """Before and after local training are in result.json and on the curve, each with its fairness
+    over clients.
+    """
     result = run_to_result(small_prepared("pfedvmp", "loop", model="mlp", rounds=3, xi=5.0))
     final = result["final"]
     assert final["after"] == final["personal"]
@@ -351,20 +506,40 @@ def test_the_result_names_both_models_and_fairness():
     for record in result["rounds"]:
         assert record["before"]["accuracy"] >= 0
         assert record["personal"]["num_clients"] == record["before"]["num_clients"]
-    assert [record["known_classes"] for record in result["rounds"]] == sorted(record["known_classes"] for record in result["rounds"])
+    assert [record["known_classes"] for record in result["rounds"]] == sorted(
+        record["known_classes"] for record in result["rounds"]
+    )
 
 
 def test_a_short_run_on_real_fashion_mnist(request):
-    """Six clients with skewed classes and the paper's network, batches and rate: every class gets a centroid, and the models learn."""
+    """Six clients with skewed classes and the paper's network, batches and rate: every class gets a
+    centroid, and the models learn.
+    """
     folder = request.getfixturevalue("unpacked")
-    settings = {"dataset": "fmnist", "data_dir": str(folder), "keep": 0.02, "num_clients": 6, "beta": 0.3, "device": "cpu", "rounds": 4}
-    settings |= {"batch_size": 10, "optimizer": "sgd", "lr": 0.01, "local_epochs": 1, "evaluate_every": 0}
+    settings = {
+        "dataset": "fmnist",
+        "data_dir": str(folder),
+        "keep": 0.02,
+        "num_clients": 6,
+        "beta": 0.3,
+        "device": "cpu",
+        "rounds": 4,
+    }
+    settings |= {
+        "batch_size": 10,
+        "optimizer": "sgd",
+        "lr": 0.01,
+        "local_epochs": 1,
+        "evaluate_every": 0,
+    }
     result = run_to_result(prepare(parse("pfedvmp", settings), "loop"))
     rounds, final = result["rounds"], result["final"]
     assert result["model"]["name"] == "cnn"
     assert rounds[0]["known_classes"] == 10
-    assert rounds[3]["train_loss"] < rounds[2]["train_loss"] < rounds[1]["train_loss"]  # the first round has no penalty
+    # the first round has no penalty
+    assert rounds[3]["train_loss"] < rounds[2]["train_loss"] < rounds[1]["train_loss"]
     assert final["after"]["accuracy"] > 0.55
     assert final["before"]["accuracy"] != final["after"]["accuracy"]
     base = 4 * 576_896 * 6
-    assert base < rounds[0]["bytes_up"] < 1.5 * base  # dense messages would be several times the base
+    # dense messages would be several times the base
+    assert base < rounds[0]["bytes_up"] < 1.5 * base

@@ -19,11 +19,21 @@ from bayflower.flower.app import serve
 from bayflower.flower.loop import InProcessGrid, contexts
 from bayflower.networks.model import Anatomy
 
-WORK = {"num_clients": 3, "new_clients": 1, "partition": "dirichlet", "beta": 1.0, "rounds": 2, "local_epochs": 1, "batch_size": 16,
-        "device": "cpu", "new_client_epochs": 1}  # fmt: skip
+WORK = {
+    "num_clients": 3,
+    "new_clients": 1,
+    "partition": "dirichlet",
+    "beta": 1.0,
+    "rounds": 2,
+    "local_epochs": 1,
+    "batch_size": 16,
+    "device": "cpu",
+    "new_client_epochs": 1,
+}
 TIMES = {"seconds", "config", "engine"}
 
-# Ray starts processes from one thread while the ServerApp computes in another: so does this, 200 times.
+# Ray starts processes from one thread while the ServerApp computes in another: so does this, 200
+# times.
 FORKS = """
 import os, subprocess, sys, threading
 import numpy as np
@@ -51,7 +61,9 @@ os._exit(0)
 
 
 def test_a_fork_does_not_stop_the_products_of_a_serverapp():
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-500:] or "the products stopped after a fork"
 
 
@@ -64,22 +76,38 @@ def nodes(tmp_path):
     np.savez(tmp_path / "node" / "hospital.npz", x=x, y=(x[:, 0] > 0).astype(int) + (x[:, 1] > 0.5))
     made = contexts(range(4))
     for context in made:
-        context.run_config = {**WORK, "method": "fedmap", "dataset": str(tmp_path / "node" / "hospital.npz"), "out": str(tmp_path / "node")}
+        context.run_config = {
+            **WORK,
+            "method": "fedmap",
+            "dataset": str(tmp_path / "node" / "hospital.npz"),
+            "out": str(tmp_path / "node"),
+        }
     return made
 
 
 def untimed(result: dict) -> dict:
-    rounds = [{key: value for key, value in record.items() if key not in TIMES} for record in result["rounds"]]
+    rounds = [
+        {key: value for key, value in record.items() if key not in TIMES}
+        for record in result["rounds"]
+    ]
     return {**{key: value for key, value in result.items() if key not in TIMES}, "rounds": rounds}
 
 
 def config(tmp_path, **changes) -> dict:
     """What the server is told; of the data set it knows the name only."""
-    return {**WORK, "method": "fedmap", "dataset": "/only/on/the/nodes/hospital.npz", "out": str(tmp_path / "server"), **changes}
+    return {
+        **WORK,
+        "method": "fedmap",
+        "dataset": "/only/on/the/nodes/hospital.npz",
+        "out": str(tmp_path / "server"),
+        **changes,
+    }
 
 
 def test_the_server_needs_no_data(tmp_path, nodes):
-    """No file of the data set is where the server looks; the result is that of the loop engine, which has all data."""
+    """No file of the data set is where the server looks; the result is that of the loop engine,
+    which has all data.
+    """
     serve(InProcessGrid(app, nodes), config(tmp_path))
     got = json.loads((tmp_path / "server" / "result.json").read_text())
     run = parse("fedmap", {**WORK, "dataset": nodes[0].run_config["dataset"]})
@@ -102,7 +130,11 @@ def test_a_node_has_its_data_where_it_says(tmp_path, nodes):
 
 
 def test_clients_with_another_network_than_the_settings_are_named(tmp_path, nodes):
-    with pytest.raises(BayflowerError, match=r"clients 0, 1, 2, 3 have another network than model=mlp-bn gives for inputs of shape \(6,\)"):
+    with pytest.raises(
+        BayflowerError,
+        match=r"clients 0, 1, 2, 3 have another network than model=mlp-bn gives for inputs of "
+        r"shape \(6,\)",
+    ):
         serve(InProcessGrid(app, nodes), config(tmp_path, model="mlp-bn"))
     status = json.loads((tmp_path / "server" / "status.json").read_text())
     assert status["state"] == "failed"
@@ -115,34 +147,49 @@ def saying(change):
     def changed(message, context):
         reply = app(message, context)
         if message.metadata.message_type == "query" and context.node_config["partition-id"] == 2:
-            reply.content[records.HEADER] = ConfigRecord({**dict(reply.content[records.HEADER]), **change})
+            reply.content[records.HEADER] = ConfigRecord(
+                {**dict(reply.content[records.HEADER]), **change}
+            )
         return reply
 
     return changed
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"input_shape": "[7]"}, "clients 0, 1, 3 and 2 have inputs of different shapes; all must prepare their data alike"),
-    ({"num_classes": 4}, "clients 0, 1, 3 and 2 have different numbers of classes"),
-    ({"anatomy": json.dumps({name: [] for name in Anatomy._fields})}, "clients 0, 1, 3 and 2 have different networks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"input_shape": "[7]"},
+            "clients 0, 1, 3 and 2 have inputs of different shapes; all must prepare their data "
+            "alike",
+        ),
+        ({"num_classes": 4}, "clients 0, 1, 3 and 2 have different numbers of classes"),
+        (
+            {"anatomy": json.dumps({name: [] for name in Anatomy._fields})},
+            "clients 0, 1, 3 and 2 have different networks",
+        ),
+    ],
+)
 def test_clients_that_disagree_are_named(tmp_path, nodes, change, words):
     with pytest.raises(BayflowerError, match=words):
         serve(InProcessGrid(saying(change), nodes), config(tmp_path))
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"input_shape": "[1000000, 1000000]"}, "input_shape must be at most 8 whole numbers"),
-    ({"input_shape": "[true]"}, "input_shape must be"),
-    ({"num_classes": 2**40}, "num_classes must be a whole number"),
-    ({"train_size": -1}, "train_size must be a whole number"),
-    ({"origin": '{"partition": {"beta": 1e999}}'}, "origin cannot be read"),
-    ({"origin": "[" * 100_000}, "origin cannot be read"),
-    ({"anatomy": "7"}, "anatomy must hold a dict"),
-    ({"anatomy": '{"trainable": [1]}'}, "anatomy has no list of names called 'trainable'"),
-    ({"client": -1}, "client must be a whole number below"),
-    ({"client": True}, "client must be a whole number below"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"input_shape": "[1000000, 1000000]"}, "input_shape must be at most 8 whole numbers"),
+        ({"input_shape": "[true]"}, "input_shape must be"),
+        ({"num_classes": 2**40}, "num_classes must be a whole number"),
+        ({"train_size": -1}, "train_size must be a whole number"),
+        ({"origin": '{"partition": {"beta": 1e999}}'}, "origin cannot be read"),
+        ({"origin": "[" * 100_000}, "origin cannot be read"),
+        ({"anatomy": "7"}, "anatomy must hold a dict"),
+        ({"anatomy": '{"trainable": [1]}'}, "anatomy has no list of names called 'trainable'"),
+        ({"client": -1}, "client must be a whole number below"),
+        ({"client": True}, "client must be a whole number below"),
+    ],
+)
 def test_facts_that_cannot_be_true_leave_the_client_out(tmp_path, nodes, change, words):
     serve(InProcessGrid(saying(change), nodes), config(tmp_path, rounds=1))
     result = json.loads((tmp_path / "server" / "result.json").read_text())

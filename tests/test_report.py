@@ -19,7 +19,9 @@ from bayflower.report import write_report
 from bayflower.report.collect import group, read
 from bayflower.report.svg import Chart, around, label, ticks
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 METHODS = ("fedmap", "local", "pfedvmp", "fedbps", "fednp", "metavd")
 
 
@@ -29,8 +31,19 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for method in METHODS:
         for seed in (0, 1) if method in ("fedmap", "local") else (0,):
-            given = {**SMALL, "dataset": "digits", "partition": "dirichlet", "num_clients": 4, "new_clients": 1, "rounds": 2,
-                     "evaluate_every": 1, "checkpoint_every": 1, "seed": seed, "keep": 0.3, "lr": 0.05}  # fmt: skip
+            given = {
+                **SMALL,
+                "dataset": "digits",
+                "partition": "dirichlet",
+                "num_clients": 4,
+                "new_clients": 1,
+                "rounds": 2,
+                "evaluate_every": 1,
+                "checkpoint_every": 1,
+                "seed": seed,
+                "keep": 0.3,
+                "lr": 0.05,
+            }
             run_to_result(prepare(parse(method, given), "fused"), folder / f"{method}-{seed}")
     return folder
 
@@ -47,7 +60,10 @@ def test_seeds_become_one_line(runs):
     assert {title: len(one.runs) for title, one in groups.items()}["FedMAP"] == 2
     assert len(groups) == len(METHODS)
     points = groups["FedMAP"].curve(lambda record: record["train_loss"])
-    losses = [json.loads((runs / f"fedmap-{seed}" / "result.json").read_text())["rounds"][0]["train_loss"] for seed in (0, 1)]
+    losses = [
+        json.loads((runs / f"fedmap-{seed}" / "result.json").read_text())["rounds"][0]["train_loss"]
+        for seed in (0, 1)
+    ]
     assert points[0] == (1, pytest.approx(sum(losses) / 2), min(losses), max(losses))
 
 
@@ -55,13 +71,23 @@ def test_every_figure_is_there_and_shows_something(html):
     text = html.read_text()
     headings = re.findall(r"<h3>(.*?)</h3>", text)
     for wanted in (
-        "Accuracy over rounds", "Training loss over rounds", "Accuracy of each client", "Gain over local training: FedMAP",
-        "Fairness: the spread over clients", "Reliability, top label: FedMAP", "Reliability, all classes: pFedVMP",
+        "Accuracy over rounds",
+        "Training loss over rounds",
+        "Accuracy of each client",
+        "Gain over local training: FedMAP",
+        "Fairness: the spread over clients",
+        "Reliability, top label: FedMAP",
+        "Reliability, all classes: pFedVMP",
         "Clients that made the prior",
-        "What is personal: FedBPS", "Dropout rates of each client: MetaVD", "Belief about the latent",
+        "What is personal: FedBPS",
+        "Dropout rates of each client: MetaVD",
+        "Belief about the latent",
         "The latent belief at the end: FedNP",
-        "Features as the network began: pFedVMP", "Features of the personal models: pFedVMP", "Bytes of a round", "Seconds of a round",
-    ):  # fmt: skip
+        "Features as the network began: pFedVMP",
+        "Features of the personal models: pFedVMP",
+        "Bytes of a round",
+        "Seconds of a round",
+    ):
         assert wanted in headings, wanted
     assert any(heading.startswith("The partition: digits, dirichlet") for heading in headings)
     marks = [int(number) for number in re.findall(r'data-marks="(\d+)"', text)]
@@ -78,8 +104,16 @@ def test_the_page_needs_nothing_else(html):
 
 
 def test_the_table_has_the_numbers_of_the_runs(runs, html):
-    accuracy = [json.loads((runs / f"fedmap-{seed}" / "result.json").read_text())["final"]["personal"]["accuracy"] for seed in (0, 1)]
-    row = re.search(r"<tr><td>FedMAP</td><td[^>]*>(.*?)</td>", html.read_text().partition("Personal models</h2>")[2])
+    accuracy = [
+        json.loads((runs / f"fedmap-{seed}" / "result.json").read_text())["final"]["personal"][
+            "accuracy"
+        ]
+        for seed in (0, 1)
+    ]
+    row = re.search(
+        r"<tr><td>FedMAP</td><td[^>]*>(.*?)</td>",
+        html.read_text().partition("Personal models</h2>")[2],
+    )
     assert row
     assert row[1].startswith(f"{50 * sum(accuracy):.2f} ± ")
 
@@ -123,27 +157,54 @@ def test_bad_input_is_one_line(runs, tmp_path):
 
 
 def test_the_command(runs, tmp_path):
-    done = CliRunner().invoke(app, ["report", str(runs / "fedmap-0"), "--html", str(tmp_path / "r.html"), "--features", "none"])
+    done = CliRunner().invoke(
+        app,
+        [
+            "report",
+            str(runs / "fedmap-0"),
+            "--html",
+            str(tmp_path / "r.html"),
+            "--features",
+            "none",
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert "1 run" in done.output
     assert "<h3>Features" not in (tmp_path / "r.html").read_text()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; apt-get install chromium")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine; apt-get install chromium"
+)
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_real_browser_shows_it(html, tmp_path, width):
-    """Every figure is drawn with a size, nothing sticks out at the side, and the console is silent."""
+    """Every figure is drawn with a size, nothing sticks out at the
+    side, and the console is silent.
+    """
     frame = tmp_path / "frame.html"
-    frame.write_text(f"""<body><iframe id="f" src="{html.as_uri()}" style="width:{width}px;height:900px"></iframe><script>
+    frame.write_text(f"""<body><iframe id="f" src="{html.as_uri()}"
+    style="width:{width}px;height:900px"></iframe><script>
     document.getElementById("f").onload = function () {{
       const d = this.contentDocument, all = [...d.querySelectorAll("figure svg[data-marks]")];
-      const drawn = all.filter(s => s.getBoundingClientRect().width > 100 && s.getBoundingClientRect().height > 50);
-      document.body.innerText = JSON.stringify({{figures: all.length, drawn: drawn.length, wide: d.documentElement.scrollWidth,
+      const box = s => s.getBoundingClientRect();
+      const drawn = all.filter(s => box(s).width > 100 && box(s).height > 50);
+      document.body.innerText = JSON.stringify({{
+        figures: all.length, drawn: drawn.length, wide: d.documentElement.scrollWidth,
         ink: getComputedStyle(d.querySelector("svg .line.s0")).stroke}});
     }};</script></body>""")
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
-               f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--enable-logging=stderr", "--v=0", "--dump-dom",
-               frame.as_uri()]  # fmt: skip
+    command = [
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=20000",
+        "--enable-logging=stderr",
+        "--v=0",
+        "--dump-dom",
+        frame.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     seen = json.loads(re.search(r"\{.*\}", done.stdout)[0])
@@ -156,7 +217,13 @@ def test_a_real_browser_shows_it(html, tmp_path, width):
 def test_charts():
     assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
     assert ticks(0.912, 0.934) == pytest.approx([0.915, 0.92, 0.925, 0.93])
-    assert [label(value) for value in (0, 0.5, 12345, -2.5, 1e-7)] == ["0", "0.5", "1.2e4", "−2.5", "1.0e−7"]
+    assert [label(value) for value in (0, 0.5, 12345, -2.5, 1e-7)] == [
+        "0",
+        "0.5",
+        "1.2e4",
+        "−2.5",
+        "1.0e−7",
+    ]
     assert around([3.0, 3.0], most=3.1) == (pytest.approx(2.82), 3.1)
     chart = Chart("a <name>", (0, 10), (0, 1), x_title="x & y")
     chart.axes().line([(0, 0.0), (10, 1.0)], 0, "title")

@@ -24,20 +24,42 @@ def words(out, engine: str, rounds: int, *more: str) -> list[str]:
     settings = {**SMALL, "checkpoint_every": 1, "device": "cpu", "local_epochs": 4}
     settings.pop("rounds"), settings.pop("dataset"), settings.pop("num_clients")
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    head = ["run", "fedmap", "--engine", engine, "--rounds", str(rounds), "--clients", "5", "--out", str(out)]
+    head = [
+        "run",
+        "fedmap",
+        "--engine",
+        engine,
+        "--rounds",
+        str(rounds),
+        "--clients",
+        "5",
+        "--out",
+        str(out),
+    ]
     return [sys.executable, "-m", "bayflower", *head, *sets, *more]
 
 
 def timeless(result: dict) -> dict:
-    result = {**result, "rounds": [{k: v for k, v in record.items() if k not in STAYS} for record in result["rounds"]]}
+    result = {
+        **result,
+        "rounds": [
+            {k: v for k, v in record.items() if k not in STAYS} for record in result["rounds"]
+        ],
+    }
     return {key: value for key, value in result.items() if key not in ("config", "usage")}
 
 
 @pytest.mark.parametrize("engine", ["loop", "fused"])
 def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
-    """SIGKILL to the real process once round 3 is on disk; then --resume; against a run left in peace."""
-    subprocess.run(words(tmp_path / "peace", engine, 25), check=True, capture_output=True, timeout=200)
-    victim = subprocess.Popen(words(tmp_path / "killed", engine, 25), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """SIGKILL to the real process once round 3 is on disk; then --resume; against a run left in
+    peace.
+    """
+    subprocess.run(
+        words(tmp_path / "peace", engine, 25), check=True, capture_output=True, timeout=200
+    )
+    victim = subprocess.Popen(
+        words(tmp_path / "killed", engine, 25), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         known = checkpoint.read(tmp_path / "killed") if (tmp_path / "killed").exists() else None
@@ -50,15 +72,25 @@ def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
     assert 3 <= stopped.round < 25
     assert not (tmp_path / "killed" / "result.json").exists()
 
-    refused = subprocess.run(words(tmp_path / "killed", engine, 25), capture_output=True, text=True, timeout=100)
+    refused = subprocess.run(
+        words(tmp_path / "killed", engine, 25), capture_output=True, text=True, timeout=100
+    )
     assert refused.returncode == 2
     assert f"stopped after round {stopped.round} of 25; add --resume" in refused.stderr
 
-    subprocess.run(words(tmp_path / "killed", engine, 25, "--resume"), check=True, capture_output=True, timeout=200)
+    subprocess.run(
+        words(tmp_path / "killed", engine, 25, "--resume"),
+        check=True,
+        capture_output=True,
+        timeout=200,
+    )
     peace, killed = (checkpoint.read(tmp_path / name) for name in ("peace", "killed"))
     assert_same_bits(killed.server, peace.server)
     assert_same_bits(killed.clients, peace.clients)
-    results = [timeless(json.loads((tmp_path / name / "result.json").read_text())) for name in ("peace", "killed")]
+    results = [
+        timeless(json.loads((tmp_path / name / "result.json").read_text()))
+        for name in ("peace", "killed")
+    ]
     assert results[0] == results[1]
 
 
@@ -75,11 +107,15 @@ def test_every_method_goes_on_where_it_stopped(tmp_path, method, engine):
     for view, tallies in whole.views.items():
         for client, tally in tallies.items():
             assert_same_bits(outcome.views[view][client], tally)
-    assert [record["train_loss"] for record in outcome.rounds] == [record["train_loss"] for record in whole.rounds]
+    assert [record["train_loss"] for record in outcome.rounds] == [
+        record["train_loss"] for record in whole.rounds
+    ]
 
 
 def test_a_run_may_go_on_with_another_engine(tmp_path):
-    execute(small_prepared("fedmap", "fused", rounds=2, dtype="float64", optimizer="sgd"), out=tmp_path)
+    execute(
+        small_prepared("fedmap", "fused", rounds=2, dtype="float64", optimizer="sgd"), out=tmp_path
+    )
     rest = small_prepared("fedmap", "loop", rounds=3, dtype="float64", optimizer="sgd")
     outcome = execute(rest, out=tmp_path, resume=checkpoint.to_resume(tmp_path, rest.run))
     assert [record["round"] for record in outcome.rounds] == [1, 2, 3]
@@ -96,7 +132,9 @@ def test_other_settings_are_refused(tmp_path):
 
 def test_a_broken_checkpoint_is_named(tmp_path):
     (tmp_path / checkpoint.FILE).write_bytes(b"\x00" * 100)
-    with pytest.raises(BayflowerError, match=r"checkpoint .* cannot be read .* remove it to start anew"):
+    with pytest.raises(
+        BayflowerError, match=r"checkpoint .* cannot be read .* remove it to start anew"
+    ):
         checkpoint.read(tmp_path)
 
 

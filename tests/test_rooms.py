@@ -1,4 +1,6 @@
-"""Every file is in its room: rooms import downwards only, there is no circle, and only the adapters import flwr."""
+"""Every file is in its room: rooms import downwards only, there is no circle, and only the adapters
+import flwr.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,42 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "bayflower"
 # from the ground up: a room may import itself and the rooms before it
-ROOMS = ("errors", "settings", "tree", "metrics", "tasks", "calibration", "stacked", "networks", "maths", "contract", "strategies", "clients",
-         "methods", "data", "config", "wire", "files", "rounds", "fused", "personal", "privacy", "flower", "engines", "api", "testing",
-         "report", "deploy", "reproduce", "bench", "cli", "server_app", "client_app", "__init__", "__main__")  # fmt: skip
+ROOMS = (
+    "errors",
+    "settings",
+    "tree",
+    "metrics",
+    "tasks",
+    "calibration",
+    "stacked",
+    "networks",
+    "maths",
+    "contract",
+    "strategies",
+    "clients",
+    "methods",
+    "data",
+    "config",
+    "wire",
+    "files",
+    "rounds",
+    "fused",
+    "personal",
+    "privacy",
+    "flower",
+    "engines",
+    "api",
+    "testing",
+    "report",
+    "deploy",
+    "reproduce",
+    "bench",
+    "cli",
+    "server_app",
+    "client_app",
+    "__init__",
+    "__main__",
+)
 RESERVED = {"tasks", "calibration", "privacy", "api", "testing"}  # rooms for what comes next
 UPWARDS = {  # arrows that point up on purpose, imported on demand: the public names
     ("strategies/__init__.py", "flower"),
@@ -23,15 +58,21 @@ FLWR = ("flower/", "server_app.py", "client_app.py", "deploy/superlink.py")  # w
 
 
 def arrows(package: Path) -> list[tuple[str, int, str, str]]:
-    """Return (file, line, module it imports, name it takes) of every import inside the package, wherever in a file."""
+    """Return (file, line, module it imports, name it takes) of every import inside the package,
+    wherever in a file.
+    """
     found = []
     modules = {module_of(path, package) for path in package.rglob("*.py")}
     for path in sorted(package.rglob("*.py")):
         inside = path.relative_to(package).parts[:-1]
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "bayflower"):
+            if isinstance(node, ast.ImportFrom) and (
+                node.level or (node.module or "").split(".")[0] == "bayflower"
+            ):
                 base = list(inside)[: len(inside) - node.level + 1] if node.level else []
-                base += [part for part in (node.module or "").split(".") if part and part != "bayflower"]
+                base += [
+                    part for part in (node.module or "").split(".") if part and part != "bayflower"
+                ]
                 for name in node.names:
                     full = ".".join([*base, name.name])
                     target = full if full in modules else ".".join(base)
@@ -53,7 +94,8 @@ def wrong_way(package: Path) -> list[str]:
     found = []
     for file, line, target, name in arrows(package):
         here, there = file.removesuffix(".py").split("/")[0], room_of(target)
-        if (there, name) == ("__init__", "__version__"):  # a constant of the package, which is loaded first
+        # a constant of the package, which is loaded first
+        if (there, name) == ("__init__", "__version__"):
             continue
         if ROOMS.index(there) > ROOMS.index(here) and (file, there) not in UPWARDS:
             found.append(f"{file}:{line} imports {target or 'bayflower'}")
@@ -78,13 +120,18 @@ def circles(package: Path) -> list[set[str]]:
         return seen
 
     reached = {module: reach(module) for module in graph}
-    found = {frozenset(other for other in reached[module] if module in reached.get(other, set())) for module in graph}
+    found = {
+        frozenset(other for other in reached[module] if module in reached.get(other, set()))
+        for module in graph
+    }
     return [set(group) for group in found if group]
 
 
 def test_every_room_is_in_the_list():
     rooms = {
-        path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+        path.stem if path.is_file() else path.name
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert rooms <= set(ROOMS)
     assert set(ROOMS) - rooms <= RESERVED
@@ -105,7 +152,9 @@ def test_only_the_adapters_import_flwr():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names += (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            )
             if any(name.split(".")[0] == "flwr" for name in names):
                 importing.add(str(path.relative_to(PACKAGE)))
     assert importing  # the rule is about something

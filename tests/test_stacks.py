@@ -1,4 +1,6 @@
-"""The fused engine's parts: who trains when, padding, states on disk, and the ways out where stacking does not work or does not pay."""
+"""The fused engine's parts: who trains when, padding, states on disk, and the ways out where
+stacking does not work or does not pay.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def on(model: Model, method: str = "fedmap", **settings):
     """Return (run, federation, halves) of a small run with another model."""
     prepared = small_prepared(method, **settings)
     row, run = get(method), prepared.run
-    halves = Halves(row.server(run.options, model.anatomy), row.client(run.options, run.training, model), model,
-                    model.initial(0, run.settings.torch_dtype()))  # fmt: skip
+    halves = Halves(
+        row.server(run.options, model.anatomy),
+        row.client(run.options, run.training, model),
+        model,
+        model.initial(0, run.settings.torch_dtype()),
+    )
     return run, prepared.federation, halves
 
 
@@ -65,8 +71,17 @@ def test_recorded_sizes_are_few_and_reach_all():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_clients_that_have_finished_do_not_move_when_sizes_are_rounded_up(monkeypatch, optimizer):
-    """With more clients than recordings a step takes finished clients along: neither parameters nor moments may move."""
-    settings = {"dataset": "synthetic", "num_clients": 5, "new_clients": 0, "keep": 1.0, "batch_size": 128, "dtype": "float64"}
+    """With more clients than recordings a step takes finished clients along: neither parameters nor
+    moments may move.
+    """
+    settings = {
+        "dataset": "synthetic",
+        "num_clients": 5,
+        "new_clients": 0,
+        "keep": 1.0,
+        "batch_size": 128,
+        "dtype": "float64",
+    }
     exact = execute(small_prepared("fedmap", "fused", **settings, optimizer=optimizer))
     monkeypatch.setattr(phases, "MOST_SIZES", 2)
     rounded = execute(small_prepared("fedmap", "fused", **settings, optimizer=optimizer))
@@ -98,11 +113,13 @@ def test_repeated_tensors_are_kept_once_and_spread_when_they_change():
     assert fixed.tree["shared"].stride(0) == 2
 
 
-# -- states on disk ----------------------------------------------------------------------------------------------------
+# -- states on disk ------------------------------------------------------------------------------
 def test_states_on_disk_give_the_bits_of_states_in_memory(tmp_path):
     settings = {"rounds": 5, "fraction_train": 0.4, "checkpoint_every": 2, **SGD}
     memory = execute(small_prepared("fedper", "fused", **settings))
-    disk = execute(small_prepared("fedper", "fused", **settings, client_states="disk"), out=tmp_path)
+    disk = execute(
+        small_prepared("fedper", "fused", **settings, client_states="disk"), out=tmp_path
+    )
     assert_same_bits(disk.server_state, memory.server_state)
     for view, tallies in memory.views.items():
         for client, tally in tallies.items():
@@ -113,7 +130,13 @@ def test_states_on_disk_give_the_bits_of_states_in_memory(tmp_path):
 
 def test_a_run_with_states_on_disk_goes_on_from_its_checkpoint(tmp_path):
     """Files of rounds after the checkpoint are there, as after a crash: they must not be used."""
-    settings = {"rounds": 7, "fraction_train": 0.4, "checkpoint_every": 3, "client_states": "disk", **SGD}
+    settings = {
+        "rounds": 7,
+        "fraction_train": 0.4,
+        "checkpoint_every": 3,
+        "client_states": "disk",
+        **SGD,
+    }
     whole = execute(small_prepared("fedper", "fused", **settings), out=tmp_path / "whole")
     prepared = small_prepared("fedper", "fused", **settings)
 
@@ -139,17 +162,21 @@ def test_old_files_of_states_are_removed_and_joined(tmp_path, monkeypatch):
     rng, want = np.random.default_rng(0), {}
     for round in range(1, 30):
         chosen = sorted(rng.choice(12, 3, replace=False).tolist())
-        states = map_tree(lambda leaf, round=round: torch.full((3, *leaf.shape), float(round)), fresh)
+        states = map_tree(
+            lambda leaf, round=round: torch.full((3, *leaf.shape), float(round)), fresh
+        )
         disk.put(chosen, states, round)
         want.update(dict.fromkeys(chosen, float(round)))
         disk.tidy()
         assert len(list(tmp_path.iterdir())) <= 6
     for store in (disk, DiskBank(tmp_path, fresh, torch.device("cpu"), 30)):
         for client in range(12):
-            assert float(flatten(store.take([client]))["params/head.weight"].mean()) == want.get(client, 0.0)
+            assert float(flatten(store.take([client]))["params/head.weight"].mean()) == want.get(
+                client, 0.0
+            )
 
 
-# -- ways out ------------------------------------------------------------------------------------------------------------
+# -- ways out ------------------------------------------------------------------------------------
 class Peeks(nn.Module):
     """A layer that looks at values, which vmap does not allow."""
 
@@ -174,26 +201,38 @@ class OwnNorm(nn.BatchNorm1d):
 
 
 def test_a_norm_of_somebodys_own_is_not_padded():
-    model = Model(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), OwnNorm(8), nn.Linear(8, 10)), 10, "own")
+    model = Model(
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), OwnNorm(8), nn.Linear(8, 10)),
+        10,
+        "own",
+    )
     assert "OwnNorm" in model.unstackable
     run, federation, halves = on(model)
     assert "cannot leave padding out" in run_fused(run, federation, halves).remarks[0]
 
 
-@pytest.mark.parametrize(("faster", "remark"), [("stack", None), ("single", "times faster than stacked")])
+@pytest.mark.parametrize(
+    ("faster", "remark"), [("stack", None), ("single", "times faster than stacked")]
+)
 def test_on_a_cpu_the_faster_way_is_taken_and_kept(monkeypatch, tmp_path, faster, remark):
     """The clock is ours; what it decides is written to the checkpoint."""
     real = choice.seconds
 
     def seconds(fn, times=3):
         fn()  # the measured steps really run
-        stacked = "stack" if "step" in fn.__qualname__ and "single" not in fn.__qualname__ else "single"
+        stacked = (
+            "stack" if "step" in fn.__qualname__ and "single" not in fn.__qualname__ else "single"
+        )
         return 1e-6 if stacked == faster else 1.0
 
     monkeypatch.setattr(choice, "seconds", seconds)
     prepared = small_prepared("fedmap", "fused", stacking="measured", checkpoint_every=1)
     outcome = execute(prepared, out=tmp_path)
-    assert (outcome.remarks[0] if outcome.remarks else None) is None if remark is None else remark in outcome.remarks[0]
+    assert (
+        (outcome.remarks[0] if outcome.remarks else None) is None
+        if remark is None
+        else remark in outcome.remarks[0]
+    )
     assert read(tmp_path).config["stacking"] == ("yes" if faster == "stack" else "no")
     assert real(lambda: None) < 1
 
@@ -205,12 +244,18 @@ FEW = {"num_clients": 2, "new_clients": 0}
     ("layers", "settings", "remark"),
     [
         ((), {}, None),
-        ((nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 1, 3, padding=1), nn.Flatten()), {}, "for convolutions on a CPU"),
+        (
+            (nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 1, 3, padding=1), nn.Flatten()),
+            {},
+            "for convolutions on a CPU",
+        ),
         ((), FEW, "fewer than 3 train in the mean step"),
     ],
 )
 def test_on_a_cpu_no_clock_decides_by_itself(monkeypatch, layers, settings, remark):
-    """With a clock two runs of one seed could differ in rounding, which Adam makes steps of behind BatchNorm."""
+    """With a clock two runs of one seed could differ in rounding, which Adam makes steps of behind
+    BatchNorm.
+    """
     monkeypatch.setattr(choice, "seconds", lambda fn, times=3: pytest.fail("a clock was asked"))
     model = Model(lambda: nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 10)), 10, "small")
     run, federation, halves = on(model, "fedavg", stacking="auto", rounds=1, **settings)
@@ -238,14 +283,20 @@ def test_a_cpu_takes_no_more_clients_than_fit_into_its_memory(monkeypatch):
 
 
 def test_memory_on_a_cpu_is_that_of_activations_not_only_of_the_network():
-    """A deep network of few weights: a client's step holds every layer's output, far more than the weights."""
+    """A deep network of few weights: a client's step holds every layer's output, far more than the
+    weights.
+    """
     layers = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())]
     first = (nn.Flatten(), nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3, padding=1))
-    model = Model(lambda: nn.Sequential(*first, *layers, nn.Flatten(), nn.Linear(256, 10)), 10, "deep")
+    model = Model(
+        lambda: nn.Sequential(*first, *layers, nn.Flatten(), nn.Linear(256, 10)), 10, "deep"
+    )
     needs = []
     for size in (4, 16):
         run, federation, halves = on(model, "fedavg", batch_size=size, dtype="float64")
-        needs.append(choice.memory_of_one(Fused(halves, federation.clients, run), 0, sender(halves)))
+        needs.append(
+            choice.memory_of_one(Fused(halves, federation.clients, run), 0, sender(halves))
+        )
     assert needs[1] - needs[0] > 12 * len(layers) * 256 * 8  # twelve more samples, in float64
 
 

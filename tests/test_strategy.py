@@ -30,7 +30,9 @@ class Rig:
             reply = self.grid.ask(message)
             self.seen.append(message)
             if reply.has_content():  # a copy, because the strategy empties what it reads
-                self.seen.append(Message(content=records.copy_content(reply.content), metadata=reply.metadata))
+                self.seen.append(
+                    Message(content=records.copy_content(reply.content), metadata=reply.metadata)
+                )
             client = message.metadata.dst_node_id - 1000
             if tamper is None or message.metadata.message_type != "train" or client != VICTIM:
                 return reply
@@ -43,7 +45,9 @@ class Rig:
 
     def start(self, rounds: int = 1, timeout: float = 60):
         initial = {**self.halves.initial[0], **self.halves.initial[1]}
-        return self.strategy.start(self.grid, records.to_arrays(initial), num_rounds=rounds, timeout=timeout)
+        return self.strategy.start(
+            self.grid, records.to_arrays(initial), num_rounds=rounds, timeout=timeout
+        )
 
 
 def rewrite(change):
@@ -60,7 +64,9 @@ def rewrite(change):
 
 def head(**values):
     def tamper(message, reply):
-        reply.content[records.HEADER] = ConfigRecord({**dict(reply.content[records.HEADER]), **values})
+        reply.content[records.HEADER] = ConfigRecord(
+            {**dict(reply.content[records.HEADER]), **values}
+        )
         return reply
 
     return tamper
@@ -95,7 +101,9 @@ def drop_record(key):
 def broken_array(message, reply):
     record = reply.content[records.UPDATE]
     name = next(iter(record))
-    record[name] = Array(dtype="float32", shape=(2,), stype="numpy.ndarray", data=b"not a npy block")
+    record[name] = Array(
+        dtype="float32", shape=(2,), stype="numpy.ndarray", data=b"not a npy block"
+    )
     return reply
 
 
@@ -104,9 +112,15 @@ GARBAGE = {
     "nan": (set_value(WEIGHT, float("nan")), "not finite"),
     "inf": (set_value(WEIGHT, float("inf")), "not finite"),
     "shape": (rewrite(lambda flat: flat.update({WEIGHT: flat[WEIGHT][:, :-1]})), "has shape"),
-    "dtype": (rewrite(lambda flat: flat.update({WEIGHT: flat[WEIGHT].double()})), "has dtype float64, expected float32"),
+    "dtype": (
+        rewrite(lambda flat: flat.update({WEIGHT: flat[WEIGHT].double()})),
+        "has dtype float64, expected float32",
+    ),
     "missing key": (rewrite(lambda flat: flat.pop(WEIGHT)), "is missing"),
-    "extra key": (rewrite(lambda flat: flat.update({"params/more": torch.zeros(1)})), "was not asked for"),
+    "extra key": (
+        rewrite(lambda flat: flat.update({"params/more": torch.zeros(1)})),
+        "was not asked for",
+    ),
     "no samples": (set_value("num_examples", 0), "num_examples"),
     "weight nan": (set_value("log_weight", float("nan")), "not finite"),
     "weight absurd": (set_value("log_weight", 1e300), "log_weight"),
@@ -123,8 +137,11 @@ GARBAGE = {
     "loss missing": (set_loss(None), "train-loss must be a finite"),
     "huge count": (set_value("num_examples", 2**62), "num_examples"),
     "not npy": (broken_array, "cannot be read"),
-    "error": (lambda message, reply: Message(Error(code=2, reason="disk on fire"), reply_to=message), "disk on fire"),
-}  # fmt: skip
+    "error": (
+        lambda message, reply: Message(Error(code=2, reason="disk on fire"), reply_to=message),
+        "disk on fire",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +179,18 @@ LIES = {
     "negative": (lambda flat: flat["personal/correct"].fill_(-1), "contradicts itself"),
     "sum": (lambda flat: flat["personal/num_examples"].fill_(10**6), "contradicts itself"),
     "missing": (lambda flat: flat.pop("personal/nll"), "is missing"),
-    "shape": (lambda flat: flat.update({"personal/bin_count": torch.zeros(3, dtype=torch.int64)}), "has shape"),
-    "dtype": (lambda flat: flat.update({"personal/correct": flat["personal/correct"].double()}), "has dtype"),
-    "matrix": (lambda flat: flat.update({"personal/class_total": torch.zeros(2, 2, dtype=torch.int64)}), "has shape"),
+    "shape": (
+        lambda flat: flat.update({"personal/bin_count": torch.zeros(3, dtype=torch.int64)}),
+        "has shape",
+    ),
+    "dtype": (
+        lambda flat: flat.update({"personal/correct": flat["personal/correct"].double()}),
+        "has dtype",
+    ),
+    "matrix": (
+        lambda flat: flat.update({"personal/class_total": torch.zeros(2, 2, dtype=torch.int64)}),
+        "has shape",
+    ),
 }
 
 
@@ -184,8 +210,13 @@ def test_nodes_that_answer_nonsense_are_left_out():
 
     def liar(message, context):
         reply = honest(message, context)
-        if message.metadata.message_type == "query" and context.node_config["partition-id"] == VICTIM:
-            reply.content[records.HEADER] = ConfigRecord({**dict(reply.content[records.HEADER]), "client": "me", "anatomy": "{"})
+        if (
+            message.metadata.message_type == "query"
+            and context.node_config["partition-id"] == VICTIM
+        ):
+            reply.content[records.HEADER] = ConfigRecord(
+                {**dict(reply.content[records.HEADER]), "client": "me", "anatomy": "{"}
+            )
         return reply
 
     rig.grid.app = liar
@@ -198,7 +229,9 @@ def test_a_silent_client_is_reported_after_the_timeout(without_victim):
     rig = Rig(tamper=lambda message, reply: None)
     rig.start(timeout=3)
     assert_same_bits(rig.strategy.state, without_victim)
-    assert rig.strategy.faults == [f"round 1, client {VICTIM}: no reply in time; left out of this round"]
+    assert rig.strategy.faults == [
+        f"round 1, client {VICTIM}: no reply in time; left out of this round"
+    ]
 
 
 def test_no_valid_reply_leaves_the_state_and_says_so():
@@ -221,10 +254,16 @@ def test_too_few_replies_in_a_later_round_leave_a_checkpoint_of_the_round_before
     saved = []
 
     def only_in_round_2(message, reply):
-        return reply if dict(message.content[records.HEADER])["round"] == 1 else GARBAGE["nan"][0](message, reply)
+        return (
+            reply
+            if dict(message.content[records.HEADER])["round"] == 1
+            else GARBAGE["nan"][0](message, reply)
+        )
 
     rig = Rig(tamper=only_in_round_2, min_replies=5)
-    rig.strategy.after_round = lambda strategy, round, forced: saved.append((round, forced, strategy.state))
+    rig.strategy.after_round = lambda strategy, round, forced: saved.append(
+        (round, forced, strategy.state)
+    )
     with pytest.raises(BayflowerError, match="round 2: 4 valid replies, min_replies is 5"):
         rig.start(rounds=3)
     assert [(round, forced) for round, forced, _ in saved] == [(1, False), (1, True)]
@@ -239,7 +278,11 @@ def test_a_second_reply_is_not_counted():
 
     def twice(message_ids):
         replies = list(pull(message_ids))
-        return [Message(content=records.copy_content(one.content), metadata=one.metadata) for one in replies for _ in range(2)]
+        return [
+            Message(content=records.copy_content(one.content), metadata=one.metadata)
+            for one in replies
+            for _ in range(2)
+        ]
 
     rig.grid.pull_messages = lambda ids: twice(ids) if rig.strategy.half else pull(ids)
     rig.start()
@@ -249,21 +292,32 @@ def test_a_second_reply_is_not_counted():
 
 
 def test_a_lost_client_is_asked_again_and_one_that_stays_lost_is_left_out(without_victim):
-    """Flower's code 5 (node unavailable): once, and the round is complete; always, and the round goes on without it."""
+    """Flower's code 5 (node unavailable): once, and the round is complete; always, and the round
+    goes on without it.
+    """
     whole = Rig()
     whole.start()
     gone = []
 
     def once(message, reply):
         gone.append(message)
-        return Message(Error(code=5, reason="Node Unavailable"), reply_to=message) if len(gone) == 1 else reply
+        return (
+            Message(Error(code=5, reason="Node Unavailable"), reply_to=message)
+            if len(gone) == 1
+            else reply
+        )
 
     rig = Rig(tamper=once)
     rig.start()
     assert len(gone) == 2
     assert rig.strategy.faults == []
     assert_same_bits(rig.strategy.state, whole.strategy.state)
-    rig = Rig(tamper=lambda message, reply: Message(Error(code=5, reason="Node Unavailable"), reply_to=message), rejoin_seconds=0.5)
+    rig = Rig(
+        tamper=lambda message, reply: Message(
+            Error(code=5, reason="Node Unavailable"), reply_to=message
+        ),
+        rejoin_seconds=0.5,
+    )
     rig.start()
     assert_same_bits(rig.strategy.state, without_victim)
     assert "Node Unavailable" in rig.strategy.faults[0]
@@ -272,10 +326,18 @@ def test_a_lost_client_is_asked_again_and_one_that_stays_lost_is_left_out(withou
 def test_a_client_that_raises_is_a_fault_with_client_round_and_stage():
     rig = Rig()
     bad = rig.grid.app
-    rig.grid.app = lambda message, context: (_ for _ in ()).throw(RuntimeError("boom")) if (
-        message.metadata.message_type == "train" and context.node_config["partition-id"] == VICTIM) else bad(message, context)  # fmt: skip
+    rig.grid.app = lambda message, context: (
+        (_ for _ in ()).throw(RuntimeError("boom"))
+        if (
+            message.metadata.message_type == "train"
+            and context.node_config["partition-id"] == VICTIM
+        )
+        else bad(message, context)
+    )
     rig.start()
-    assert rig.strategy.faults == [f"round 1, client {VICTIM}: reply not used: the client failed: boom"]
+    assert rig.strategy.faults == [
+        f"round 1, client {VICTIM}: reply not used: the client failed: boom"
+    ]
 
 
 def test_two_nodes_with_one_identity_are_refused():
@@ -288,9 +350,20 @@ def test_two_nodes_with_one_identity_are_refused():
 def test_a_repeated_message_is_answered_not_applied_twice():
     rig = Rig()
     rig.start()
-    message = next(m for m in rig.seen if m.metadata.message_type == "train" and records.BROADCAST in m.content)
-    again, once_more = (rig.grid.ask(Message(content=records.copy_content(message.content), metadata=message.metadata)) for _ in range(2))
-    first = next(m for m in rig.seen if records.UPDATE in m.content and m.metadata.src_node_id == message.metadata.dst_node_id)
+    message = next(
+        m for m in rig.seen if m.metadata.message_type == "train" and records.BROADCAST in m.content
+    )
+    again, once_more = (
+        rig.grid.ask(
+            Message(content=records.copy_content(message.content), metadata=message.metadata)
+        )
+        for _ in range(2)
+    )
+    first = next(
+        m
+        for m in rig.seen
+        if records.UPDATE in m.content and m.metadata.src_node_id == message.metadata.dst_node_id
+    )
     for reply in (again, once_more):
         assert {k: a.data for k, a in reply.content[records.UPDATE].items()} == {
             k: a.data for k, a in first.content[records.UPDATE].items()

@@ -29,7 +29,7 @@ def said(monkeypatch, capsys, *words: str, code: int = 0) -> str:
     return capsys.readouterr().out
 
 
-# -- doctor ----------------------------------------------------------------------------------------------------------------------
+# -- doctor --------------------------------------------------------------------------------------
 def test_doctor_finds_what_is_there(tmp_path, monkeypatch, capsys):
     (tmp_path / "heart.npz").write_bytes(b"")
     (tmp_path / "FashionMNIST").mkdir()
@@ -62,7 +62,12 @@ def test_doctor_says_when_a_port_is_taken_and_when_no_engine_answers(monkeypatch
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
     program.chmod(0o755)
-    assert examine.docker() == ("docker", "missing", "Cannot connect to the Docker daemon", "start the Docker engine")
+    assert examine.docker() == (
+        "docker",
+        "missing",
+        "Cannot connect to the Docker daemon",
+        "start the Docker engine",
+    )
     program.write_text("#!/bin/sh\necho 27.1\n")
     assert examine.docker() == ("docker", "ok", "engine 27.1", "")
 
@@ -87,11 +92,15 @@ def test_doctor_reads_certificates_and_keys(tmp_path, monkeypatch, capsys):
     assert examine.certificates(tmp_path / "nothing")[0].state == "missing"
 
 
-# -- cite ------------------------------------------------------------------------------------------------------------------------
+# -- cite ----------------------------------------------------------------------------------------
 def test_every_method_can_be_cited(monkeypatch, capsys):
     for row in methods.ROWS:
         keys = [entry[1] for entry in citations.entries([row.name])]
-        assert (citations.METHODS[row.stem][1] in keys) if row.stem != "local" else keys == ["beutel2020flower", "bayflower"]
+        assert (
+            (citations.METHODS[row.stem][1] in keys)
+            if row.stem != "local"
+            else keys == ["beutel2020flower", "bayflower"]
+        )
     text = said(monkeypatch, capsys, "cite", "fedmap", "metavd")
     assert len(re.findall(r"^@\w+\{\w+,$", text, re.MULTILINE)) == 5
     assert text.count("{") == text.count("}")
@@ -109,23 +118,31 @@ def test_citations_agree_with_the_table_of_methods():
 
 def test_a_run_is_cited_with_its_data(tmp_path, monkeypatch, capsys):
     (tmp_path / "result.json").write_text(json.dumps({"method": "pfedvmp", "dataset": "cifar100"}))
-    keys = [entry["key"] for entry in json.loads(said(monkeypatch, capsys, "cite", str(tmp_path), "--json"))]
+    keys = [
+        entry["key"]
+        for entry in json.loads(said(monkeypatch, capsys, "cite", str(tmp_path), "--json"))
+    ]
     assert keys == ["pfedvmp", "krizhevsky2009cifar", "beutel2020flower", "bayflower"]
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(ConfigError, match="is no result of a run"):
         citations.entries([str(tmp_path)])
 
 
-# -- tracking --------------------------------------------------------------------------------------------------------------------
+# -- tracking ------------------------------------------------------------------------------------
 def test_every_number_of_every_round_is_tracked_once_under_its_round():
     seen: list[tuple[int, dict]] = []
-    outcome = execute(small_prepared("fedmap", "loop", rounds=3), tracking.each_round(lambda *one: seen.append(one)))
+    outcome = execute(
+        small_prepared("fedmap", "loop", rounds=3),
+        tracking.each_round(lambda *one: seen.append(one)),
+    )
     together: dict[int, dict] = {}
     for round, numbers in seen:
         assert not together.get(round, {}).keys() & numbers.keys()
         together.setdefault(round, {}).update(numbers)
     for record in outcome.rounds:
-        assert together[record["round"]] == {name: value for name, value in tracking.flat(record).items() if name != "round"}
+        assert together[record["round"]] == {
+            name: value for name, value in tracking.flat(record).items() if name != "round"
+        }
     assert all("personal/accuracy" in numbers for numbers in together.values())
 
 
@@ -141,14 +158,21 @@ def test_tensorboard_files_have_the_numbers(tmp_path):
 
 
 def test_without_tensorboard_a_line_says_what_to_install(tmp_path):
-    code = "import sys; sys.modules['tensorboard'] = None\nfrom bayflower.files.tracking import TensorBoard\nTensorBoard('x')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    code = (
+        "import sys; sys.modules['tensorboard'] = None\nfrom bayflower.files.tracking import "
+        "TensorBoard\nTensorBoard('x')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     assert "pip install 'bayflower[tensorboard]'" in done.stderr
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_the_recipes_reach_their_services(package, monkeypatch, tmp_path):
-    """The blocks of docs/tracking.md with fakes of wandb and mlflow: every round arrives, steps never go back."""
+    """The blocks of docs/tracking.md with fakes of wandb and mlflow: every round arrives, steps
+    never go back.
+    """
     from test_docs import blocks
     from test_plug import Net, load
 
@@ -157,17 +181,32 @@ def test_the_recipes_reach_their_services(package, monkeypatch, tmp_path):
     fake.init = fake.start_run = lambda **_: None
     fake.log = fake.log_metrics = lambda numbers, step: calls.append((step, numbers))
     monkeypatch.setitem(sys.modules, package, fake)
-    (text,) = [text for language, text in blocks("docs/tracking.md") if language == "python" and f"import {package}" in text]
+    (text,) = [
+        text
+        for language, text in blocks("docs/tracking.md")
+        if language == "python" and f"import {package}" in text
+    ]
     space: dict = {}
     exec(compile(text, package, "exec"), space)
-    assert len([line for line in text.splitlines() if package in line and not line.startswith("import")]) == 2
+    assert (
+        len(
+            [
+                line
+                for line in text.splitlines()
+                if package in line and not line.startswith("import")
+            ]
+        )
+        == 2
+    )
     from flwr.app import ArrayRecord
 
     from bayflower.clients import make_client_app
     from bayflower.flower.loop import InProcessGrid, contexts
 
     app = make_client_app("fedmap", model=Net, data=load, export=(), state=tmp_path)
-    space["strategy"].start(InProcessGrid(app, contexts(range(2))), ArrayRecord(Net().state_dict()), num_rounds=2)
+    space["strategy"].start(
+        InProcessGrid(app, contexts(range(2))), ArrayRecord(Net().state_dict()), num_rounds=2
+    )
     steps = [step for step, _ in calls]
     assert steps == sorted(steps)
     assert {"train_loss", "bytes_up"} <= set(calls[0][1])

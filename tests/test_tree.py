@@ -24,7 +24,9 @@ class Outer(NamedTuple):
 
 
 def example(value: float = 1.0) -> Outer:
-    return Outer(torch.tensor(3), {"a.b": torch.full((2, 2), value)}, Inner(torch.tensor(value), {}))
+    return Outer(
+        torch.tensor(3), {"a.b": torch.full((2, 2), value)}, Inner(torch.tensor(value), {})
+    )
 
 
 def test_names_and_round_trip():

@@ -18,7 +18,17 @@ from bayflower.errors import ConfigError
 from bayflower.methods import METHODS
 from bayflower.reproduce import find
 from bayflower.reproduce.tables import PAPERS, load_tables
-from bayflower.reproduce.tune import RANGES, Search, point, ranges, read, rows_of, search, write, write_table
+from bayflower.reproduce.tune import (
+    RANGES,
+    Search,
+    point,
+    ranges,
+    read,
+    rows_of,
+    search,
+    write,
+    write_table,
+)
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"dataset": "synthetic", "num_clients": 2, "rounds": 1, "local_epochs": 1, "device": "cpu"}
@@ -55,7 +65,10 @@ def test_every_method_has_a_range_that_parses(method):
     space = ranges(method, {})
     assert "lr" in space
     for pick in (0, -1):
-        chosen = {name: values[pick] if isinstance(values, list) else values[("low", "high")[pick]] for name, values in space.items()}
+        chosen = {
+            name: values[pick] if isinstance(values, list) else values[("low", "high")[pick]]
+            for name, values in space.items()
+        }
         parse(method, chosen)
     assert "lr" not in ranges(method, {"lr": 0.1})
 
@@ -72,7 +85,9 @@ def test_a_search_goes_on_and_is_equal_for_all(tmp_path):
     seen: list[float] = []
 
     def run(prepared):
-        """A score that only the searched setting decides; the data it would be measured on are the validation part."""
+        """A score that only the searched setting decides; the data it would be measured on are the
+        validation part.
+        """
         assert prepared.run.data.validation == 0.2
         assert prepared.federation.new_clients == ()
         seen.append(prepared.run.options.sigma2)
@@ -93,7 +108,9 @@ def test_first_trials_cover_the_range_and_repeat_nothing(tmp_path):
     pytest.importorskip("optuna")
     rates = ranges("fedavg", {})["lr"]
     assert sorted(point("lr", rates, place) for place in range(6)) == sorted(rates)
-    assert [point("lr", rates, place) for place in range(6)] != [point("lr", rates, place) for place in range(6, 12)]
+    assert [point("lr", rates, place) for place in range(6)] != [
+        point("lr", rates, place) for place in range(6, 12)
+    ]
     for log in (False, True):
         places = [point("mu", {"low": 1.0, "high": 16.0, "log": log}, place) for place in range(8)]
         shares = [np.log2(place) / 4 if log else (place - 1) / 15 for place in places]
@@ -113,12 +130,16 @@ def test_first_trials_cover_the_range_and_repeat_nothing(tmp_path):
 
 def test_the_file_of_chosen_values(tmp_path):
     path = tmp_path / "tuned.toml"
-    write(path, "fedmap", {"dataset": "digits", "trials": 3, "score": 0.5, "values": {"sigma2": 12.5}})
+    write(
+        path, "fedmap", {"dataset": "digits", "trials": 3, "score": 0.5, "values": {"sigma2": 12.5}}
+    )
     write(path, "fedprox", {"dataset": "digits", "trials": 3, "score": 0.5, "values": {"mu": 0.1}})
     entries = read(path)
     assert entries["fedmap"]["values"] == {"sigma2": 12.5}
     tuned = {method: entry["values"] for method, entry in entries.items()}
-    cells = {cell.spec.method: cell.spec.values() for cell in find("fedmap-1").cells("full", {}, tuned)}
+    cells = {
+        cell.spec.method: cell.spec.values() for cell in find("fedmap-1").cells("full", {}, tuned)
+    }
     assert cells["fedmap"]["sigma2"] == 12.5
     assert cells["fedprox"]["mu"] == 0.1
     assert "mu" not in cells["fedavg"]
@@ -129,9 +150,34 @@ def test_the_file_of_chosen_values(tmp_path):
 
 def test_the_command(tmp_path):
     pytest.importorskip("optuna")
-    call = [sys.executable, "-m", "bayflower", "tune", "fedmap", "--trials", "2", "--dataset", "synthetic", "--rounds", "1", "--set",
-            "num_clients=2", "--set", "local_epochs=1", "--device", "cpu", "--json", "--out", str(tmp_path)]  # fmt: skip
-    done = subprocess.run(call, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    call = [
+        sys.executable,
+        "-m",
+        "bayflower",
+        "tune",
+        "fedmap",
+        "--trials",
+        "2",
+        "--dataset",
+        "synthetic",
+        "--rounds",
+        "1",
+        "--set",
+        "num_clients=2",
+        "--set",
+        "local_epochs=1",
+        "--device",
+        "cpu",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        call,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["fedmap"]
     assert found["trials"] == 2
@@ -141,7 +187,9 @@ def test_the_command(tmp_path):
 def test_every_row_of_a_table_is_searched_with_what_it_states(tmp_path):
     table = find("metavd-8")
     with pytest.raises(
-        ConfigError, match=r"metavd-8's columns differ in beta, and a row gets one set of values; choose, e\.g\. with --where"
+        ConfigError,
+        match=r"metavd-8's columns differ in beta, and a row gets one set of values; choose, "
+        r"e\.g\. with --where",
     ):
         rows_of(table, lambda cell: True)
     rows = rows_of(table, lambda cell: cell.spec.values()["beta"] == 0.5)
@@ -161,10 +209,18 @@ def test_chosen_values_of_rows_are_taken_in_the_form_full_alone(tmp_path):
     for path in PAPERS.glob("*.toml"):
         (tmp_path / path.name).write_text(path.read_text())
     table, wanted = find("metavd-8"), Search({}, 6)
-    entries = {"Reptile+MetaVD (ours)": {"trials": 6, "values": {"kl_weight": 3.5, "lr": 0.025}}, "FedAvg": {"values": {"lr": 0.03}}}
-    write_table(tmp_path / "tuned" / "metavd-8.toml", table, wanted, entries, {"beta": 0.5, "rounds": 60})
+    entries = {
+        "Reptile+MetaVD (ours)": {"trials": 6, "values": {"kl_weight": 3.5, "lr": 0.025}},
+        "FedAvg": {"values": {"lr": 0.03}},
+    }
+    write_table(
+        tmp_path / "tuned" / "metavd-8.toml", table, wanted, entries, {"beta": 0.5, "rounds": 60}
+    )
     again = load_tables(tmp_path)["metavd-8"]
-    assert "Every row had 6 trials (beta = 0.5, rounds = 60), scored by accuracy on 20% of the training clients'" in again.tuning
+    assert (
+        "Every row had 6 trials (beta = 0.5, rounds = 60), scored by accuracy on 20% of the "
+        "training clients'" in again.tuning
+    )
     for form, kl, rates in (("full", 3.5, (0.025, 0.03)), ("quick", 10.0, (0.1, 0.1))):
         cells = {cell.row.name: cell.spec.values() for cell in again.cells(form) if cell.spec}
         assert cells["Reptile+MetaVD (ours)"]["kl_weight"] == kl
@@ -191,8 +247,10 @@ paper = {}
 quick = { seeds = 1 }
 full = { rounds = 1, seeds = 1 }
 settings = { dataset = "synthetic", num_clients = 2, local_epochs = 1 }
-columns = [{ name = "a", settings = { batch_size = 32 } }, { name = "b", settings = { batch_size = 64 } }]
-rows = [{ name = "FedAvg, ours", method = "fedavg", published = ["", ""] }, { name = "FedMAP", method = "fedmap", published = ["", ""] },
+columns = [{ name = "a", settings = { batch_size = 32 } },
+           { name = "b", settings = { batch_size = 64 } }]
+rows = [{ name = "FedAvg, ours", method = "fedavg", published = ["", ""] },
+        { name = "FedMAP", method = "fedmap", published = ["", ""] },
         { name = "not here", published = ["", ""] }]
 """
 
@@ -205,7 +263,12 @@ def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "ours.toml").write_text(SMALL_TABLE)
     monkeypatch.setattr(reproduce, "find", lambda name: load_tables(tmp_path / "papers")[name])
-    options = {"table": "ours-1", "trials": 1, "device": "cpu", "out": tmp_path / "papers" / "tuned"}
+    options = {
+        "table": "ours-1",
+        "trials": 1,
+        "device": "cpu",
+        "out": tmp_path / "papers" / "tuned",
+    }
     tune(None, part="2/2", where=["batch_size=32"], **options)
     assert "the same command without --part writes the file" in capsys.readouterr().out
     tune(None, where=["batch_size=32"], **options)
@@ -219,9 +282,15 @@ def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
     assert chosen["not here"] == {}
     with pytest.raises(ConfigError, match="name either methods or one --table"):
         tune(["fedmap"], **options)
-    with pytest.raises(ConfigError, match="no column of ours-1 has beta=7; `bayflower reproduce ours-1 --no-run` shows them"):
+    with pytest.raises(
+        ConfigError,
+        match="no column of ours-1 has beta=7; `bayflower reproduce ours-1 --no-run` shows them",
+    ):
         tune(None, where=["beta=7"], **options)
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="the methods of fedmap-1 are its columns, not its rows; name methods instead"):
+    with pytest.raises(
+        ConfigError,
+        match="the methods of fedmap-1 are its columns, not its rows; name methods instead",
+    ):
         tune(None, **{**options, "table": "fedmap-1"})
     load_tables.cache_clear()

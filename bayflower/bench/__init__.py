@@ -1,7 +1,9 @@
-"""`bayflower bench`: how fast the fused engine is, beside the loop engine, in one run. Suites give rows; rows become a table and a file.
+"""`bayflower bench`: how fast the fused engine is, beside the loop engine, in one run. Suites give
+rows; rows become a table and a file.
 
-`cases.py` has the workloads and how a run is timed, `suites.py` and `stages.py` the suites, `report.py` the file and the table. Nothing
-here needs flwr or a GPU: what cannot be measured is a row that says why.
+`cases.py` has the workloads and how a run is timed, `suites.py` and `stages.py` the suites,
+`report.py` the file and the table. Nothing here needs flwr or a GPU: what cannot be measured is a
+row that says why.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ __all__ = ["SUITES", "Options", "environment", "run", "table", "with_ratios"]
 Suite = Callable[[Options, Callable[[str], None]], Iterator[dict[str, Any]]]
 SUITES: dict[str, tuple[Suite, str]] = {
     "methods": (methods, "milliseconds a round of each method, fused and one client after another"),
-    "scaling": (scaling, "rounds a second and memory over the number of clients, with and without chunks"),
+    "scaling": (
+        scaling,
+        "rounds a second and memory over the number of clients, with and without chunks",
+    ),
     "cross-device": (cross_device, "many clients, a hundredth of them a round, states on disk"),
     "cpu": (cpu, "the same small work on a CPU: loop, fused, Flower's Ray simulation"),
     "profile": (profile, "where the time of a round goes"),
@@ -29,7 +34,9 @@ SUITES: dict[str, tuple[Suite, str]] = {
 }
 
 
-def run(suite: str, options: Options, file: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
+def run(
+    suite: str, options: Options, file: Path | None, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Return the content of the JSON file, which is written after every row."""
     if suite not in SUITES:
         raise ConfigError(f"suite must be one of {', '.join(SUITES)}, got {suite!r}")

@@ -28,8 +28,22 @@ QUIET = {"evaluate_every": 0, "checkpoint_every": 0}
 SGD = {"optimizer": "sgd", "lr": 0.01, "local_epochs": 1}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "digits": {"dataset": "digits", "beta": 0.3, "num_clients": 10, "batch_size": 10, **SGD},
-    "fmnist-50": {"dataset": "fmnist", "keep": 0.25, "beta": 0.3, "num_clients": 50, "batch_size": 10, **SGD},
-    "cifar10-100": {"dataset": "cifar10", "keep": 1.0, "beta": 0.3, "num_clients": 100, "batch_size": 64, **SGD},
+    "fmnist-50": {
+        "dataset": "fmnist",
+        "keep": 0.25,
+        "beta": 0.3,
+        "num_clients": 50,
+        "batch_size": 10,
+        **SGD,
+    },
+    "cifar10-100": {
+        "dataset": "cifar10",
+        "keep": 1.0,
+        "beta": 0.3,
+        "num_clients": 100,
+        "batch_size": 64,
+        **SGD,
+    },
 }
 
 
@@ -105,14 +119,22 @@ class Timing:
         taken = [1000 * second for second in self.seconds]
         counted = taken[self.warm_up :]
         return {
-            "ms": statistics.median(counted), "round_ms": [round(value, 4) for value in taken], "warm_up": self.warm_up,
-            "num_rounds": len(counted), "wall": round(self.wall, 3), "remark": "; ".join(self.remarks) or None,
+            "ms": statistics.median(counted),
+            "round_ms": [round(value, 4) for value in taken],
+            "warm_up": self.warm_up,
+            "num_rounds": len(counted),
+            "wall": round(self.wall, 3),
+            "remark": "; ".join(self.remarks) or None,
             **{key: self.usage.get(key) for key in ("peak_memory", "utilisation", "seconds")},
-        }  # fmt: skip
+        }
 
 
-def timed(prepared: Prepared, warm_up: int, limit: float, test: bool = False, out: Path | None = None) -> Timing:
-    """Return the times of a run. After `limit` seconds it ends, one round counted; without `test` it ends before the final test."""
+def timed(
+    prepared: Prepared, warm_up: int, limit: float, test: bool = False, out: Path | None = None
+) -> Timing:
+    """Return the times of a run. After `limit` seconds it ends, one round counted; without `test`
+    it ends before the final test.
+    """
     wanted, records = prepared.run.settings.rounds, list[Any]()
     begun = time.perf_counter()
 
@@ -122,12 +144,17 @@ def timed(prepared: Prepared, warm_up: int, limit: float, test: bool = False, ou
         if (len(now) == wanted and not test) or (len(now) < wanted and late and len(now) > warm_up):
             raise Enough
 
-    meter = Meter(prepared.run.settings.torch_device())  # only for what a run that ends early cannot say itself
+    # only for what a run that ends early cannot say itself
+    meter = Meter(prepared.run.settings.torch_device())
     usage: Mapping[str, Any] | None = None
     remarks: tuple[str, ...] = ()
     try:
         with tempfile.TemporaryDirectory(prefix="bayflower-bench-") as folder:
-            outcome = execute(prepared, progress, out or (Path(folder) if prepared.run.settings.client_states == "disk" else None))
+            outcome = execute(
+                prepared,
+                progress,
+                out or (Path(folder) if prepared.run.settings.client_states == "disk" else None),
+            )
         usage, remarks = outcome.usage, outcome.remarks
         del outcome
     except Enough:
@@ -149,14 +176,22 @@ def why(error: Exception) -> str:
     """Return a reason in one line."""
     lines = str(error).strip().splitlines()
     known = isinstance(error, ConfigError)
-    return (lines[0] if lines else "no reason given") if known else f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    return (
+        (lines[0] if lines else "no reason given")
+        if known
+        else f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    )
 
 
 def described(federation: Federation) -> str:
-    """Return what the data are, for a table: the file may be a part of the data set it is named after."""
+    """Return what the data are, for a table: the file may be a part of the data set it is named
+    after.
+    """
     samples = sum(len(data.y_train) + len(data.y_test) for data in federation.clients)
     note = f" ({federation.note})" if federation.note else ""
-    return f"{federation.dataset}{note}: {samples:,} samples with {len(federation.clients):,} clients"
+    return (
+        f"{federation.dataset}{note}: {samples:,} samples with {len(federation.clients):,} clients"
+    )
 
 
 def loaded(method: str, values: Mapping[str, Any], engine: str = "fused") -> Prepared:
@@ -164,23 +199,47 @@ def loaded(method: str, values: Mapping[str, Any], engine: str = "fused") -> Pre
     return prepare(parse(method, values), engine)
 
 
-def pictures(clients: int, train: int, test: int, seed: int, shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> Federation:
-    """Return clients with equally many noisy pictures of ten prototypes: made in memory, for sizes that no data set has."""
+def pictures(
+    clients: int,
+    train: int,
+    test: int,
+    seed: int,
+    shape: tuple[int, ...] = (1, 28, 28),
+    classes: int = 10,
+) -> Federation:
+    """Return clients with equally many noisy pictures of ten prototypes: made in memory, for sizes
+    that no data set has.
+    """
     rng, each = np.random.default_rng(seed), train + test
     prototypes = rng.standard_normal((classes, *shape), dtype=np.float32)
     y = rng.integers(0, classes, size=(clients, each))
     x = rng.standard_normal((clients, each, *shape), dtype=np.float32)
     x *= 0.5
     x += prototypes[y]
-    owners = tuple(ClientData(i, x[i, :train], y[i, :train], x[i, train:], y[i, train:]) for i in range(clients))
+    owners = tuple(
+        ClientData(i, x[i, :train], y[i, :train], x[i, train:], y[i, train:])
+        for i in range(clients)
+    )
     about = {"kind": "made in memory", "train": train, "test": test}
     return Federation(owners, (), classes, shape, "pictures made in memory", about, "")
 
 
 def on_pictures(method: str, federation: Federation, values: Mapping[str, Any]) -> Prepared:
     """Return a run on made pictures, ready."""
-    run = parse(method, {**QUIET, **SGD, "batch_size": 10, "model": "cnn", "num_clients": len(federation.clients), **values})
-    return Prepared(run, "fused", federation, make_halves(run, federation.input_shape, federation.num_classes))
+    run = parse(
+        method,
+        {
+            **QUIET,
+            **SGD,
+            "batch_size": 10,
+            "model": "cnn",
+            "num_clients": len(federation.clients),
+            **values,
+        },
+    )
+    return Prepared(
+        run, "fused", federation, make_halves(run, federation.input_shape, federation.num_classes)
+    )
 
 
 def data_bytes(federation: Federation) -> int:

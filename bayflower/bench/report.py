@@ -26,20 +26,30 @@ def environment(device: torch.device | None) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if gpu else f"cpu ({platform.machine()})",
         "device_memory": torch.cuda.get_device_properties(device).total_memory if gpu else None,
-        "torch": torch.__version__, "cuda": torch.version.cuda if gpu else None,
-        "python": platform.python_version(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "commit": commit(),
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if gpu else None,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "commit": commit(),
+    }
 
 
 def commit() -> str | None:
-    """Return the commit of this code, with a + if files were changed since; None outside of a repository."""
+    """Return the commit of this code, with a + if files were changed since; None outside of a
+    repository.
+    """
 
     def git(*words: str) -> str:
         call = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(call, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            call, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -50,9 +60,12 @@ class Report:
     def __init__(self, suite: str, options: Options, file: Path | None) -> None:
         self.file = file
         self.content: dict[str, Any] = {
-            "format": FORMAT, "suite": suite, "environment": environment(options.found_device()),
-            "options": dataclasses.asdict(options), "rows": [],
-        }  # fmt: skip
+            "format": FORMAT,
+            "suite": suite,
+            "environment": environment(options.found_device()),
+            "options": dataclasses.asdict(options),
+            "rows": [],
+        }
         self._write()
 
     def add(self, row: dict[str, Any]) -> None:
@@ -69,7 +82,14 @@ class Report:
 
 def milliseconds(value: float | None) -> str:
     """Return a time with three significant digits or so."""
-    return number(value, 0 if value is not None and value >= 1000 else 1 if value is not None and value >= 100 else 2)
+    return number(
+        value,
+        0
+        if value is not None and value >= 1000
+        else 1
+        if value is not None and value >= 100
+        else 2,
+    )
 
 
 def times(value: float | None) -> str:
@@ -89,7 +109,13 @@ def memory(value: float | None) -> str:
 
 def text(value: Any) -> str:
     """Return the value as it is, or a dash."""
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return (
+        "–"
+        if value is None
+        else f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else str(value)
+    )
 
 
 def seconds(value: float | None) -> str:
@@ -105,40 +131,77 @@ def parts(value: dict[str, float] | None) -> str:
 Columns = list[tuple[str, str, Callable[[Any], str]]]
 COLUMNS: dict[str, Columns] = {
     "methods": [
-        ("workload", "workload", text), ("method", "method", text), ("precision", "products", text), ("ms", "fused ms", milliseconds),
-        ("one_by_one_ms", "one by one ms", milliseconds), ("one_by_one_ratio", "ratio", times), ("fedper_ratio", "to FedPer", times),
-        ("peak_memory", "memory", memory), ("utilisation", "used", share), ("num_rounds", "rounds", text), ("wall", "wall", seconds),
+        ("workload", "workload", text),
+        ("method", "method", text),
+        ("precision", "products", text),
+        ("ms", "fused ms", milliseconds),
+        ("one_by_one_ms", "one by one ms", milliseconds),
+        ("one_by_one_ratio", "ratio", times),
+        ("fedper_ratio", "to FedPer", times),
+        ("peak_memory", "memory", memory),
+        ("utilisation", "used", share),
+        ("num_rounds", "rounds", text),
+        ("wall", "wall", seconds),
         ("seconds", "s by part", parts),
     ],
     "scaling": [
-        ("clients", "clients", text), ("max_fused", "at a time", text), ("rounds_per_second", "rounds/s", lambda v: number(v, 2)),
-        ("ms", "ms a round", milliseconds), ("samples_per_second", "samples/s", text), ("peak_memory", "memory", memory),
-        ("data_bytes", "of it data", memory), ("num_rounds", "rounds", text), ("wall", "wall", seconds),
+        ("clients", "clients", text),
+        ("max_fused", "at a time", text),
+        ("rounds_per_second", "rounds/s", lambda v: number(v, 2)),
+        ("ms", "ms a round", milliseconds),
+        ("samples_per_second", "samples/s", text),
+        ("peak_memory", "memory", memory),
+        ("data_bytes", "of it data", memory),
+        ("num_rounds", "rounds", text),
+        ("wall", "wall", seconds),
     ],
     "cross-device": [
-        ("method", "method", text), ("clients", "clients", text), ("sampled", "a round", text), ("client_states", "states on", text),
-        ("ms", "ms a round", milliseconds), ("peak_memory", "memory", memory), ("data_bytes", "of it data", memory),
-        ("all_states_bytes", "all states", memory), ("sampled_states_bytes", "a round's", memory), ("disk_bytes", "on disk", memory),
-        ("num_rounds", "rounds", text), ("wall", "wall", seconds),
+        ("method", "method", text),
+        ("clients", "clients", text),
+        ("sampled", "a round", text),
+        ("client_states", "states on", text),
+        ("ms", "ms a round", milliseconds),
+        ("peak_memory", "memory", memory),
+        ("data_bytes", "of it data", memory),
+        ("all_states_bytes", "all states", memory),
+        ("sampled_states_bytes", "a round's", memory),
+        ("disk_bytes", "on disk", memory),
+        ("num_rounds", "rounds", text),
+        ("wall", "wall", seconds),
     ],
     "cpu": [
-        ("workload", "workload", text), ("method", "method", text), ("engine", "engine", text), ("chosen", "clients trained", text),
-        ("ms", "ms a round", milliseconds), ("loop_ratio", "time to loop", times), ("startup", "start-up", seconds),
-        ("num_rounds", "rounds", text), ("wall", "wall", seconds),
+        ("workload", "workload", text),
+        ("method", "method", text),
+        ("engine", "engine", text),
+        ("chosen", "clients trained", text),
+        ("ms", "ms a round", milliseconds),
+        ("loop_ratio", "time to loop", times),
+        ("startup", "start-up", seconds),
+        ("num_rounds", "rounds", text),
+        ("wall", "wall", seconds),
     ],
     "profile": [
-        ("workload", "workload", text), ("method", "method", text), ("stage", "stage", text), ("ms", "ms", milliseconds),
+        ("workload", "workload", text),
+        ("method", "method", text),
+        ("stage", "stage", text),
+        ("ms", "ms", milliseconds),
         ("percent", "of a round", share),
     ],
     "steps": [
-        ("workload", "workload", text), ("method", "method", text), ("phase", "phase", text), ("clients", "clients", text),
-        ("ms", "ms a step", lambda v: number(v, 3)), ("us_per_client", "µs a client", lambda v: number(v, 1)),
+        ("workload", "workload", text),
+        ("method", "method", text),
+        ("phase", "phase", text),
+        ("clients", "clients", text),
+        ("ms", "ms a step", lambda v: number(v, 3)),
+        ("us_per_client", "µs a client", lambda v: number(v, 1)),
     ],
-}  # fmt: skip
+}
 CAPTIONS = {
     "methods": "median of rounds after {warm_up} that do not count; ratio: one by one / fused",
-    "scaling": "median of rounds after {warm_up} that do not count; equally many samples a client; at a time: max_fused, 0 = all",
-    "cross-device": "median of rounds after {warm_up} that do not count; memory: peak; all states: what they would take in memory",
+    "scaling": "median of rounds after {warm_up} that do not count; equally many samples a "
+    "client; at a time: max_fused, 0 = all",
+    "cross-device": "median of rounds after {warm_up} that do not count; memory: peak; all "
+    "states: what they would take in memory",
     "cpu": "median of rounds after {warm_up} that do not count; time to loop: above 1 is slower",
     "profile": "mean of {num_rounds} rounds; evaluation is not part of a round",
     "steps": "median; clients: those that are in the step",
@@ -150,11 +213,16 @@ def table(content: dict[str, Any]) -> Table:
     suite, where, rows = content["suite"], content["environment"], content["rows"]
     good = [row for row in rows if not row.get("failed")]
     first = good[0] if good else {}
-    caption = CAPTIONS[suite].format(warm_up=first.get("warm_up", "those"), num_rounds=first.get("num_rounds", "some"))
+    caption = CAPTIONS[suite].format(
+        warm_up=first.get("warm_up", "those"), num_rounds=first.get("num_rounds", "some")
+    )
     if where["cuda"] is None and suite in ("methods", "scaling", "cross-device"):
         caption += "; memory on a CPU: peak of the whole process so far"
     versions = f"{where['device']}, torch {where['torch']}"
-    grid = plain(f"{suite}, seed {content['options']['seed']}, {versions}", "\n".join([caption, *remarks(rows)]))
+    grid = plain(
+        f"{suite}, seed {content['options']['seed']}, {versions}",
+        "\n".join([caption, *remarks(rows)]),
+    )
     columns = COLUMNS[suite]
     for key, heading, show in columns:
         words = show is text and any(isinstance(row.get(key), str) for row in good)

@@ -1,4 +1,6 @@
-"""The suites that look into a round of the fused engine: where its time goes, and what one training step costs."""
+"""The suites that look into a round of the fused engine: where its time goes, and what one training
+step costs.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ COUNTS = (50, 40, 30, 20, 10, 5, 2, 1)
 PASSES = 5  # of which the median is taken
 KERNELS = 12  # that are listed by name
 HOW = (
-    "stages: clocks around the parts of the engine's own round, on a GPU the device's (a stage includes the time the device waits in it); "
-    "gathering, forward and backward, optimiser: all steps of a round timed as they are, without the update, and without the gradient, and "
+    "stages: clocks around the parts of the engine's own round, on a GPU the device's (a stage "
+    "includes the time the device waits in it); "
+    "gathering, forward and backward, optimiser: all steps of a round timed as they are, without "
+    "the update, and without the gradient, and "
     "the differences taken, so that a small negative number is noise"
 )
 
@@ -69,9 +73,10 @@ class Rounds:
         self.clock: Clock | None = None
         self.done = 0
         for place, name, before, after in (
-            (self.engine.bank, "take", "other", "states"), (self.engine, "_phases", "begin", "training"),
+            (self.engine.bank, "take", "other", "states"),
+            (self.engine, "_phases", "begin", "training"),
             (self.engine.bank, "put", "messages", "states"),
-        ):  # fmt: skip
+        ):
             setattr(place, name, self._watched(getattr(place, name), before, after))
 
     def _watched(self, fn: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
@@ -91,7 +96,9 @@ class Rounds:
     def chosen(self, round: int) -> list[int]:
         """Return the clients of a round."""
         settings = self.run.settings
-        return sampling.choose(self.everyone, settings.fraction_train, seed=settings.seed, round=round)
+        return sampling.choose(
+            self.everyone, settings.fraction_train, seed=settings.seed, round=round
+        )
 
     def sent(self, chunk: list[int]) -> Any:
         """Return what clients are sent."""
@@ -131,11 +138,17 @@ class Rounds:
 
 
 STAGES = {
-    "states": "take and keep clients' states", "begin": "begin: what a client starts from", "gather": "data: gather the batches of steps",
-    "gradient": "forward and backward", "optimiser": "optimiser: update, loss, finished clients", "rest": "training: set-up of its steps",
-    "messages": "messages: survey and finish", "aggregation": "aggregation", "drawing": "data: draw the next round's batches, not hidden",
+    "states": "take and keep clients' states",
+    "begin": "begin: what a client starts from",
+    "gather": "data: gather the batches of steps",
+    "gradient": "forward and backward",
+    "optimiser": "optimiser: update, loss, finished clients",
+    "rest": "training: set-up of its steps",
+    "messages": "messages: survey and finish",
+    "aggregation": "aggregation",
+    "drawing": "data: draw the next round's batches, not hidden",
     "other": "other",
-}  # fmt: skip
+}
 
 
 def profile(options: Options, say: Say) -> Iterator[dict[str, Any]]:
@@ -151,7 +164,9 @@ def profile(options: Options, say: Say) -> Iterator[dict[str, Any]]:
         yield from rows
 
 
-def stages(rounds: Rounds, count: int, row: dict[str, Any], say: Say, case: str) -> Iterator[dict[str, Any]]:
+def stages(
+    rounds: Rounds, count: int, row: dict[str, Any], say: Say, case: str
+) -> Iterator[dict[str, Any]]:
     """Yield the stages of steady rounds."""
     rounds.wait()
     rounds.clock = Clock(rounds.device)
@@ -166,23 +181,43 @@ def stages(rounds: Rounds, count: int, row: dict[str, Any], say: Say, case: str)
     how = HOW
     training = found.pop("training", 0.0)
     try:
-        data, gradient, full = (sum(part) for part in zip(*(split(course, rounds) for course in rounds.courses()), strict=True))
-        found |= {"gather": data, "gradient": gradient - data, "optimiser": full - gradient, "rest": training - full}
+        data, gradient, full = (
+            sum(part)
+            for part in zip(*(split(course, rounds) for course in rounds.courses()), strict=True)
+        )
+        found |= {
+            "gather": data,
+            "gradient": gradient - data,
+            "optimiser": full - gradient,
+            "rest": training - full,
+        }
     except Exception as error:  # the coarse picture is worth having without the fine one
         found["gradient"] = training
-        how = f"training is shown as one stage (forward and backward): it could not be split ({why(error)})"
+        how = (
+            "training is shown as one stage (forward and backward): it could not be split "
+            f"({why(error)})"
+        )
     base = row | {"failed": None, "num_rounds": count, "how": how}
     for stage, title in STAGES.items():
         if stage in found:
             yield base | {"stage": title, "ms": found[stage], "percent": 100 * found[stage] / whole}
     yield base | {"stage": "a round", "ms": whole, "percent": 100.0}
     hidden = wall(lambda: draw_anew(rounds))
-    yield base | {"stage": "of the host, while the device works: draw batches" if rounds.device.type == "cuda" else "of it: draw batches",
-                  "ms": hidden, "percent": None}  # fmt: skip
+    yield base | {
+        "stage": "of the host, while the device works: draw batches"
+        if rounds.device.type == "cuda"
+        else "of it: draw batches",
+        "ms": hidden,
+        "percent": None,
+    }
     rounds.test()
     rounds.test()
     rounds.wait()
-    yield base | {"stage": "evaluation of all clients, not in a round", "ms": wall(rounds.test, rounds.wait), "percent": None}
+    yield base | {
+        "stage": "evaluation of all clients, not in a round",
+        "ms": wall(rounds.test, rounds.wait),
+        "percent": None,
+    }
     if rounds.device.type == "cuda":
         try:
             yield base | kernels(rounds, whole)
@@ -191,18 +226,29 @@ def stages(rounds: Rounds, count: int, row: dict[str, Any], say: Say, case: str)
 
 
 def split(course: Course, rounds: Rounds) -> tuple[float, float, float]:
-    """Return milliseconds of all steps of a phase: only gathering data, with the gradient, and as they are."""
+    """Return milliseconds of all steps of a phase: only gathering data, with the gradient, and as
+    they are.
+    """
     if type(course.half).step is not ClientHalf.step:
         raise NotImplementedError("the method has a step of its own")
     assert course.plan is not None
     pieces = segments((course.plan[1][:, :, 0, 0] >= 0).sum(0), course.sizes)
 
     def gathered(size: int) -> tuple[Any, ...]:
-        places, masks = (tensor.index_select(0, course.at)[0, :size] for tensor in (course.places, course.masks))
+        places, masks = (
+            tensor.index_select(0, course.at)[0, :size] for tensor in (course.places, course.masks)
+        )
         data = course.stack.train
-        groups = tuple(Batch(data.x[places[:, g]], data.y[places[:, g]], masks[:, g]) for g in range(course.phase.batches))
-        noise = {name: batches.normal(keys[:size], course.at[0], course.shapes[name]).to(course.stack.dtype)
-                 for name, keys in course.keys.items()}  # fmt: skip
+        groups = tuple(
+            Batch(data.x[places[:, g]], data.y[places[:, g]], masks[:, g])
+            for g in range(course.phase.batches)
+        )
+        noise = {
+            name: batches.normal(keys[:size], course.at[0], course.shapes[name]).to(
+                course.stack.dtype
+            )
+            for name, keys in course.keys.items()
+        }
         return groups, noise
 
     def data(size: int) -> None:
@@ -211,7 +257,9 @@ def split(course: Course, rounds: Rounds) -> tuple[float, float, float]:
 
     def gradient(size: int) -> None:
         assert course.work is not None
-        vmap(lambda w, b, n: course.half.gradient(course.phase, w, b, n))(course.work.part(size), *gathered(size))
+        vmap(lambda w, b, n: course.half.gradient(course.phase, w, b, n))(
+            course.work.part(size), *gathered(size)
+        )
         course.at += 1
 
     def passed(replay: Replay) -> float:
@@ -237,16 +285,32 @@ def draw_anew(rounds: Rounds) -> None:
 
 
 def kernels(rounds: Rounds, whole: float) -> dict[str, Any]:
-    """Return the time the device computed in one round, and the kernels that took longest, as torch.profiler saw them."""
+    """Return the time the device computed in one round, and the kernels that took longest, as
+    torch.profiler saw them.
+    """
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
         rounds.next()
         rounds.wait()
-    spent = sorted(((event.key, event.self_device_time_total / 1000, event.count) for event in seen.key_averages()), key=lambda e: -e[1])
+    spent = sorted(
+        (
+            (event.key, event.self_device_time_total / 1000, event.count)
+            for event in seen.key_averages()
+        ),
+        key=lambda e: -e[1],
+    )
     busy = sum(taken for _, taken, _ in spent)
-    top = [{"kernel": name[:120], "ms": round(taken, 4), "calls": calls} for name, taken, calls in spent[:KERNELS]]
-    return {"stage": "the device computing (torch.profiler, all kernels)", "ms": busy, "percent": 100 * busy / whole, "kernels": top}
+    top = [
+        {"kernel": name[:120], "ms": round(taken, 4), "calls": calls}
+        for name, taken, calls in spent[:KERNELS]
+    ]
+    return {
+        "stage": "the device computing (torch.profiler, all kernels)",
+        "ms": busy,
+        "percent": 100 * busy / whole,
+        "kernels": top,
+    }
 
 
 def steps(options: Options, say: Say) -> Iterator[dict[str, Any]]:
@@ -261,8 +325,13 @@ def steps(options: Options, say: Say) -> Iterator[dict[str, Any]]:
                     continue
                 try:
                     taken = step_ms(course, clients, rounds)
-                    yield row | {"failed": None, "phase": course.phase.name, "clients": clients, "ms": taken,
-                                 "us_per_client": 1000 * taken / clients}  # fmt: skip
+                    yield row | {
+                        "failed": None,
+                        "phase": course.phase.name,
+                        "clients": clients,
+                        "ms": taken,
+                        "us_per_client": 1000 * taken / clients,
+                    }
                     say(f"{case}: {taken:.3f} ms a step of {clients}")
                 except Exception as error:  # one case that cannot run must not end the others
                     yield row | {"case": f"{case}, {clients} clients", "failed": why(error)}
@@ -283,13 +352,17 @@ def step_ms(course: Course, clients: int, rounds: Rounds) -> float:
 
 
 def engines(options: Options, say: Say) -> Iterator[tuple[str, dict[str, Any], Rounds | None]]:
-    """Yield (case, what a row begins with, the engine after its warm-up); the engine is None and the row has the reason if it failed."""
+    """Yield (case, what a row begins with, the engine after its warm-up); the engine is None and
+    the row has the reason if it failed.
+    """
     for workload in options.chosen_workloads():
         for method in options.methods or ("fedper",):
             case = f"{method} on {workload}"
             row: dict[str, Any] = {"case": case, "workload": workload, "method": method}
             try:
-                prepared = loaded(method, options.values(workload, 1000, stacking="yes", tf32=options.tf32))
+                prepared = loaded(
+                    method, options.values(workload, 1000, stacking="yes", tf32=options.tf32)
+                )
                 say(f"{case}: {WARM_UP} rounds to warm up")
                 if not options.gpu and prepared.halves.model.num_parameters < SMALL_MODEL:
                     torch.set_num_threads(1)  # as the engine does with small networks
@@ -302,7 +375,15 @@ def engines(options: Options, say: Say) -> Iterator[tuple[str, dict[str, Any], R
             except Exception as error:  # one case that cannot run must not end the others
                 yield case, row | {"failed": why(error)}, None
                 continue
-            yield case, row | {"data": described(prepared.federation), "precision": "tf32" if options.tf32 else "float32"}, rounds
+            yield (
+                case,
+                row
+                | {
+                    "data": described(prepared.federation),
+                    "precision": "tf32" if options.tf32 else "float32",
+                },
+                rounds,
+            )
             del rounds
             free()
 

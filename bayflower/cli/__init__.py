@@ -1,4 +1,6 @@
-"""The command line: one file a command, named after it. Each imports what it needs when it is called."""
+"""The command line: one file a command, named after it. Each imports what it needs when it is
+called.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,14 @@ app.add_typer(deploy.app, name="deploy")
 
 
 def main() -> None:
-    """Run the command line; an error that a person can act on is one line and exit code 2 (configuration) or 1."""
+    """Run the command line; an error that a person can act on is one line and exit code 2
+    (configuration) or 1.
+    """
     try:
         app()
     except BayflowerError as error:
         console = Console(stderr=True)
-        console.print(f"bayflower: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"bayflower: {error}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -21,11 +21,16 @@ from .terminal import bar, quiet_logs, values
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="A federation of your own: keys, certificates, containers or processes, and runs on it. See docs/deployment.md.",
-    epilog="Example: `bayflower deploy init fed --clients 3`, then `bayflower deploy up fed`, then `bayflower deploy submit fed fedmap`",
+    help="A federation of your own: keys, certificates, containers or processes, and runs on it. "
+    "See docs/deployment.md.",
+    epilog="Example: `bayflower deploy init fed --clients 3`, then `bayflower deploy up fed`, "
+    "then `bayflower deploy submit fed fedmap`",
 )
 console = Console(stderr=True)
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="the deployment's folder, or this machine's part of it")]
+Folder = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="the deployment's folder, or this machine's part of it"),
+]
 Name = Annotated[str, typer.Option(help="which run [the newest]")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 SOON_DAYS = 30
@@ -38,40 +43,76 @@ def note(text: str) -> None:
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that is not there yet, or empty")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="a folder that is not there yet, or empty")
+    ],
     clients: Annotated[int, typer.Option(help="number of clients")] = 3,
     hosts: Annotated[
-        str, typer.Option(help="names and addresses of the server, separated by commas, the one clients dial first; none: one machine")
+        str,
+        typer.Option(
+            help="names and addresses of the server, separated by commas, the one clients dial "
+            "first; none: one machine"
+        ),
     ] = "",
-    port: Annotated[int, typer.Option(help="the server's port, to which clients connect")] = layout.PORT,
+    port: Annotated[
+        int, typer.Option(help="the server's port, to which clients connect")
+    ] = layout.PORT,
     days: Annotated[int, typer.Option(help="how long the certificates are valid")] = 365,
     image: Annotated[str, typer.Option(help="image of the containers [bayflower:VERSION]")] = "",
     cpus: Annotated[float, typer.Option(help="most CPU cores of a container")] = 1.0,
     memory: Annotated[str, typer.Option(help="most memory of an executor, e.g. 4g")] = "2g",
 ) -> None:
-    """Make keys, certificates and compose files: for one machine, or with --hosts one folder for each machine.
+    """Make keys, certificates and compose files: for one machine, or with --hosts one folder for
+    each machine.
 
     Example: `bayflower deploy init fed --clients 10 --hosts fl.example.org,192.0.2.7`
     """
     named = [host.strip() for host in hosts.split(",") if host.strip()]
-    made = folders.init(folder, clients=clients, hosts=named, port=port, days=days, image=image, cpus=cpus, memory=memory)
-    print(f"certificates are valid until {made.expires}; renew them with: bayflower deploy renew {folder}")
+    made = folders.init(
+        folder,
+        clients=clients,
+        hosts=named,
+        port=port,
+        days=days,
+        image=image,
+        cpus=cpus,
+        memory=memory,
+    )
+    print(
+        f"certificates are valid until {made.expires}; renew them with: bayflower deploy renew "
+        f"{folder}"
+    )
     if named:
-        print(f"server:  take {folder}/server to the server's machine; there: bayflower deploy up server")
         print(
-            f"clients: take {folder}/client-K to the machine of client K, its data into client-K/data; there: bayflower deploy up client-K"
+            f"server:  take {folder}/server to the server's machine; there: bayflower deploy up "
+            "server"
+        )
+        print(
+            f"clients: take {folder}/client-K to the machine of client K, its data into "
+            "client-K/data; there: bayflower deploy up client-K"
         )
         print(f"keep {folder}/ca where it is, or offline: its key makes certificates")
     else:
-        print(f"start:   bayflower deploy up {folder}            (containers)  or  bayflower deploy up {folder} --local  (processes)")
-    print(f"run:     bayflower deploy submit {folder if not named else 'server'} fedmap --set rounds=5")
+        print(
+            f"start:   bayflower deploy up {folder}            (containers)  or  bayflower deploy "
+            f"up {folder} --local  (processes)"
+        )
+    print(
+        f"run:     bayflower deploy submit {folder if not named else 'server'} fedmap --set "
+        "rounds=5"
+    )
 
 
 @app.command()
 def up(
-    folder: Folder, local: Annotated[bool, typer.Option("--local", help="as processes of this machine, without Docker")] = False
+    folder: Folder,
+    local: Annotated[
+        bool, typer.Option("--local", help="as processes of this machine, without Docker")
+    ] = False,
 ) -> None:
-    """Start whatever of the deployment belongs to this machine and is not running; return when it works."""
+    """Start whatever of the deployment belongs to this machine and is not running; return when it
+    works.
+    """
     deployment = layout.read(folder)
     warn_of_expiry(deployment)
     if local:
@@ -87,7 +128,10 @@ def up(
 
 @app.command()
 def down(
-    folder: Folder, volumes: Annotated[bool, typer.Option("--volumes", help="containers: delete results and client states too")] = False
+    folder: Folder,
+    volumes: Annotated[
+        bool, typer.Option("--volumes", help="containers: delete results and client states too")
+    ] = False,
 ) -> None:
     """End whatever of the deployment runs on this machine; states and results stay."""
     deployment = layout.read(folder)
@@ -108,17 +152,30 @@ def down(
 @app.command()
 def submit(
     folder: Folder,
-    method: Annotated[str, typer.Argument(help="see `bayflower methods`; with --resume that of the run")] = "",
+    method: Annotated[
+        str, typer.Argument(help="see `bayflower methods`; with --resume that of the run")
+    ] = "",
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any setting; see `bayflower settings METHOD`")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="any setting; see `bayflower settings METHOD`"
+        ),
     ] = None,
-    name: Annotated[str, typer.Option(help="a name for the run's results [METHOD-DATASET-SEED]")] = "",
-    resume: Annotated[bool, typer.Option("--resume", help="go on after the last completed round, whatever was killed")] = False,
+    name: Annotated[
+        str, typer.Option(help="a name for the run's results [METHOD-DATASET-SEED]")
+    ] = "",
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="go on after the last completed round, whatever was killed"),
+    ] = False,
     wait: Annotated[float, typer.Option(help="seconds to wait for missing clients")] = 120.0,
-    detach: Annotated[bool, typer.Option("--detach", help="do not wait for the run's end; see `deploy status`")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="do not wait for the run's end; see `deploy status`")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a method on the deployment's clients. Exit code 0: finished; 1: it failed or clients are missing; 2: a wrong setting.
+    """Run a method on the deployment's clients. Exit code 0: finished; 1: it failed or clients are
+    missing; 2: a wrong setting.
 
     Example: `bayflower deploy submit fed fedmap --set dataset=synthetic --set rounds=20`
     """
@@ -132,18 +189,40 @@ def submit(
 
             docker.up(layout.read(folder))
         flags = {"--resume": resume, "--detach": detach, "--json": as_json}
-        words = ["submit", "/server", *([method] if method else []), *(word for text in sets or [] for word in ("--set", text)),
-                 "--name", name, "--wait", str(wait), *(flag for flag, wanted in flags.items() if wanted)]  # fmt: skip
+        words = [
+            "submit",
+            "/server",
+            *([method] if method else []),
+            *(word for text in sets or [] for word in ("--set", text)),
+            "--name",
+            name,
+            "--wait",
+            str(wait),
+            *(flag for flag, wanted in flags.items() if wanted),
+        ]
         hand_over(folder, words)
         return
     from ..deploy import runs
 
     given = values(sets)
     title = method or "run"
-    with bar(int(given.get("rounds", 0) or runs.rounds_of(server, method, name, resume)), title, hidden=as_json) as progress:
-        result = runs.submit(server, method, given, name=name, resume=resume, wait=wait, detach=detach, watch=watch,
-                             note=(lambda text: None) if as_json else note,
-                             show=lambda status: progress(status.get("records", [])))  # fmt: skip
+    with bar(
+        int(given.get("rounds", 0) or runs.rounds_of(server, method, name, resume)),
+        title,
+        hidden=as_json,
+    ) as progress:
+        result = runs.submit(
+            server,
+            method,
+            given,
+            name=name,
+            resume=resume,
+            wait=wait,
+            detach=detach,
+            watch=watch,
+            note=(lambda text: None) if as_json else note,
+            show=lambda status: progress(status.get("records", [])),
+        )
     if detach:
         return
     if as_json:
@@ -155,12 +234,17 @@ def submit(
     out.print(result_table(result))
     for line in result["faults"][-5:]:
         out.print(f"note: {line}", style="yellow", markup=False)
-    print(f"take the results home with: bayflower deploy collect DIR OUT{f' --name {name}' if name else ''}")
+    print(
+        "take the results home with: bayflower deploy collect DIR "
+        f"OUT{f' --name {name}' if name else ''}"
+    )
 
 
 @app.command()
 def status(folder: Folder, as_json: AsJson = False) -> None:
-    """Show which clients are online and how the newest run stands. Exit code 1: it failed, or the SuperLink does not answer."""
+    """Show which clients are online and how the newest run stands. Exit code 1: it failed, or the
+    SuperLink does not answer.
+    """
     deployment = layout.read(folder)
     server, _ = reach(folder)
     if server is None:
@@ -170,7 +254,9 @@ def status(folder: Folder, as_json: AsJson = False) -> None:
 
     facts = runs.overview(server)
     certificate = deployment.server / "server.crt"
-    facts["certificate_ends"] = keys.expiry(certificate).strftime("%Y-%m-%d") if certificate.exists() else None
+    facts["certificate_ends"] = (
+        keys.expiry(certificate).strftime("%Y-%m-%d") if certificate.exists() else None
+    )
     if as_json:
         print(json.dumps(facts))
     else:
@@ -179,10 +265,19 @@ def status(folder: Folder, as_json: AsJson = False) -> None:
             grid.add_row(client, state)
         run = facts["run"]
         if run:
-            grid.add_row("run", f"{run['name']}: {run['state']}, round {run['round'] or 0} of {run['rounds'] or '?'}")
+            grid.add_row(
+                "run",
+                f"{run['name']}: {run['state']}, round {run['round'] or 0} of "
+                f"{run['rounds'] or '?'}",
+            )
             if run["reason"]:
                 grid.add_row("reason", run["reason"])
-        grid.add_row("certificate", f"until {facts['certificate_ends']}" if facts["certificate_ends"] else "none: not secure")
+        grid.add_row(
+            "certificate",
+            f"until {facts['certificate_ends']}"
+            if facts["certificate_ends"]
+            else "none: not secure",
+        )
         Console().print(grid)
     if runs.failed(facts):
         raise typer.Exit(1)
@@ -191,7 +286,9 @@ def status(folder: Folder, as_json: AsJson = False) -> None:
 @app.command()
 def logs(
     folder: Folder,
-    program: Annotated[str, typer.Argument(help="superlink, gate, serverapp, supernode-K, clientapp-K [all]")] = "",
+    program: Annotated[
+        str, typer.Argument(help="superlink, gate, serverapp, supernode-K, clientapp-K [all]")
+    ] = "",
     lines: Annotated[int, typer.Option(help="how many lines of each")] = 50,
 ) -> None:
     """Print what Flower's programs said last."""
@@ -202,11 +299,15 @@ def logs(
     if local is None:
         from ..deploy import docker
 
-        docker.compose(deployment, "logs", "--no-color", "--tail", str(lines), *([program] if program else []))
+        docker.compose(
+            deployment, "logs", "--no-color", "--tail", str(lines), *([program] if program else [])
+        )
         return
     files = sorted((local.folder / "logs").glob(f"{program or '*'}.log"))
     if not files:
-        raise ConfigError(f"there is no log of {program or 'anything'}; there are {', '.join(local.names())}")
+        raise ConfigError(
+            f"there is no log of {program or 'anything'}; there are {', '.join(local.names())}"
+        )
     for file in files:
         for line in file.read_text(errors="replace").splitlines()[-lines:]:
             print(f"{file.stem}: {line}")
@@ -214,9 +315,15 @@ def logs(
 
 @app.command()
 def collect(
-    folder: Folder, out: Annotated[Path, typer.Argument(metavar="OUT", help="a folder for result.json and the checkpoint")], name: Name = ""
+    folder: Folder,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="a folder for result.json and the checkpoint")
+    ],
+    name: Name = "",
 ) -> None:
-    """Copy a run's results from the server to OUT; the clients' personal models stay with the clients."""
+    """Copy a run's results from the server to OUT; the clients' personal models stay with the
+    clients.
+    """
     deployment = layout.read(folder)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty and is not overwritten; choose another folder")
@@ -232,13 +339,18 @@ def collect(
             name = docker.output_inside(deployment, ["newest", "/server"])
         docker.copy_out(deployment, docker.SERVER, f"/results/{name}", out)
     if not (out / "result.json").exists():
-        raise BayflowerError(f"{out} has no result.json: the run has not finished; see: bayflower deploy status {folder}")
+        raise BayflowerError(
+            f"{out} has no result.json: the run has not finished; see: bayflower deploy status "
+            f"{folder}"
+        )
     print(f"written: {out / 'result.json'}")
 
 
 @app.command()
 def register(folder: Folder) -> None:
-    """Make the clients' public keys in DIR/server/nodes known to the SuperLink; `up` does it too."""
+    """Make the clients' public keys in DIR/server/nodes known to the
+    SuperLink; `up` does it too.
+    """
     server, _ = reach(folder)
     if server is None:
         hand_over(folder, ["register", "/server"])
@@ -249,7 +361,9 @@ def register(folder: Folder) -> None:
 
 
 @app.command()
-def unregister(folder: Folder, client: Annotated[int, typer.Argument(help="number of the client")]) -> None:
+def unregister(
+    folder: Folder, client: Annotated[int, typer.Argument(help="number of the client")]
+) -> None:
     """Refuse a client's key from now on, because it left or its key is to be replaced."""
     server, _ = reach(folder)
     if server is None:
@@ -262,8 +376,13 @@ def unregister(folder: Folder, client: Annotated[int, typer.Argument(help="numbe
 
 
 @app.command()
-def renew(folder: Folder, days: Annotated[int, typer.Option(help="how long the new certificates are valid")] = 180) -> None:
-    """Replace the certificates of the server and of the clients' executors; restart them afterwards."""
+def renew(
+    folder: Folder,
+    days: Annotated[int, typer.Option(help="how long the new certificates are valid")] = 180,
+) -> None:
+    """Replace the certificates of the server and of the clients' executors; restart them
+    afterwards.
+    """
     for path in folders.renew(layout.read(folder), days):
         print(f"written: {path}")
 
@@ -279,7 +398,9 @@ def newest(folder: Folder) -> None:
 
 
 def reach(folder: Path, again: bool = False) -> tuple[Any, Callable[[], None]]:
-    """Return how to talk to the SuperLink from here, and what keeps its programs alive; None if it is in containers."""
+    """Return how to talk to the SuperLink from here, and what keeps its programs alive; None if it
+    is in containers.
+    """
     from ..deploy import server
     from ..deploy.local import local_of
 
@@ -291,8 +412,11 @@ def reach(folder: Path, again: bool = False) -> tuple[Any, Callable[[], None]]:
         return None, lambda: None
     if again:
         local.up(note)
-    elif deployment.server and not local.alive("superlink"):  # raises for a client's folder, which has no server
-        raise BayflowerError(f"the SuperLink is not running; start it with: bayflower deploy up {folder} --local")
+    # raises for a client's folder, which has no server
+    elif deployment.server and not local.alive("superlink"):
+        raise BayflowerError(
+            f"the SuperLink is not running; start it with: bayflower deploy up {folder} --local"
+        )
     return local.server(), local.watch
 
 
@@ -312,6 +436,12 @@ def warn_of_expiry(deployment: layout.Deployment) -> None:
     for path in sorted(deployment.folder.glob("**/*.crt")):
         left = keys.expiry(path) - datetime.datetime.now(datetime.UTC)
         if left.total_seconds() <= 0:
-            raise ConfigError(f"the certificate {path} ended {-left.days} days ago; renew it with: bayflower deploy renew DIR")
+            raise ConfigError(
+                f"the certificate {path} ended {-left.days} days ago; renew it with: bayflower "
+                "deploy renew DIR"
+            )
         if left.days < SOON_DAYS:
-            note(f"the certificate {path} ends in {left.days} days; renew it with: bayflower deploy renew DIR")
+            note(
+                f"the certificate {path} ends in {left.days} days; renew it with: bayflower "
+                "deploy renew DIR"
+            )

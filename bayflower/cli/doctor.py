@@ -22,11 +22,17 @@ from .options import AsJson
 
 def doctor(
     data_dir: Annotated[Path, typer.Option(help="where data sets lie")] = Path("data"),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="port on which a SuperLink is to listen")] = 9092,
-    deployment: Annotated[Path | None, typer.Option(help="folder of `bayflower deploy init`: how long its certificates are good")] = None,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="port on which a SuperLink is to listen")
+    ] = 9092,
+    deployment: Annotated[
+        Path | None,
+        typer.Option(help="folder of `bayflower deploy init`: how long its certificates are good"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what this machine has: versions, devices, data, Docker engine, port, certificates; exit code 1 if something is wrong.
+    """Show what this machine has: versions, devices, data, Docker engine, port, certificates; exit
+    code 1 if something is wrong.
 
     Example: `bayflower doctor --data-dir data --deployment federation`
     """
@@ -64,20 +70,35 @@ class Finding(NamedTuple):
     """One line: what was looked at, how it is, what was seen, and what to do."""
 
     what: str
-    state: Literal["ok", "missing", "wrong"]  # missing: something does not work without it; wrong: it must be repaired
+    # missing: something does not work without it; wrong: it must be repaired
+    state: Literal["ok", "missing", "wrong"]
     seen: str
     remedy: str = ""
 
 
 def examine(data_dir: Path, port: int, folder: Path | None = None) -> list[Finding]:
     """Return all findings; `folder` is one that `bayflower deploy init` made."""
-    return [*versions(), *devices(), *data(data_dir), docker(), free_port(port), *certificates(folder)]
+    return [
+        *versions(),
+        *devices(),
+        *data(data_dir),
+        docker(),
+        free_port(port),
+        *certificates(folder),
+    ]
 
 
 def versions() -> list[Finding]:
     """Return Python and the packages."""
     good = sys.version_info >= (3, 11)
-    found = [Finding("python", "ok" if good else "wrong", platform.python_version(), "" if good else "use Python 3.11 or newer")]
+    found = [
+        Finding(
+            "python",
+            "ok" if good else "wrong",
+            platform.python_version(),
+            "" if good else "use Python 3.11 or newer",
+        )
+    ]
     for name in ("bayflower", *NEEDED):
         try:
             found.append(Finding(name, "ok", metadata.version(name)))
@@ -87,7 +108,9 @@ def versions() -> list[Finding]:
         try:
             found.append(Finding(name, "ok", metadata.version(name)))
         except metadata.PackageNotFoundError:
-            found.append(Finding(name, "missing", "not installed", f"pip install 'bayflower[{extra}]'"))
+            found.append(
+                Finding(name, "missing", "not installed", f"pip install 'bayflower[{extra}]'")
+            )
     return found
 
 
@@ -95,12 +118,20 @@ def devices() -> list[Finding]:
     """Return cores and GPUs."""
     import torch
 
-    found = [Finding("cpu", "ok", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads")]
+    found = [
+        Finding("cpu", "ok", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
+    ]
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
-        found.append(Finding(f"cuda:{number}", "ok", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"))
+        found.append(
+            Finding(f"cuda:{number}", "ok", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB")
+        )
     if not torch.cuda.device_count():
-        built = f"torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch was built without CUDA"
+        built = (
+            f"torch was built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "torch was built without CUDA"
+        )
         found.append(Finding("cuda", "missing", f"no GPU found; {built}", "runs use the CPU"))
     return found
 
@@ -113,29 +144,58 @@ def data(folder: Path) -> list[Finding]:
     found = []
     for name, (_, kind, _) in KNOWN.items():
         npz, torchvisions = folder / f"{name}.npz", folder / (kind or "-")
-        cifar = folder / {"CIFAR10": "cifar-10-batches-py", "CIFAR100": "cifar-100-python"}.get(kind, "-")
+        cifar = folder / {"CIFAR10": "cifar-10-batches-py", "CIFAR100": "cifar-100-python"}.get(
+            kind, "-"
+        )
         own = folder / FOLDERS.get(name, "-")
         there = next((path for path in (npz, torchvisions, cifar, own) if path.exists()), None)
-        remedy = "set download=true once" if kind else f"put its files into {own}" if name in FOLDERS else f"put {name}.npz there"
-        found.append(
-            Finding(f"data: {name}", "ok", str(there)) if there else Finding(f"data: {name}", "missing", f"not in {folder}", remedy)
+        remedy = (
+            "set download=true once"
+            if kind
+            else f"put its files into {own}"
+            if name in FOLDERS
+            else f"put {name}.npz there"
         )
-    return [Finding("data: digits", "ok", "comes with scikit-learn"), Finding("data: synthetic", "ok", "is made"), *found]
+        found.append(
+            Finding(f"data: {name}", "ok", str(there))
+            if there
+            else Finding(f"data: {name}", "missing", f"not in {folder}", remedy)
+        )
+    return [
+        Finding("data: digits", "ok", "comes with scikit-learn"),
+        Finding("data: synthetic", "ok", "is made"),
+        *found,
+    ]
 
 
 def docker() -> Finding:
     """Return whether a Docker engine answers."""
     program = shutil.which("docker")
     if program is None:
-        return Finding("docker", "missing", "no docker program", "install Docker for containers; bayflower deploy up --local needs none")
+        return Finding(
+            "docker",
+            "missing",
+            "no docker program",
+            "install Docker for containers; bayflower deploy up --local needs none",
+        )
     try:
         call = [program, "version", "--format", "{{.Server.Version}}"]
         done = subprocess.run(call, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("docker", "missing", f"the engine does not answer ({type(error).__name__})", "start the Docker engine")
+        return Finding(
+            "docker",
+            "missing",
+            f"the engine does not answer ({type(error).__name__})",
+            "start the Docker engine",
+        )
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
-        return Finding("docker", "missing", said[-1][:120] if said else "the engine does not answer", "start the Docker engine")
+        return Finding(
+            "docker",
+            "missing",
+            said[-1][:120] if said else "the engine does not answer",
+            "start the Docker engine",
+        )
     return Finding("docker", "ok", f"engine {done.stdout.strip()}")
 
 
@@ -146,7 +206,12 @@ def free_port(port: int) -> Finding:
         try:
             one.bind(("127.0.0.1", port))
         except OSError as error:
-            return Finding(f"port {port}", "missing", f"in use ({error.strerror})", "choose another port, or end what listens there")
+            return Finding(
+                f"port {port}",
+                "missing",
+                f"in use ({error.strerror})",
+                "choose another port, or end what listens there",
+            )
     return Finding(f"port {port}", "ok", "free")
 
 
@@ -155,7 +220,14 @@ def certificates(folder: Path | None) -> list[Finding]:
     if folder is None:
         return []
     if importlib.util.find_spec("cryptography") is None:
-        return [Finding("certificates", "missing", "the package cryptography is not installed", "pip install bayflower")]
+        return [
+            Finding(
+                "certificates",
+                "missing",
+                "the package cryptography is not installed",
+                "pip install bayflower",
+            )
+        ]
     from cryptography import x509
 
     found = []
@@ -165,15 +237,40 @@ def certificates(folder: Path | None) -> list[Finding]:
             end = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
         except (OSError, ValueError) as error:
             found.append(
-                Finding(str(path), "wrong", f"cannot be read ({type(error).__name__})", "make it again with bayflower deploy init")
+                Finding(
+                    str(path),
+                    "wrong",
+                    f"cannot be read ({type(error).__name__})",
+                    "make it again with bayflower deploy init",
+                )
             )
             continue
         left = (end - now).days
-        seen = f"good until {end:%Y-%m-%d}, {left} days" if left >= 0 else f"ended on {end:%Y-%m-%d}"
-        state: Literal["ok", "missing", "wrong"] = "wrong" if left < 0 else "missing" if left < SOON else "ok"
-        found.append(Finding(str(path), state, seen, "" if state == "ok" else "bayflower deploy renew DIR"))
+        seen = (
+            f"good until {end:%Y-%m-%d}, {left} days" if left >= 0 else f"ended on {end:%Y-%m-%d}"
+        )
+        state: Literal["ok", "missing", "wrong"] = (
+            "wrong" if left < 0 else "missing" if left < SOON else "ok"
+        )
+        found.append(
+            Finding(str(path), state, seen, "" if state == "ok" else "bayflower deploy renew DIR")
+        )
     for path in sorted(folder.glob("**/*.key")):
         mode = path.stat().st_mode & 0o777
         if mode & 0o077:
-            found.append(Finding(str(path), "wrong", f"others can read this key (mode {mode:o})", f"chmod 600 {path}"))
-    return found or [Finding("certificates", "missing", f"none below {folder}", "make them with bayflower deploy init")]
+            found.append(
+                Finding(
+                    str(path),
+                    "wrong",
+                    f"others can read this key (mode {mode:o})",
+                    f"chmod 600 {path}",
+                )
+            )
+    return found or [
+        Finding(
+            "certificates",
+            "missing",
+            f"none below {folder}",
+            "make them with bayflower deploy init",
+        )
+    ]

@@ -15,21 +15,33 @@ from .terminal import show
 def methods(as_json: AsJson = False) -> None:
     """List the methods: name, paper, where the two halves are."""
     rows = [
-        {"name": row.name, "title": row.title, "paper": row.paper, "summary": row.summary,
-         "server": f"bayflower/strategies/{row.stem}.py", "client": f"bayflower/clients/{row.stem}.py"}
+        {
+            "name": row.name,
+            "title": row.title,
+            "paper": row.paper,
+            "summary": row.summary,
+            "server": f"bayflower/strategies/{row.stem}.py",
+            "client": f"bayflower/clients/{row.stem}.py",
+        }
         for row in table.ROWS
-    ]  # fmt: skip
+    ]
     show(rows, ("name", "paper", "summary"), as_json)
 
 
 def settings(
-    method: Annotated[str, typer.Argument(help="see `bayflower methods`", autocompletion=lambda: list(table.METHODS))],
+    method: Annotated[
+        str,
+        typer.Argument(help="see `bayflower methods`", autocompletion=lambda: list(table.METHODS)),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """List every setting of a method with its default; set them with `--set KEY=VALUE`."""
     from ..config import describe
 
-    rows = [{"group": group, "name": name, "default": default, "meaning": text} for group, name, default, text in describe(method)]
+    rows = [
+        {"group": group, "name": name, "default": default, "meaning": text}
+        for group, name, default, text in describe(method)
+    ]
     show(rows, ("group", "name", "default", "meaning"), as_json)
 
 
@@ -37,7 +49,11 @@ def models(as_json: AsJson = False) -> None:
     """List the networks for `--set model=NAME`."""
     from ..networks.papers import MODELS
 
-    show([{"name": name, "network": text} for name, text in MODELS.items()], ("name", "network"), as_json)
+    show(
+        [{"name": name, "network": text} for name, text in MODELS.items()],
+        ("name", "network"),
+        as_json,
+    )
 
 
 def version() -> None:

@@ -10,19 +10,30 @@ import typer
 
 from ..errors import ConfigError
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="the --out of a run, with its checkpoint")]
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="the --out of a run, with its checkpoint")
+]
 Into = Annotated[
-    Path, typer.Argument(metavar="FILE", help="folder to write; or a name ending in .safetensors, .pt2 or .onnx for one format")
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="folder to write; or a name ending in .safetensors, .pt2 or .onnx for one format",
+    ),
 ]
 Onnx = Annotated[bool, typer.Option("--onnx", help="write model.onnx too (needs the extra `onnx`)")]
-DataDir = Annotated[str, typer.Option(help="where data sets lie, if that has changed since the run")]
+DataDir = Annotated[
+    str, typer.Option(help="where data sets lie, if that has changed since the run")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the card as JSON")]
 
 
 def export(
     folder: Folder,
     into: Into,
-    client: Annotated[int, typer.Option(min=0, help="number of the client; new clients come after those that trained")],
+    client: Annotated[
+        int,
+        typer.Option(min=0, help="number of the client; new clients come after those that trained"),
+    ],
     onnx: Onnx = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
@@ -40,13 +51,18 @@ def export(
 def personalise(
     folder: Folder,
     into: Into,
-    data: Annotated[Path, typer.Option(help="an .npz file with the new client's x and y, as in docs/data.md")],
-    test_fraction: Annotated[float, typer.Option(help="share of the samples that is kept for the test")] = 0.2,
+    data: Annotated[
+        Path, typer.Option(help="an .npz file with the new client's x and y, as in docs/data.md")
+    ],
+    test_fraction: Annotated[
+        float, typer.Option(help="share of the samples that is kept for the test")
+    ] = 0.2,
     onnx: Onnx = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Adapt a federation's result to the data of a client that never took part, as its method defines it.
+    """Adapt a federation's result to the data of a client that never took part, as its method
+    defines it.
 
     Example: `bayflower personalise runs/first models/ours --data ours.npz`
     """
@@ -57,12 +73,16 @@ def personalise(
 
 
 def wanted(into: Path, onnx: bool) -> tuple[Path, tuple[str, ...]]:
-    """Return the folder to write and the formats: of a file name with a suffix, the folder of the same stem and that format."""
+    """Return the folder to write and the formats: of a file name with a suffix, the folder of the
+    same stem and that format.
+    """
     kind = into.suffix.removeprefix(".")
     if kind in ("safetensors", "pt2", "onnx"):
         return into.with_suffix(""), ("safetensors", kind)
     if into.exists() and not into.is_dir():
-        raise ConfigError(f"{into} is a file; give a folder, or a name ending in .safetensors, .pt2 or .onnx")
+        raise ConfigError(
+            f"{into} is a file; give a folder, or a name ending in .safetensors, .pt2 or .onnx"
+        )
     return into, ("safetensors", "pt2", *(["onnx"] if onnx else []))
 
 
@@ -79,7 +99,10 @@ def show(card: dict[str, Any], into: Path, target: Path, as_json: bool) -> None:
     print(f"client {card['client']}, {card['title']}: {card['model']}")
     if card["metrics"]:
         numbers, ece = card["metrics"], card["calibration"]["ece"]
-        print(f"on {numbers['num_examples']} test samples: accuracy {numbers['accuracy']:.1%}, NLL {numbers['nll']:.3f}, ECE {ece:.1%}")
+        print(
+            f"on {numbers['num_examples']} test samples: accuracy {numbers['accuracy']:.1%}, NLL "
+            f"{numbers['nll']:.3f}, ECE {ece:.1%}"
+        )
     if card["posterior"]:
         print(f"uncertainty: {card['posterior']['origin']}")
     for kind, said in card["files"].items():

@@ -13,32 +13,82 @@ from .options import AsJson, DataDir, Device
 
 
 def reproduce(
-    tables: Annotated[list[str] | None, typer.Argument(metavar="TABLE...", help="e.g. pfedvmp-1; see --list")] = None,
-    show_list: Annotated[bool, typer.Option("--list", help="show every table, its state and the expected time; runs nothing")] = False,
+    tables: Annotated[
+        list[str] | None, typer.Argument(metavar="TABLE...", help="e.g. pfedvmp-1; see --list")
+    ] = None,
+    show_list: Annotated[
+        bool,
+        typer.Option(
+            "--list", help="show every table, its state and the expected time; runs nothing"
+        ),
+    ] = False,
     everything: Annotated[bool, typer.Option("--all", help="every table")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="the small form that a CPU does in minutes; it shows that things run")] = False,
-    seeds: Annotated[int, typer.Option(min=0, help="number of seeds; 0 = as the table's form says")] = 0,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="the small form that a CPU does in minutes; it shows that things run"
+        ),
+    ] = False,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="number of seeds; 0 = as the table's form says")
+    ] = 0,
     rounds: Annotated[int, typer.Option(min=0, help="rounds; 0 = as the table's form says")] = 0,
     engine: Annotated[str, typer.Option(help="fused or loop")] = "fused",
     data_dir: DataDir = "data",
     device: Device = "auto",
-    minutes: Annotated[float, typer.Option(min=0, help="time for this call; what is left is done by the next; 0 = no limit")] = 0.0,
-    part: Annotated[str, typer.Option(help="the K-th of N parts of the runs, as K/N, for N processes that share a device")] = "1/1",
+    minutes: Annotated[
+        float,
+        typer.Option(
+            min=0, help="time for this call; what is left is done by the next; 0 = no limit"
+        ),
+    ] = 0.0,
+    part: Annotated[
+        str,
+        typer.Option(
+            help="the K-th of N parts of the runs, as K/N, for N processes that share a device"
+        ),
+    ] = "1/1",
     where: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="only runs with this setting, e.g. method=fednp or beta=0.5; repeatable")
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="only runs with this setting, e.g. method=fednp or beta=0.5; repeatable",
+        ),
     ] = None,
-    keep: Annotated[Path | None, typer.Option(help="keep the folder of each run in this one, for `bayflower report` and pictures")] = None,
-    tuned: Annotated[Path | None, typer.Option(help="file of `bayflower tune` whose values the methods take")] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            help="keep the folder of each run in this one, for `bayflower report` and pictures"
+        ),
+    ] = None,
+    tuned: Annotated[
+        Path | None, typer.Option(help="file of `bayflower tune` whose values the methods take")
+    ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="folder of finished runs [experiments/results/runs in a checkout, else runs/reproduce]")
+        Path | None,
+        typer.Option(
+            help="folder of finished runs [experiments/results/runs in a checkout, else "
+            "runs/reproduce]"
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder for TABLE.md and TABLE.json [runs/tables]")] = None,
-    no_run: Annotated[bool, typer.Option("--no-run", help="run nothing; show what is there")] = False,
-    write: Annotated[Path | None, typer.Option(help="write the page of all results; what is below its marker is kept")] = None,
-    imports: Annotated[list[Path] | None, typer.Option("--import", help="take runs of an older file of results into the folder")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for TABLE.md and TABLE.json [runs/tables]")
+    ] = None,
+    no_run: Annotated[
+        bool, typer.Option("--no-run", help="run nothing; show what is there")
+    ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="write the page of all results; what is below its marker is kept"),
+    ] = None,
+    imports: Annotated[
+        list[Path] | None,
+        typer.Option("--import", help="take runs of an older file of results into the folder"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run what a published table still lacks and print it: ours, the paper's number, the difference.
+    """Run what a published table still lacks and print it: ours, the paper's number, the
+    difference.
 
     Example: `bayflower reproduce fedmap-1 --quick`
     """
@@ -53,9 +103,25 @@ def reproduce(
     logging.getLogger("bayflower").setLevel(logging.ERROR)
     changes = {"rounds": rounds} if rounds else {}
     form, only = "quick" if quick else "full", pairs(where or [])
-    plan = Plan(form, seeds, changes, read_tuned(tuned), data_dir, device, engine, minutes, parts(part), only, str(keep or ""))
+    plan = Plan(
+        form,
+        seeds,
+        changes,
+        read_tuned(tuned),
+        data_dir,
+        device,
+        engine,
+        minutes,
+        parts(part),
+        only,
+        str(keep or ""),
+    )
     cache = Cache(results or default_folder(), say)
-    chosen = list(load_tables().values()) if everything or not tables else [find(name) for name in tables]
+    chosen = (
+        list(load_tables().values())
+        if everything or not tables
+        else [find(name) for name in tables]
+    )
     if imports:
         from ..reproduce.older import take
 
@@ -65,7 +131,11 @@ def reproduce(
         records = cache.everything()
         forms = {form: replace(plan, form=form) for form in ("full", "quick")}
         lines = [
-            {"table": table.id, "title": table.title, **{form: state(table, one, cache, records) for form, one in forms.items()}}
+            {
+                "table": table.id,
+                "title": table.title,
+                **{form: state(table, one, cache, records) for form, one in forms.items()},
+            }
             for table in chosen
         ]
         print(json.dumps(lines)) if as_json else print_list(lines)
@@ -79,7 +149,9 @@ def reproduce(
     if not tables and not everything:
         if imports:
             return
-        raise ConfigError("no table was named; `bayflower reproduce --list` shows them, --all means every one")
+        raise ConfigError(
+            "no table was named; `bayflower reproduce --list` shows them, --all means every one"
+        )
     failed = 0 if no_run else run_missing(chosen, plan, cache, say)
     shown = []
     for table in chosen:
@@ -95,7 +167,9 @@ def reproduce(
     if as_json:
         print(json.dumps(shown))
     if failed:
-        raise BayflowerError(f"{failed} runs failed; the lines above say why, and the same command tries them again")
+        raise BayflowerError(
+            f"{failed} runs failed; the lines above say why, and the same command tries them again"
+        )
 
 
 def say(line: str) -> None:
@@ -113,14 +187,20 @@ def pairs(texts: list[str]) -> tuple[tuple[str, str], ...]:
 
 def default_folder() -> Path:
     """Return where finished runs are kept if nobody says."""
-    return Path("experiments/results/runs") if Path("experiments/results").is_dir() else Path("runs/reproduce")
+    return (
+        Path("experiments/results/runs")
+        if Path("experiments/results").is_dir()
+        else Path("runs/reproduce")
+    )
 
 
 def parts(text: str) -> tuple[int, int]:
     """Return (K, N) of "K/N"."""
     first, mark, last = text.partition("/")
     if not (mark and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-        raise ConfigError(f"--part needs K/N with K from 1 to N, got {text!r}; for example --part 1/4")
+        raise ConfigError(
+            f"--part needs K/N with K from 1 to N, got {text!r}; for example --part 1/4"
+        )
     return int(first), int(last)
 
 
@@ -134,20 +214,43 @@ def read_tuned(path: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def print_list(lines: list[dict[str, Any]]) -> None:
-    """Print the list of tables: for both forms the cells that have a number, and the time that the others should take."""
+    """Print the list of tables: for both forms the cells that have a number, and the time that the
+    others should take.
+    """
     from rich.table import Table
 
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("table", "what", "full", "quick", "not yet", "time left, full", "quick", "no data"):
-        grid.add_column(name, justify="left" if name in ("table", "what", "no data") else "right", no_wrap=name == "table")
+    for name in (
+        "table",
+        "what",
+        "full",
+        "quick",
+        "not yet",
+        "time left, full",
+        "quick",
+        "no data",
+    ):
+        grid.add_column(
+            name,
+            justify="left" if name in ("table", "what", "no data") else "right",
+            no_wrap=name == "table",
+        )
     for one in lines:
         full, quick = one["full"], one["quick"]
-        grid.add_row(one["table"], one["title"].partition(": ")[2], f"{full['done']}/{full['cells']}", f"{quick['done']}/{quick['cells']}",
-                     str(full["not_yet"]), duration(full["seconds_left"]), duration(quick["seconds_left"]),
-                     ", ".join(full["missing_data"]))  # fmt: skip
+        grid.add_row(
+            one["table"],
+            one["title"].partition(": ")[2],
+            f"{full['done']}/{full['cells']}",
+            f"{quick['done']}/{quick['cells']}",
+            str(full["not_yet"]),
+            duration(full["seconds_left"]),
+            duration(quick["seconds_left"]),
+            ", ".join(full["missing_data"]),
+        )
     wide().print(grid)
     print(
-        "full, quick: cells that have a number / all; not yet: cells of methods that do not exist here; times are those of runs like them"
+        "full, quick: cells that have a number / all; not yet: cells of methods that do not exist "
+        "here; times are those of runs like them"
     )
 
 

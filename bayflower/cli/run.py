@@ -16,7 +16,10 @@ from .terminal import bar, check_folder, quiet_logs, values
 
 
 def run(
-    method: Annotated[str, typer.Argument(help="see `bayflower methods`", autocompletion=lambda: list(table.METHODS))],
+    method: Annotated[
+        str,
+        typer.Argument(help="see `bayflower methods`", autocompletion=lambda: list(table.METHODS)),
+    ],
     dataset: Dataset = None,
     engine: Engine = "fused",
     clients: Clients = None,
@@ -24,16 +27,26 @@ def run(
     seed: Seed = None,
     max_fused: MaxFused = None,
     sets: Sets = None,
-    out: Annotated[Path | None, typer.Option(help="folder for result.json [runs/METHOD-DATASET-SEED]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the folder, with the same settings")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for result.json [runs/METHOD-DATASET-SEED]")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="go on from the last checkpoint in the folder, with the same settings"
+        ),
+    ] = False,
     port: Port = 0,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write each round's numbers to OUT/tensorboard")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="write each round's numbers to OUT/tensorboard")
+    ] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Train one method and write `result.json`.
 
-    Example: `bayflower run fedmap --dataset synthetic --rounds 50 --set sigma2=100 --out runs/first`
+    Example: `bayflower run fedmap --dataset synthetic --rounds 50 --set sigma2=100 --out
+    runs/first`
     """
     from ..config import parse
     from ..engines import prepare, run_to_result, run_under_flower
@@ -41,22 +54,36 @@ def run(
     from ..files.tracking import TensorBoard, each_round, together
 
     quiet_logs(verbose)
-    given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed, max_fused=max_fused)
+    given = values(
+        sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed, max_fused=max_fused
+    )
     chosen = parse(method, given)
-    folder = out or Path("runs") / f"{method}-{Path(chosen.data.dataset).stem}-{chosen.settings.seed}"
+    folder = (
+        out or Path("runs") / f"{method}-{Path(chosen.data.dataset).stem}-{chosen.settings.seed}"
+    )
     check_folder(folder)
     start = checkpoint.to_resume(folder, chosen) if resume else None
     if not resume:
         checkpoint.begin_anew(folder)
     tracker = TensorBoard(folder / "tensorboard") if tensorboard else nullcontext()
     prepared = prepare(chosen, engine)
-    with tracker as track, bar(chosen.settings.rounds, table.get(method).title, hidden=as_json) as progress:
+    with (
+        tracker as track,
+        bar(chosen.settings.rounds, table.get(method).title, hidden=as_json) as progress,
+    ):
         if track is not None:
             progress = together(progress, each_round(track))
         if engine in ("fused", "loop"):
             result = run_to_result(prepared, folder, progress, start)
         else:
-            (result,) = run_under_flower([prepared], given, folder, port, resume, lambda status: progress(status.get("records", [])))
+            (result,) = run_under_flower(
+                [prepared],
+                given,
+                folder,
+                port,
+                resume,
+                lambda status: progress(status.get("records", [])),
+            )
     if as_json:
         print(json.dumps(result))
         return
@@ -71,7 +98,11 @@ def run(
 
 def compare(
     methods: Annotated[
-        list[str], typer.Argument(help="two or more methods; see `bayflower methods`", autocompletion=lambda: list(table.METHODS))
+        list[str],
+        typer.Argument(
+            help="two or more methods; see `bayflower methods`",
+            autocompletion=lambda: list(table.METHODS),
+        ),
     ],
     dataset: Dataset = None,
     engine: Engine = "fused",
@@ -80,15 +111,21 @@ def compare(
     seed: Seed = None,
     max_fused: MaxFused = None,
     sets: Sets = None,
-    out: Annotated[Path, typer.Option(help="folder; each method gets one below it")] = Path("runs/compare"),
+    out: Annotated[Path, typer.Option(help="folder; each method gets one below it")] = Path(
+        "runs/compare"
+    ),
     port: Port = 0,
-    app: Annotated[Path | None, typer.Option(help="ray and deployment: folder of the Flower app [the installed package]")] = None,
+    app: Annotated[
+        Path | None,
+        typer.Option(help="ray and deployment: folder of the Flower app [the installed package]"),
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Train several methods on the same data with the same training and show one table.
 
-    Settings that only some of the methods have (e.g. `--set sigma2=100`) go to those that have them.
+    Settings that only some of the methods have (e.g. `--set sigma2=100`) go to those that have
+    them.
 
     Example: `bayflower compare fedmap fedavg local --dataset synthetic --rounds 50`
     """
@@ -98,19 +135,40 @@ def compare(
     from ..engines import prepare, run_to_result, run_under_flower
 
     quiet_logs(verbose)
-    given = values(sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed, max_fused=max_fused)
-    known = {method: {field.name for kind in groups(method).values() for field in dataclasses.fields(kind)} for method in methods}
+    given = values(
+        sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed, max_fused=max_fused
+    )
+    known = {
+        method: {
+            field.name for kind in groups(method).values() for field in dataclasses.fields(kind)
+        }
+        for method in methods
+    }
     for key in given:
         if not any(key in names for names in known.values()):
             parse(methods[0], {key: given[key]})  # raises with a hint
-    runs = {method: parse(method, {key: value for key, value in given.items() if key in known[method]}) for method in methods}
+    runs = {
+        method: parse(method, {key: value for key, value in given.items() if key in known[method]})
+        for method in methods
+    }
     check_folder(out)
     prepared = {method: prepare(chosen, engine) for method, chosen in runs.items()}
     results: list[dict[str, Any]] = []
     if engine in ("ray", "deployment"):
-        with bar(max(ready.run.settings.rounds for ready in prepared.values()), f"Flower ({engine})", hidden=as_json) as progress:
-            results = run_under_flower(list(prepared.values()), given, out, port, False, lambda status: progress(status.get("records", [])),
-                                       app.resolve() if app else None)  # fmt: skip
+        with bar(
+            max(ready.run.settings.rounds for ready in prepared.values()),
+            f"Flower ({engine})",
+            hidden=as_json,
+        ) as progress:
+            results = run_under_flower(
+                list(prepared.values()),
+                given,
+                out,
+                port,
+                False,
+                lambda status: progress(status.get("records", [])),
+                app.resolve() if app else None,
+            )
         prepared = {}
     for method, ready in prepared.items():
         with bar(ready.run.settings.rounds, table.get(method).title, hidden=as_json) as progress:

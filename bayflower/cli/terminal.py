@@ -1,4 +1,6 @@
-"""What every command does at a terminal: read KEY=VALUE, show a table or a progress bar, keep logs quiet."""
+"""What every command does at a terminal: read KEY=VALUE, show a table or a progress bar, keep logs
+quiet.
+"""
 
 from __future__ import annotations
 
@@ -49,24 +51,38 @@ def check_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out {str(folder)!r} cannot be made ({error.strerror}); choose another folder") from None
+        raise ConfigError(
+            f"out {str(folder)!r} cannot be made ({error.strerror}); choose another folder"
+        ) from None
 
 
 class bar:  # noqa: N801 (reads as a verb: with bar(...))
     """A progress bar over rounds with the current loss and accuracy; nothing where no one looks."""
 
     def __init__(self, rounds: int, title: str, hidden: bool) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         console = Console(stderr=True)
         self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[now]}"),
-            console=console, disable=hidden or not console.is_terminal,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[now]}"),
+            console=console,
+            disable=hidden or not console.is_terminal,
+        )
         self.task = self.bar.add_task(title, total=rounds, now="")
         self.accuracy = ""
         self.title, self.rounds = title, rounds
-        self.lines = not hidden and not console.is_terminal  # a log file gets a line now and then instead of a bar
+        # a log file gets a line now and then instead of a bar
+        self.lines = not hidden and not console.is_terminal
         self.said = time.monotonic()
 
     def __enter__(self) -> Callable[[list[Any]], None]:

@@ -11,12 +11,21 @@ from ..errors import ConfigError
 
 
 def try_app(
-    folder: Annotated[Path, typer.Argument(metavar="APP", help="folder of a Flower app, with its pyproject.toml")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="APP", help="folder of a Flower app, with its pyproject.toml")
+    ],
     clients: Annotated[int, typer.Option(min=1, help="number of nodes")] = 3,
-    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a run-config key of the app")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="where the clients keep their states [bayflower-runs/state at home]")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="a run-config key of the app"),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(help="where the clients keep their states [bayflower-runs/state at home]"),
+    ] = None,
 ) -> None:
-    """Run a Flower app in this process, clients one after another: no SuperLink, no Ray. Any app will do, ours or not.
+    """Run a Flower app in this process, clients one after another: no SuperLink, no Ray. Any app
+    will do, ours or not.
 
     Example: `bayflower try examples/fedavg_app --clients 3 --set num-server-rounds=1`
     """

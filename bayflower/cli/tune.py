@@ -16,31 +16,59 @@ from .terminal import values
 
 def tune(
     methods: Annotated[
-        list[str] | None, typer.Argument(metavar="METHOD...", help="see `bayflower methods`; each gets the same number of trials")
+        list[str] | None,
+        typer.Argument(
+            metavar="METHOD...", help="see `bayflower methods`; each gets the same number of trials"
+        ),
     ] = None,
     table: Annotated[
-        str | None, typer.Option(help="search for every row of a published table instead; its form full takes the values")
+        str | None,
+        typer.Option(
+            help="search for every row of a published table instead; its form full takes the values"
+        ),
     ] = None,
     where: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="with --table: the columns searched on, e.g. beta=0.5; repeatable"),
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="with --table: the columns searched on, e.g. beta=0.5; repeatable",
+        ),
     ] = None,
     part: Annotated[
-        str, typer.Option(help="with --table: the K-th of N parts of the rows, for N processes; write the file without it")
+        str,
+        typer.Option(
+            help="with --table: the K-th of N parts of the rows, for N processes; write the file "
+            "without it"
+        ),
     ] = "1/1",
-    trials: Annotated[int, typer.Option(min=1, help="trials of each method; those that are there count")] = 20,
+    trials: Annotated[
+        int, typer.Option(min=1, help="trials of each method; those that are there count")
+    ] = 20,
     dataset: Annotated[str | None, typer.Option(help="as for `bayflower run`")] = None,
     rounds: Annotated[int | None, typer.Option(help="rounds of a trial")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs of a trial, averaged")] = 1,
-    metric: Annotated[str, typer.Option(help="accuracy, accuracy_mean, balanced_accuracy_mean or nll; validation part")] = "accuracy",
-    validation: Annotated[float, typer.Option(help="share of each training client's training data")] = 0.2,
-    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a setting that stays; it is not searched")] = None,
+    metric: Annotated[
+        str,
+        typer.Option(
+            help="accuracy, accuracy_mean, balanced_accuracy_mean or nll; validation part"
+        ),
+    ] = "accuracy",
+    validation: Annotated[
+        float, typer.Option(help="share of each training client's training data")
+    ] = 0.2,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="a setting that stays; it is not searched"),
+    ] = None,
     data_dir: DataDir = "data",
     device: Device = "auto",
-    out: Annotated[Path, typer.Option(help="folder of the journals and of the chosen values")] = Path("runs/tune"),
+    out: Annotated[
+        Path, typer.Option(help="folder of the journals and of the chosen values")
+    ] = Path("runs/tune"),
     as_json: AsJson = False,
 ) -> None:
-    """Search a method's settings on validation data of the training clients; a search that was killed goes on (extra `tune`).
+    """Search a method's settings on validation data of the training clients; a search that was
+    killed goes on (extra `tune`).
 
     Example: `bayflower tune fedmap fedprox --trials 20 --dataset digits --rounds 10`
     """
@@ -50,36 +78,66 @@ def tune(
     from ..reproduce.tune import Search, rows_of, search, write, write_table
 
     if bool(methods) == bool(table):
-        raise ConfigError("name either methods or one --table, e.g. bayflower tune fedmap, or bayflower tune --table fedmap-1")
+        raise ConfigError(
+            "name either methods or one --table, e.g. bayflower tune fedmap, or bayflower tune "
+            "--table fedmap-1"
+        )
     logging.getLogger("bayflower").setLevel(logging.ERROR)
     given = values(sets, dataset=dataset, rounds=rounds, data_dir=data_dir, device=device)
     only, (place, count) = pairs(where or []), parts(part)
     found = {}
     if table:
         chosen = find(table)
-        rows = rows_of(chosen, lambda cell: all(str(cell.spec and cell.spec.values().get(key)) == value for key, value in only))
+        rows = rows_of(
+            chosen,
+            lambda cell: all(
+                str(cell.spec and cell.spec.values().get(key)) == value for key, value in only
+            ),
+        )
         if not rows:
             raise ConfigError(
-                f"no column of {chosen.id} has {' '.join(where or [])}; `bayflower reproduce {chosen.id} --no-run` shows them"
+                f"no column of {chosen.id} has {' '.join(where or [])}; `bayflower reproduce "
+                f"{chosen.id} --no-run` shows them"
             )
         for row, (method, stay) in list(rows.items())[place - 1 :: count]:
             wanted = Search({**stay, **given}, trials, metric, validation, seeds)
             found[row] = search(method, wanted, out, say, label=row)
         path = out / f"{chosen.id}.toml"
         if count == 1:
-            write_table(path, chosen, wanted, found, {**dict(only), **({"rounds": rounds} if rounds else {})})
+            write_table(
+                path,
+                chosen,
+                wanted,
+                found,
+                {**dict(only), **({"rounds": rounds} if rounds else {})},
+            )
     else:
         path = out / "tuned.toml"
         for method in methods or []:
-            found[method] = search(method, Search(given, trials, metric, validation, seeds), out, say)
+            found[method] = search(
+                method, Search(given, trials, metric, validation, seeds), out, say
+            )
             write(path, method, found[method])
     if as_json:
         print(json.dumps(found))
         return
     for name, entry in found.items():
         best = ", ".join(f"{key}={value:g}" for key, value in entry["values"].items())
-        print(f"{name}: {best} ({entry['metric']} {entry['score']:.4f} on validation data, {entry['trials']} trials)")
+        print(
+            f"{name}: {best} ({entry['metric']} {entry['score']:.4f} on validation data, "
+            f"{entry['trials']} trials)"
+        )
     if count > 1:
-        print("the same command without --part writes the file of chosen values when all parts are done")
+        print(
+            "the same command without --part writes the file of chosen values when all parts are "
+            "done"
+        )
     else:
-        print(f"written: {path}" + (f"; in bayflower/reproduce/papers/tuned {table}'s form full takes it" if table else ""))
+        print(
+            f"written: {path}"
+            + (
+                f"; in bayflower/reproduce/papers/tuned {table}'s form full takes it"
+                if table
+                else ""
+            )
+        )

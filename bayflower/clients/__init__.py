@@ -1,4 +1,5 @@
-"""Client halves, one a method, and Flower ClientApps made of them: `from bayflower.clients import make_client_app`.
+"""Client halves, one a method, and Flower ClientApps made of them: `from bayflower.clients import
+make_client_app`.
 
 The names below are imported on demand, so that importing a client half never imports flwr.
 """

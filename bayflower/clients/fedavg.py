@@ -7,12 +7,13 @@
 
     w_k = E epochs of the optimiser on the mean loss, from w                            [eq. 2]
 
-The half is written for any split of the model into a shared part, which is sent and averaged, and an *own* part, which stays on
-the client and is continued in the next round. FedAvg owns nothing; FedBN owns its normalisation layers; `local` owns everything.
+The half is written for any split of the model into a shared part, which is sent and averaged, and
+an *own* part, which stays on the client and is continued in the next round. FedAvg owns nothing;
+FedBN owns its normalisation layers; `local` owns everything.
 
-Departs: with `finetune_epochs` the global model is fine-tuned on the client's training data before a test (FedAvg-FT).
-A client that never trained is tested with the global model, or fine-tuned alike; methods with an own part first fit that part
-alone, the shared part frozen.
+Departs: with `finetune_epochs` the global model is fine-tuned on the client's training data before
+a test (FedAvg-FT). A client that never trained is tested with the global model, or fine-tuned
+alike; methods with an own part first fit that part alone, the shared part frozen.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from ..tree import Tensors
 
 
 class State(NamedTuple):
-    """What stays on the client: its own part of the model; before a test also the whole model after fine-tuning, else {}."""
+    """What stays on the client: its own part of the model; before a test also the whole model after
+    fine-tuning, else {}.
+    """
 
     params: Tensors
     buffers: Tensors
@@ -51,19 +54,26 @@ class Client(ClientHalf):
     @property
     def owns(self) -> bool:
         """Return whether any part of the model stays on the client."""
-        return any(self.is_own(name) for name in (*self.model.anatomy.trainable, *self.model.anatomy.buffers))
+        return any(
+            self.is_own(name)
+            for name in (*self.model.anatomy.trainable, *self.model.anatomy.buffers)
+        )
 
     def finetune_epochs(self) -> int:
         """Return the epochs of fine-tuning before a test."""
         return getattr(self.config, "finetune_epochs", 0)
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return one stretch of local training; fine-tuning before a test where asked; the own part alone for a new client."""
+        """Return one stretch of local training; fine-tuning before a test where asked; the own part
+        alone for a new client.
+        """
         if purpose == "train":
             return (self.training.phase("local"),)
         if purpose == "new" and self.owns:
             own = tuple(name for name in self.model.anatomy.trainable if self.is_own(name))
-            return (self.training.phase("fit", epochs=self.training.new_client_epochs, trainable=own),)
+            return (
+                self.training.phase("fit", epochs=self.training.new_client_epochs, trainable=own),
+            )
         epochs = self.finetune_epochs()
         return (self.training.phase("finetune", epochs=epochs),) if epochs else ()
 
@@ -72,17 +82,25 @@ class Client(ClientHalf):
         if self.owns:
             return {"personal": "the shared part of the last round with the client's own part"}
         tuned = f"the global model after {self.finetune_epochs()} epoch(s) of local fine-tuning"
-        personal = tuned if self.finetune_epochs() else "the global model (the method has no personal one)"
+        personal = (
+            tuned if self.finetune_epochs() else "the global model (the method has no personal one)"
+        )
         return {"personal": personal, "global": "the global model of the last round"}
 
     def init(self, params: Tensors, buffers: Tensors) -> State:
         """Return the own part of the initial model."""
-        own = [{name: value for name, value in tensors.items() if self.is_own(name)} for tensors in (params, buffers)]
+        own = [
+            {name: value for name, value in tensors.items() if self.is_own(name)}
+            for tensors in (params, buffers)
+        ]
         return State(own[0], own[1], tuned={})
 
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that starts at the shared part and the own part."""
-        params, buffers = {**broadcast.params, **state.params}, {**broadcast.buffers, **state.buffers}
+        params, buffers = (
+            {**broadcast.params, **state.params},
+            {**broadcast.buffers, **state.buffers},
+        )
         return Work(params, buffers, memo=broadcast)
 
     def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Any]:
@@ -97,21 +115,31 @@ class Client(ClientHalf):
     def own(self, state: State, work: Work) -> State:
         """Return the own part of the model after training."""
         return state._replace(
-            params={name: work.params[name] for name in state.params}, buffers={name: work.buffers[name] for name in state.buffers}
+            params={name: work.params[name] for name in state.params},
+            buffers={name: work.buffers[name] for name in state.buffers},
         )
 
     def adapted(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
-        """Return the state beside the fine-tuned model; of a new client of a method with an own part, that part fitted."""
+        """Return the state beside the fine-tuned model; of a new client of a method with an own
+        part, that part fitted.
+        """
         if self.owns and purpose == "new":
             return self.own(state, work)
         return state._replace(tuned={**work.params, **work.buffers})
 
-    def predict(self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
-        """Return class probabilities: `personal` of the fine-tuned model, or of shared and own part where nothing is tuned."""
+    def predict(
+        self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
+    ) -> Tensor:
+        """Return class probabilities: `personal` of the fine-tuned model, or of shared and own part
+        where nothing is tuned.
+        """
         if view == "personal" and state.tuned:
             params, buffers = state.tuned, {}
         else:
-            params, buffers = {**broadcast.params, **state.params}, {**broadcast.buffers, **state.buffers}
+            params, buffers = (
+                {**broadcast.params, **state.params},
+                {**broadcast.buffers, **state.buffers},
+            )
         return self.model.probabilities(self.model.forward(params, buffers, x, train=False)[0])
 
 

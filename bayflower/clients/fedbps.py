@@ -1,4 +1,5 @@
-"""FedBPS, client half (Luo and Kuruoglu, arXiv 2402.16091): local training, then a Laplace approximation of the posterior.
+"""FedBPS, client half (Luo and Kuruoglu, arXiv 2402.16091): local training, then a Laplace
+approximation of the posterior.
 
     paper      here                 shape
     w_i        state.params         by name: the client's weights, continued from round to round
@@ -12,14 +13,19 @@
     sigma_i = 1 / (h + delta)                                                           [eq. 2]
 
 Departs:
-  E-B1  the algorithm's line 13 returns h where [eq. 2] needs its inverse; as printed the *most* certain weights would be personal.
-  E-B3  h is exactly 0 for weights behind dead ReLUs: the prior precision delta keeps sigma_i finite. Its default weight_decay · n_i is
-        the curvature of the weight decay in the summed loss.
-  E-B4  h is exact: the model-label Fisher information by per-sample gradients, BatchNorm in evaluation mode (curvature.py).
+  E-B1  the algorithm's line 13 returns h where [eq. 2] needs its inverse; as printed the *most*
+        certain weights would be personal.
+  E-B3  h is exactly 0 for weights behind dead ReLUs: the prior precision delta keeps sigma_i
+        finite. Its default weight_decay · n_i is the curvature of the weight decay in the summed
+        loss.
+  E-B4  h is exact: the model-label Fisher information by per-sample gradients, BatchNorm in
+        evaluation mode (curvature.py).
   E-B7  the partition is in data/partition.py.
-  E-B8  BatchNorm's scale and shift take part; its running statistics stay here unless `statistics=average`.
-  The server of the paper forms w_i; here the client does, so the server needs to hold no client's weights. A client that comes late has
-  the common initialisation on its personal entries; one that never trained fits those alone, for `new_client_epochs`.
+  E-B8  BatchNorm's scale and shift take part; its running statistics stay here unless
+        `statistics=average`.
+  The server of the paper forms w_i; here the client does, so the server needs to hold no client's
+  weights. A client that comes late has the common initialisation on its personal entries; one that
+  never trained fits those alone, for `new_client_epochs`.
 """
 
 from __future__ import annotations
@@ -42,7 +48,9 @@ FIT = "fit"  # the phase of a client that never trained
 
 
 class State(NamedTuple):
-    """The client's weights (they travel, by the method's definition) and its running statistics, unless these are averaged."""
+    """The client's weights (they travel, by the method's definition) and its running statistics,
+    unless these are averaged.
+    """
 
     params: Tensors
     buffers: Tensors
@@ -60,7 +68,9 @@ class Client(ClientHalf):
         self.surveys = at_once(model, training.batch_size, config.curvature)
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return one stretch of local training; a new client fits its personal entries; nothing before a test."""
+        """Return one stretch of local training; a new client fits its personal entries; nothing
+        before a test.
+        """
         if purpose == "train":
             return (self.training.phase("local"),)
         if purpose == "new" and self.config.personal_share > 0:
@@ -69,14 +79,19 @@ class Client(ClientHalf):
 
     def views(self) -> dict[str, str]:
         """Return the personal model; no client has the whole of w_g."""
-        return {"personal": "the client's own entries where the last mask says so, the global ones elsewhere"}
+        return {
+            "personal": "the client's own entries where the last mask says so, the global ones "
+            "elsewhere"
+        }
 
     def init(self, params: Tensors, buffers: Tensors) -> State:
         """Return the initial model."""
         return State(params, buffers if self.config.statistics == "local" else {})
 
     def unpack(self, kind: type, flat: Tensors) -> Broadcast:
-        """Return the broadcast from bits and shared entries; raise if they do not fit each other and the network."""
+        """Return the broadcast from bits and shared entries; raise if they do not fit each other
+        and the network.
+        """
         rest = dict(flat)
         try:
             packed, values = rest.pop("mask"), rest.pop("values")
@@ -87,25 +102,42 @@ class Client(ClientHalf):
         shapes = self.model.shapes
         size = self.model.num_parameters
         if packed.dtype != torch.uint8 or packed.shape != (-(-size // 8),):
-            raise WireError(f"the mask must be {-(-size // 8)} bytes for {size} parameters, got {packed.dtype} {tuple(packed.shape)}")
+            raise WireError(
+                f"the mask must be {-(-size // 8)} bytes for {size} parameters, got "
+                f"{packed.dtype} {tuple(packed.shape)}"
+            )
         mask = unpack_bits(packed, size)
         if values.shape != (int((~mask).sum()),) or not values.is_floating_point():
-            raise WireError(f"the mask leaves {int((~mask).sum())} shared entries, got {values.dtype} {tuple(values.shape)}")
+            raise WireError(
+                f"the mask leaves {int((~mask).sum())} shared entries, got {values.dtype} "
+                f"{tuple(values.shape)}"
+            )
         whole = values.new_zeros(size).masked_scatter(~mask, values)
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
 
         def named(vector: Tensor) -> Tensors:
-            return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), vector.split(sizes), strict=True)}
+            return {
+                name: part.reshape(shape)
+                for (name, shape), part in zip(shapes.items(), vector.split(sizes), strict=True)
+            }
 
-        return Broadcast(named(whole), {name.removeprefix("buffers/"): rest[name] for name in sorted(rest)}, named(mask))
+        return Broadcast(
+            named(whole),
+            {name.removeprefix("buffers/"): rest[name] for name in sorted(rest)},
+            named(mask),
+        )
 
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that starts at w_i ⊙ M + w_g ⊙ (1 − M)."""
-        return Work(combined(state.params, broadcast), {**state.buffers, **broadcast.buffers}, memo={})
+        return Work(
+            combined(state.params, broadcast), {**state.buffers, **broadcast.buffers}, memo={}
+        )
 
     def survey(self, work: Work, batch: Batch) -> Survey:
         """Return the curvature that `batch` adds."""
-        return Survey(diagonal(self.model, work.params, work.buffers, batch, self.config.curvature), {})
+        return Survey(
+            diagonal(self.model, work.params, work.buffers, batch, self.config.curvature), {}
+        )
 
     def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
         """Return w_i as state, and (n_i, w_i, sigma_i)."""
@@ -119,18 +151,28 @@ class Client(ClientHalf):
         """Return delta, the precision of the prior [eq. 2]."""
         if self.config.delta is not None:
             return torch.full_like(number, self.config.delta)
-        return self.training.weight_decay * number if self.training.weight_decay else torch.ones_like(number)
+        return (
+            self.training.weight_decay * number
+            if self.training.weight_decay
+            else torch.ones_like(number)
+        )
 
     def kept(self, state: State, work: Work) -> State:
         """Return what stays on the client."""
         return State(work.params, {name: work.buffers[name] for name in state.buffers})
 
     def adapt(self, state: State, broadcast: Broadcast, data: Batch, purpose: Purpose) -> Work:
-        """Return the work of fitting the personal entries to the shared ones, which the memo holds."""
+        """Return the work of fitting the personal entries to the
+        shared ones, which the memo holds.
+        """
         return self.begin(state, broadcast, data)._replace(memo=broadcast)
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
-        """Return the mean loss of a batch; while a new client fits, the shared entries are w_g's, whatever the optimiser does to them."""
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
+        """Return the mean loss of a batch; while a new client fits, the shared entries are w_g's,
+        whatever the optimiser does to them.
+        """
         if phase.name == FIT:
             params = combined(params, work.memo)
         return super().loss(params, work, batch, noise, phase)
@@ -139,7 +181,9 @@ class Client(ClientHalf):
         """Return the fitted model."""
         return self.kept(state, work._replace(params=combined(work.params, work.memo)))
 
-    def predict(self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
+    def predict(
+        self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
+    ) -> Tensor:
         """Return class probabilities of w_i ⊙ M + w_g ⊙ (1 − M)."""
         buffers: dict[str, Any] = {**state.buffers, **broadcast.buffers}
         logits, _ = self.model.forward(combined(state.params, broadcast), buffers, x, train=False)
@@ -148,4 +192,7 @@ class Client(ClientHalf):
 
 def combined(own: Tensors, broadcast: Broadcast) -> Tensors:
     """Return own ⊙ M + w_g ⊙ (1 − M) by name."""
-    return {name: torch.where(mask, own[name], broadcast.params[name]) for name, mask in broadcast.mask.items()}
+    return {
+        name: torch.where(mask, own[name], broadcast.params[name])
+        for name, mask in broadcast.mask.items()
+    }

@@ -1,10 +1,12 @@
-"""FedDC, client half (Gao et al. 2022, CVPR): each client learns how far it drifts and takes that off before averaging.
+"""FedDC, client half (Gao et al. 2022, CVPR): each client learns how far it drifts and takes that
+off before averaging.
 
     paper      here               shape
     w          memo.params        by name: the broadcast
     theta_i    work.params        by name
     h_i        state.drift        by name: summed drift of this client
-    g_i, g     pace               by name: theta_i+ − w over K eta, of this client and of all, in the last round
+    g_i, g     pace               by name: theta_i+ − w over K eta, of this client and of all, in
+                                  the last round
     K, eta     steps, lr          ()
     alpha      config.dc_alpha    ()
 
@@ -13,8 +15,8 @@
 
 The update carries theta_i+ + h_i.
 
-Departs: g_i holds the factor 1/(K eta) of the paper's last term, K of its own round. With an adaptive optimiser that is a step per unit of
-rate, no gradient; SGD is what the term is made for.
+Departs: g_i holds the factor 1/(K eta) of the paper's last term, K of its own round. With an
+adaptive optimiser that is a step per unit of rate, no gradient; SGD is what the term is made for.
 """
 
 from __future__ import annotations
@@ -54,11 +56,14 @@ class Client(feddyn.Client):
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     update_type: ClassVar[type] = Update
-    private = ()  # type: ignore[assignment]  # the drift stays here, but what is sent (theta + drift, pace) tells it
+    # the drift stays here, but what is sent (theta + drift, pace) tells it
+    private = ()  # type: ignore[assignment]
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return no drift and no pace."""
-        return State(*({name: torch.zeros_like(value) for name, value in params.items()} for _ in range(2)))
+        return State(
+            *({name: torch.zeros_like(value) for name, value in params.items()} for _ in range(2))
+        )
 
     def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
         """Return the work that starts at the global model."""
@@ -66,11 +71,18 @@ class Client(feddyn.Client):
         apart = {name: value - sent.pace[name] for name, value in state.pace.items()}
         return Work(sent.params, sent.buffers, Memo(sent.params, state.drift, apart))
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return L_i + (alpha/2)‖theta + h_i − w‖² + ⟨theta, g_i − g⟩ on one batch [eq. 3]."""
-        logits, buffers = self.model.forward(params, work.buffers, batch.x, train=True, mask=batch.mask)
+        logits, buffers = self.model.forward(
+            params, work.buffers, batch.x, train=True, mask=batch.mask
+        )
         memo: Memo = work.memo
-        terms = [(params[name] + value - memo.params[name]).square().sum() for name, value in memo.drift.items()]
+        terms = [
+            (params[name] + value - memo.params[name]).square().sum()
+            for name, value in memo.drift.items()
+        ]
         extra = self.config.dc_alpha / 2 * sum(terms[1:], terms[0]) + inner(memo.apart, params)
         return self.model.mean_nll(logits, batch.y, batch.mask) + extra, buffers
 
@@ -85,10 +97,18 @@ class Client(feddyn.Client):
         return State(drift, pace), Update(number, corrected, work.buffers, pace)
 
     def steps(self, number: Tensor) -> Tensor:
-        """Return K, the local steps of a round with this many samples; the numbers of `data/batches.py`, on a tensor."""
+        """Return K, the local steps of a round with this many samples; the numbers of
+        `data/batches.py`, on a tensor.
+        """
         phase = self.phases("train")[0]
         if phase.steps:
             return torch.full_like(number, phase.steps)
         rest = number % phase.batch_size
-        joined = (rest == 1) & (number > 1) if self.model.coupled else torch.zeros_like(rest, dtype=torch.bool)
-        return phase.epochs * (number // phase.batch_size + (rest > 0).to(number.dtype) - joined.to(number.dtype))
+        joined = (
+            (rest == 1) & (number > 1)
+            if self.model.coupled
+            else torch.zeros_like(rest, dtype=torch.bool)
+        )
+        return phase.epochs * (
+            number // phase.batch_size + (rest > 0).to(number.dtype) - joined.to(number.dtype)
+        )

@@ -1,8 +1,10 @@
-"""FedDyn, client half (Acar et al. 2021, ICLR): a linear and a proximal term that make local optima those of the whole.
+"""FedDyn, client half (Acar et al. 2021, ICLR): a linear and a proximal term that make local optima
+those of the whole.
 
     paper             here               shape
     theta^{t-1}       memo.anchor        by name: the broadcast
-    ∇L_k(theta_k)     state.slope        by name: the gradient at this client's last optimum, as its updates say
+    ∇L_k(theta_k)     state.slope        by name: the gradient at this client's last optimum, as its
+                                         updates say
     alpha             config.dyn_alpha   ()
 
     theta_k = argmin L_k(theta) − ⟨slope, theta⟩ + (alpha/2) ‖theta − theta^{t-1}‖²      [eq. 1]
@@ -53,25 +55,39 @@ class Client(fedavg.Client):
         """Return the work that starts at the global model."""
         return Work(broadcast.params, broadcast.buffers, Memo(broadcast.params, state.slope))
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return L_k − ⟨slope, theta⟩ + (alpha/2)‖theta − theta^{t-1}‖² on one batch [eq. 1]."""
         loss, buffers = super().loss(params, work, batch, noise, phase)
         memo: Memo = work.memo
-        return loss - inner(memo.slope, params) + self.config.dyn_alpha / 2 * sq_distance(params, memo.anchor), buffers
+        return loss - inner(memo.slope, params) + self.config.dyn_alpha / 2 * sq_distance(
+            params, memo.anchor
+        ), buffers
 
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return the new slope [eq. 2] and (theta_k, n_k)."""
         alpha, memo = self.config.dyn_alpha, work.memo
-        slope = {name: value - alpha * (work.params[name] - memo.anchor[name]) for name, value in memo.slope.items()}
+        slope = {
+            name: value - alpha * (work.params[name] - memo.anchor[name])
+            for name, value in memo.slope.items()
+        }
         return State(slope), self.update_type(fedavg.count(data), work.params, work.buffers)
 
     def views(self) -> dict[str, str]:
         """Return the global model, twice."""
-        return {"personal": "the global model (the method has no personal one)", "global": "the global model of the last round"}
+        return {
+            "personal": "the global model (the method has no personal one)",
+            "global": "the global model of the last round",
+        }
 
-    def predict(self, view: str, state: Any, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
+    def predict(
+        self, view: str, state: Any, broadcast: Broadcast, x: Tensor, noise: Tensors
+    ) -> Tensor:
         """Return class probabilities of the global model."""
-        return self.model.probabilities(self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0])
+        return self.model.probabilities(
+            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
+        )
 
 
 def inner(a: Tensors, b: Tensors) -> Tensor:

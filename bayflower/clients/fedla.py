@@ -1,16 +1,19 @@
-"""FedLA, client half (Liu et al. 2021, arXiv 2102.01936): training under the server's posterior as prior, then a Laplace approximation.
+"""FedLA, client half (Liu et al. 2021, arXiv 2102.01936): training under the server's posterior as
+prior, then a Laplace approximation.
 
     paper       here                shape
     mu_S        memo.params         by name: mean of the prior
     Lambda_S    memo.precision      by name: its diagonal precision
-    F_k         survey / n_k        by name: Fisher information of the mean loss at the trained model
+    F_k         survey / n_k        by name: Fisher information of the mean loss at the trained
+                                    model
     Lambda_k    update.precision    by name
 
     loss = mean NLL + (la_weight/2) Σ Lambda_S (theta − mu_S)²                          [eq. 3]
     Lambda_k = memory Lambda_S + F_k                                                    [eq. 4]
 
-Departs: the Fisher information is exact, over the model's own labels (curvature.py), one pass back for each class; `curvature=sketch` has
-one pass for all. A precision is at least 1e-6: weights behind dead units have no information and would divide 0 by 0.
+Departs: the Fisher information is exact, over the model's own labels (curvature.py), one pass back
+for each class; `curvature=sketch` has one pass for all. A precision is at least 1e-6: weights
+behind dead units have no information and would divide 0 by 0.
 """
 
 from __future__ import annotations
@@ -56,28 +59,43 @@ class Client(fedavg.Client):
         """Return the work that starts at the prior's mean."""
         return Work(broadcast.params, broadcast.buffers, memo=broadcast)
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return the mean NLL and the prior's term on one batch [eq. 3]."""
         loss, buffers = super().loss(params, work, batch, noise, phase)
         memo: Broadcast = work.memo
-        terms = [(value * (params[name] - memo.params[name]).square()).sum() for name, value in memo.precision.items()]
+        terms = [
+            (value * (params[name] - memo.params[name]).square()).sum()
+            for name, value in memo.precision.items()
+        ]
         return loss + self.config.la_weight / 2 * sum(terms[1:], terms[0]), buffers
 
     def survey(self, work: Work, batch: Batch) -> Survey:
         """Return the Fisher information that `batch` adds."""
-        return Survey(diagonal(self.model, work.params, work.buffers, batch, self.config.curvature), {})
+        return Survey(
+            diagonal(self.model, work.params, work.buffers, batch, self.config.curvature), {}
+        )
 
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return (theta_k, Lambda_k, n_k) [eq. 4]."""
         number, memo = fedavg.count(data), work.memo
         found = {name: value / number.to(value.dtype) for name, value in work.survey.total.items()}
-        precision = {name: (self.config.memory * memo.precision[name] + value).clamp(min=LEAST) for name, value in found.items()}
+        precision = {
+            name: (self.config.memory * memo.precision[name] + value).clamp(min=LEAST)
+            for name, value in found.items()
+        }
         return State(state.turns + 1), Update(number, work.params, work.buffers, precision)
 
     def views(self) -> dict[str, str]:
         """Return the global model, twice."""
-        return {"personal": "the global model (the method has no personal one)", "global": "the global model of the last round"}
+        return {
+            "personal": "the global model (the method has no personal one)",
+            "global": "the global model of the last round",
+        }
 
     def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
         """Return class probabilities of the global model."""
-        return self.model.probabilities(self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0])
+        return self.model.probabilities(
+            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
+        )

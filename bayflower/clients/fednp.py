@@ -1,8 +1,10 @@
-"""FedNP, client half (FedNP: Federated Neural Propagation, AAAI 2023): the latent's Gaussian regularises the classifier.
+"""FedNP, client half (FedNP: Federated Neural Propagation, AAAI 2023): the latent's Gaussian
+regularises the classifier.
 
     paper               here                 shape
     z_{m,-k}, z_{s,-k}  memo.mean, memo.var  (D,): the cavity, what all others say about z
-    f_k                 f                    (D,): the f-layer's mean over a batch; at the end over all local data
+    f_k                 f                    (D,): the f-layer's mean over a batch; at the end over
+                                             all local data
     z_m, z_s            tilted               (D,): moments of cavity × σ(f z)
     mu_theta, s_theta   npn.forward          (P,): Gaussian over the classifier's weights
     lambda_k, eta_k     state.factor         (D,) float64: own factor
@@ -13,16 +15,20 @@
     loss = J + lambda (KL_theta + KL_z)                                                 [eq. 18]
     (lambda_k, eta_k) ← (1 − rho) old + rho (tilted / cavity)                           [eq. 10]
 
-J is the mean cross-entropy. KL_theta pulls the classifier's weights and the NPN's Gaussian towards each other; KL_z acts through f alone
-and keeps the tilt small. After the local epochs f is computed once more, in evaluation mode, over the whole local training set.
+J is the mean cross-entropy. KL_theta pulls the classifier's weights and the NPN's Gaussian towards
+each other; KL_z acts through f alone and keeps the tilt small. After the local epochs f is computed
+once more, in evaluation mode, over the whole local training set.
 
 Departs:
-  E-N1  to E-N4: the moments are those of `maths/tilted.py`, corrected; the default is exact to rounding. f clipped: f² z_{s,-k} ≤ 25.
-  E-N5  the factor is computed without cancellation and lies in 0 ≤ lambda_k ≤ f²/4; one that is not finite leaves the old one as it is.
+  E-N1  to E-N4: the moments are those of `maths/tilted.py`, corrected; the default is exact to
+        rounding. f clipped: f² z_{s,-k} ≤ 25.
+  E-N5  the factor is computed without cancellation and lies in 0 ≤ lambda_k ≤ f²/4; one that is not
+        finite leaves the old one as it is.
   E-N9  nothing divides by f.
-  E-N13 KL_theta is a sum over the weights, with `epsilon` = 0.1 (the paper gives none). The f-layer is trained.
-  E-N14 the NPN's sigmoid has a floor in its variance; accepted. E-N15 concerns the paper's tables.
-  Weights of the NPN have variances of their own, and it is averaged with the model (the authors' is private and without them).
+  E-N13 KL_theta is a sum over the weights, with `epsilon` = 0.1 (the paper gives none). The f-layer
+  is trained. E-N14 the NPN's sigmoid has a floor in its variance; accepted. E-N15 concerns the
+  paper's tables. Weights of the NPN have variances of their own, and it is averaged with the model
+  (the authors' is private and without them).
 """
 
 from __future__ import annotations
@@ -43,7 +49,9 @@ from .fedavg import count
 
 
 class State(NamedTuple):
-    """What stays on the client: its factor of p(z), how often it has sent a change of it, and in which epoch."""
+    """What stays on the client: its factor of p(z), how often it has sent a change of it, and in
+    which epoch.
+    """
 
     factor: Diagonal
     turns: Tensor  # int64
@@ -60,7 +68,9 @@ class Memo(NamedTuple):
 
 
 class Client(ClientHalf):
-    """Trains the global model under what the others say about z; sends the change of what it says itself."""
+    """Trains the global model under what the others say about z; sends the change of what it says
+    itself.
+    """
 
     state_type = State
     update_type: ClassVar[type] = Update
@@ -73,7 +83,10 @@ class Client(ClientHalf):
 
     def views(self) -> dict[str, str]:
         """Return the global model, twice."""
-        return {"personal": "the global model (the method has no personal one)", "global": "the global model of the last round"}
+        return {
+            "personal": "the global model (the method has no personal one)",
+            "global": "the global model of the last round",
+        }
 
     def init(self, params: Tensors, buffers: Tensors) -> State:
         """Return a client without a factor."""
@@ -84,26 +97,45 @@ class Client(ClientHalf):
 
     def rejoined(self, state: State) -> State:
         """Return a client without a factor: the server has taken it out of the total."""
-        return State(map_tree(torch.zeros_like, state.factor), torch.zeros_like(state.turns), state.epoch)
+        return State(
+            map_tree(torch.zeros_like, state.factor), torch.zeros_like(state.turns), state.epoch
+        )
 
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
-        """Return the work that starts at the global model, with the cavity [eq. 8]; a factor of an older epoch is dropped."""
+        """Return the work that starts at the global model, with the cavity [eq. 8]; a factor of an
+        older epoch is dropped.
+        """
         same = state.epoch == broadcast.epoch
         own = choose(same, state.factor, map_tree(torch.zeros_like, state.factor))
         turns = torch.where(same, state.turns, torch.zeros_like(state.turns))
         cavity = quotient(broadcast.total, own)
-        cavity = cavity._replace(precision=cavity.precision.clamp(min=1))  # the prior's: no factor has a negative precision
-        return Work({**broadcast.params, **broadcast.extra}, broadcast.buffers, Memo(cavity, own, turns, broadcast.epoch))
+        # the prior's: no factor has a negative precision
+        cavity = cavity._replace(precision=cavity.precision.clamp(min=1))
+        return Work(
+            {**broadcast.params, **broadcast.extra},
+            broadcast.buffers,
+            Memo(cavity, own, turns, broadcast.epoch),
+        )
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return J + lambda (KL_theta + KL_z) on one batch [eq. 18]."""
-        logits, features, buffers = self.model.forward_features(self.network(params), work.buffers, batch.x, train=True, mask=batch.mask)
+        logits, features, buffers = self.model.forward_features(
+            self.network(params), work.buffers, batch.x, train=True, mask=batch.mask
+        )
         nll = self.model.mean_nll(logits, batch.y, batch.mask)
         f = self.summed_f(params, features, batch.mask) / batch.mask.sum().clamp(min=1)
         z = self.tilted(f, work.memo.cavity)
-        layers = {name.removeprefix(EXTRA + "npn."): value for name, value in params.items() if name.startswith(EXTRA + "npn.")}
+        layers = {
+            name.removeprefix(EXTRA + "npn."): value
+            for name, value in params.items()
+            if name.startswith(EXTRA + "npn.")
+        }
         target = params[classifier(params, self.model.head_names)].reshape(-1)
-        kl = npn.kl_theta(npn.forward(layers, npn.Gauss(z.mean, z.variance)), target, self.config.epsilon) + npn.kl_z(z.mean, z.variance)
+        kl = npn.kl_theta(
+            npn.forward(layers, npn.Gauss(z.mean, z.variance)), target, self.config.epsilon
+        ) + npn.kl_z(z.mean, z.variance)
         return nll + self.config.np_weight * kl, buffers
 
     def network(self, params: Tensors) -> Tensors:
@@ -116,15 +148,21 @@ class Client(ClientHalf):
         return (out * mask[:, None]).sum(0)
 
     def tilted(self, f: Tensor, cavity: Diagonal) -> Tilted:
-        """Return cavity × σ(f z), in the dtype of f; `site=scalar` takes the mean over f first (E-N10)."""
-        mean, var = (value.to(f.dtype) for value in (cavity.shift / cavity.precision, 1 / cavity.precision))
+        """Return cavity × σ(f z), in the dtype of f; `site=scalar` takes the mean over f first
+        (E-N10).
+        """
+        mean, var = (
+            value.to(f.dtype) for value in (cavity.shift / cavity.precision, 1 / cavity.precision)
+        )
         if self.config.site == "scalar":
             f = f.mean().expand(f.shape)
         return tilt(mean, var, bounded(f, var), self.slopes)
 
     def survey(self, work: Work, batch: Batch) -> Survey:
         """Return what `batch` adds to f over all local data, in evaluation mode."""
-        _, features, _ = self.model.forward_features(self.network(work.params), work.buffers, batch.x, train=False)
+        _, features, _ = self.model.forward_features(
+            self.network(work.params), work.buffers, batch.x, train=False
+        )
         return Survey({"f": self.summed_f(work.params, features, batch.mask)}, {})
 
     def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
@@ -133,12 +171,22 @@ class Client(ClientHalf):
         site = self.tilted(work.survey.total["f"].double() / number, memo.cavity).site
         new = damp(memo.own, site, self.config.damping)
         good = new.precision.isfinite() & new.shift.isfinite()
-        change = Diagonal(*(torch.where(good, a - b, torch.zeros_like(a)) for a, b in zip(new, memo.own, strict=True)))
-        after = Diagonal(*(a + b for a, b in zip(memo.own, change, strict=True)))  # as the server's ledger does it, to the bit
+        change = Diagonal(
+            *(
+                torch.where(good, a - b, torch.zeros_like(a))
+                for a, b in zip(new, memo.own, strict=True)
+            )
+        )
+        # as the server's ledger does it, to the bit
+        after = Diagonal(*(a + b for a, b in zip(memo.own, change, strict=True)))
         extra = {name: value for name, value in work.params.items() if name.startswith(EXTRA)}
         sent = Update(number, self.network(work.params), work.buffers, extra, change, memo.turns)
         return State(after, memo.turns + 1, memo.epoch), sent
 
-    def predict(self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
+    def predict(
+        self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
+    ) -> Tensor:
         """Return class probabilities of the global model."""
-        return self.model.probabilities(self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0])
+        return self.model.probabilities(
+            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
+        )

@@ -1,8 +1,10 @@
-"""FedPA, client half (Al-Shedivat et al. 2021, ICLR): samples of the local posterior by averaged SGD, and the delta they give.
+"""FedPA, client half (Al-Shedivat et al. 2021, ICLR): samples of the local posterior by averaged
+SGD, and the delta they give.
 
     paper        here                 shape
     theta        broadcast.params     by name
-    x_1..x_ell   memo.samples         by name, (ell, …): each the mean of `sample_steps` iterates (IASG)
+    x_1..x_ell   memo.samples         by name, (ell, …): each the mean of `sample_steps` iterates
+                                      (IASG)
     S            (never formed)       (P, P): sample covariance
     rho_ell      1/(1 + (ell−1) rho)  ()
     Δ            delta                by name
@@ -10,10 +12,12 @@
     Σ = rho_ell I + (1 − rho_ell) S                                                     [eq. 2]
     Δ = Σ⁻¹ (theta − mean of x)                                                         [eq. 3]
 
-With C the centred samples, S = C Cᵀ/(ell − 1) has rank ell − 1, so [eq. 3] needs one system of ell equations (Woodbury); the paper's
-dynamic programme gives the same numbers. The update carries theta − Δ.
+With C the centred samples, S = C Cᵀ/(ell − 1) has rank ell − 1, so [eq. 3] needs one system of ell
+equations (Woodbury); the paper's dynamic programme gives the same numbers. The update carries theta
+− Δ.
 
-Departs: the burn-in of a round is the local epochs; sampling comes after it, with the same optimiser, started afresh.
+Departs: the burn-in of a round is the local epochs; sampling comes after it, with the same
+optimiser, started afresh.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ class State(NamedTuple):
 
 
 class Memo(NamedTuple):
-    """The broadcast, and what sampling has found: steps taken, and sums of iterates over the length of a sample."""
+    """The broadcast, and what sampling has found: steps taken, and sums of iterates over the length
+    of a sample.
+    """
 
     anchor: Tensors
     steps: Tensor  # int64
@@ -57,7 +63,9 @@ class Client(fedavg.Client):
         if purpose != "train":
             return ()
         burn_in = self.training.phase("local")
-        return burn_in, burn_in._replace(name=SAMPLE, epochs=0, steps=self.config.num_samples * self.config.sample_steps)
+        return burn_in, burn_in._replace(
+            name=SAMPLE, epochs=0, steps=self.config.num_samples * self.config.sample_steps
+        )
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return a client that has not taken part."""
@@ -65,12 +73,19 @@ class Client(fedavg.Client):
 
     def begin(self, state: Any, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that starts at the global model."""
-        samples = {name: torch.zeros_like(value).expand(self.config.num_samples, *value.shape) for name, value in broadcast.params.items()}
+        samples = {
+            name: torch.zeros_like(value).expand(self.config.num_samples, *value.shape)
+            for name, value in broadcast.params.items()
+        }
         steps = data.mask.new_zeros((), dtype=torch.int64)
         return Work(broadcast.params, broadcast.buffers, Memo(broadcast.params, steps, samples))
 
-    def step(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Work, Tensors]:
-        """Return the work after one step; while sampling, the iterate is added to the sample it belongs to."""
+    def step(
+        self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
+    ) -> tuple[Work, Tensors]:
+        """Return the work after one step; while sampling, the iterate is added to the sample it
+        belongs to.
+        """
         work, info = super().step(phase, work, batches, noise)
         if phase.name != SAMPLE:
             return work, info
@@ -78,7 +93,8 @@ class Client(fedavg.Client):
         places = torch.arange(self.config.num_samples, device=memo.steps.device)
         share = (places == memo.steps // self.config.sample_steps) / self.config.sample_steps
         samples = {
-            name: memo.samples[name] + share.to(value.dtype).reshape(-1, *(1,) * value.ndim) * value for name, value in work.params.items()
+            name: memo.samples[name] + share.to(value.dtype).reshape(-1, *(1,) * value.ndim) * value
+            for name, value in work.params.items()
         }
         return work._replace(memo=memo._replace(steps=memo.steps + 1, samples=samples)), info
 
@@ -90,23 +106,44 @@ class Client(fedavg.Client):
 
     def views(self) -> dict[str, str]:
         """Return the global model, twice."""
-        return {"personal": "the global model (the method has no personal one)", "global": "the global model of the last round"}
+        return {
+            "personal": "the global model (the method has no personal one)",
+            "global": "the global model of the last round",
+        }
 
-    def predict(self, view: str, state: Any, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
+    def predict(
+        self, view: str, state: Any, broadcast: Broadcast, x: Tensor, noise: Tensors
+    ) -> Tensor:
         """Return class probabilities of the global model."""
-        return self.model.probabilities(self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0])
+        return self.model.probabilities(
+            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
+        )
 
 
 def delta(anchor: Tensors, samples: Tensors, shrinkage: float) -> Tensors:
-    """Return Σ⁻¹ (theta − mean) [eq. 3], Σ = rho I + a C Cᵀ [eq. 2]: (v − a C (rho I + a CᵀC)⁻¹ Cᵀ v) / rho, in float64."""
+    """Return Σ⁻¹ (theta − mean) [eq. 3], Σ = rho I + a C Cᵀ [eq. 2]: (v − a C (rho I + a CᵀC)⁻¹ Cᵀ
+    v) / rho, in float64.
+    """
     number = next(iter(samples.values())).shape[0]
     rho = 1 / (1 + (number - 1) * shrinkage)
     a = (1 - rho) / max(number - 1, 1)
     mean = {name: value.double().mean(0) for name, value in samples.items()}
     apart = {name: anchor[name].double() - value for name, value in mean.items()}
-    centred = {name: (value.double() - mean[name]).reshape(number, -1) for name, value in samples.items()}
-    gram = sum((value @ value.mT for value in centred.values()), torch.zeros((), dtype=torch.float64))
-    right = sum((value @ apart[name].reshape(-1) for name, value in centred.items()), torch.zeros((), dtype=torch.float64))
+    centred = {
+        name: (value.double() - mean[name]).reshape(number, -1) for name, value in samples.items()
+    }
+    gram = sum(
+        (value @ value.mT for value in centred.values()), torch.zeros((), dtype=torch.float64)
+    )
+    right = sum(
+        (value @ apart[name].reshape(-1) for name, value in centred.items()),
+        torch.zeros((), dtype=torch.float64),
+    )
     eye = torch.eye(number, dtype=torch.float64, device=gram.device)
     weights = torch.linalg.solve(rho * eye + a * gram, a * right[:, None])[:, 0]
-    return {name: ((value - (weights @ centred[name]).reshape(value.shape)) / rho).to(anchor[name].dtype) for name, value in apart.items()}
+    return {
+        name: ((value - (weights @ centred[name]).reshape(value.shape)) / rho).to(
+            anchor[name].dtype
+        )
+        for name, value in apart.items()
+    }

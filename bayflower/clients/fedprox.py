@@ -6,7 +6,8 @@
 
     h_k(w; w^t) = F_k(w) + (mu/2) ‖w − w^t‖²                                            [eq. 1]
 
-Departs: every client does the same number of epochs (the paper's inexact local solutions are not modelled).
+Departs: every client does the same number of epochs (the paper's inexact local solutions are not
+modelled).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from . import fedavg
 class Client(fedavg.Client):
     """Trains from the global model and is pulled towards it."""
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return F_k(w) + (mu/2)‖w − w^t‖² on one batch [eq. 1]."""
         loss, buffers = super().loss(params, work, batch, noise, phase)
         return loss + self.config.mu / 2 * sq_distance(params, work.memo.params), buffers

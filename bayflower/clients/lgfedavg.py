@@ -1,4 +1,5 @@
-"""LG-FedAvg, client half (Liang et al. 2020, arXiv 2001.01523): own feature extractor and shared head, trained jointly.
+"""LG-FedAvg, client half (Liang et al. 2020, arXiv 2001.01523): own feature extractor and shared
+head, trained jointly.
 
     paper      here                shape
     theta^l_k  state.params        by name, private: everything but the head

@@ -1,10 +1,11 @@
-"""Individual training, client half: each client trains its own model on its own data, round after round.
+"""Individual training, client half: each client trains its own model on its own data, round after
+round.
 
     paper      here            shape
     theta_k    state.params    by name, private
 
-Departs: nothing. All clients start from the same seeded initialisation; a client that never trained in the rounds trains alone
-for `new_client_epochs`.
+Departs: nothing. All clients start from the same seeded initialisation; a client that never trained
+in the rounds trains alone for `new_client_epochs`.
 """
 
 from __future__ import annotations

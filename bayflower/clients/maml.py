@@ -1,4 +1,5 @@
-"""MAML, client half (Finn, Abbeel and Levine 2017, ICML): descends the loss that is left after an inner step.
+"""MAML, client half (Finn, Abbeel and Levine 2017, ICML): descends the loss that is left after an
+inner step.
 
     paper          here                 shape
     theta          work.params          by name
@@ -12,8 +13,8 @@
 
 The gradient of [eq. 2] goes through [eq. 1], second derivatives and all.
 
-Departs: a local step takes two mini-batches, support and query, where MetaVD's authors halve one. Before a test: `adapt_steps` plain
-gradient steps at inner_lr, of clients old and new.
+Departs: a local step takes two mini-batches, support and query, where MetaVD's authors halve one.
+Before a test: `adapt_steps` plain gradient steps at inner_lr, of clients old and new.
 """
 
 from __future__ import annotations
@@ -39,10 +40,19 @@ class Client(reptile.Client):
 
     def adaptation(self) -> Phase:
         """Return the steps before a test: those the training was for [eq. 1]."""
-        return Phase(reptile.ADAPT, Optimizer("sgd", self.config.inner_lr), self.training.batch_size, steps=self.config.adapt_steps)
+        return Phase(
+            reptile.ADAPT,
+            Optimizer("sgd", self.config.inner_lr),
+            self.training.batch_size,
+            steps=self.config.adapt_steps,
+        )
 
-    def gradient(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Tensors, Tensors, Tensor]:
-        """Return the meta-gradient [eq. 2] of a step with two batches; of one with a single batch, that of the loss."""
+    def gradient(
+        self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
+    ) -> tuple[Tensors, Tensors, Tensor]:
+        """Return the meta-gradient [eq. 2] of a step with two batches; of one with a single batch,
+        that of the loss.
+        """
         if phase.batches == 1:
             return super().gradient(phase, work, batches, noise)
 
@@ -50,12 +60,16 @@ class Client(reptile.Client):
             drawn = {name: value[group] for name, value in noise.items()}
             return self.loss(params, work._replace(buffers=buffers), batches[group], drawn, phase)
 
-        return self.meta_gradient(loss, work, meta.Way(self.inner(work), self.config.inner_lr, self.config.inner_steps))
+        return self.meta_gradient(
+            loss, work, meta.Way(self.inner(work), self.config.inner_lr, self.config.inner_steps)
+        )
 
     def inner(self, work: Work) -> tuple[str, ...]:
         """Return the names of the parameters that the inner step moves."""
         return tuple(work.params)
 
-    def meta_gradient(self, loss: meta.Loss, work: Work, way: meta.Way) -> tuple[Tensors, Tensors, Tensor]:
+    def meta_gradient(
+        self, loss: meta.Loss, work: Work, way: meta.Way
+    ) -> tuple[Tensors, Tensors, Tensor]:
         """Return (∇F, the buffers, F) through the inner steps [eq. 1]."""
         return meta.second_order(loss, work.params, work.buffers, way)

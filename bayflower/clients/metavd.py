@@ -1,26 +1,32 @@
-"""MetaVD, client half (Jeon et al. 2023, NeurIPS): local training of weights and dropout, by any of four bases.
+"""MetaVD, client half (Jeon et al. 2023, NeurIPS): local training of weights and dropout, by any of
+four bases.
 
     paper        here                          shape
     theta        work.params                   by name
-    log alpha    memo.log_alpha + params[STEP] shape of the layer: the server's, and how far it moved
+    log alpha    memo.log_alpha + params[STEP] shape of the layer: the server's, and how far it
+                 moved
     Delta^m      update.log_alpha_step         shape of the layer
     beta         memo.kl_weight                ()
     K            weights of the layer          ()
 
-    L = mean_i −log p(y_i|x_i, w) + beta (1/K) Σ_k ½ log(1 + 1/alpha_k),   w_k ~ N(theta_k, alpha_k theta_k²)              [eq. 4]
+    L = mean_i −log p(y_i|x_i, w) + beta (1/K) Σ_k ½ log(1 + 1/alpha_k),                [eq. 4]
+    w_k ~ N(theta_k, alpha_k theta_k²)
 
-Of the layer's outputs, not its weights, one draw is taken a sample: mean x thetaᵀ + b, variance x² (alpha theta²)ᵀ. The bases:
-fedavg and reptile descend [eq. 4]; maml and perfedavg what is left of it after an inner step on theta, alpha fixed. Before a test all
-but fedavg take a step on theta; then the weights are at their mean. The view `sampled` averages over draws of the weights.
+Of the layer's outputs, not its weights, one draw is taken a sample: mean x thetaᵀ + b, variance x²
+(alpha theta²)ᵀ. The bases: fedavg and reptile descend [eq. 4]; maml and perfedavg what is left of
+it after an inner step on theta, alpha fixed. Before a test all but fedavg take a step on theta;
+then the weights are at their mean. The view `sampled` averages over draws of the weights.
 
 Departs:
-  E-V4  the algorithm subtracts the gradient of the bound that the text maximises; here the negative bound is minimised.
+  E-V4  the algorithm subtracts the gradient of the bound that the text maximises; here the negative
+        bound is minimised.
   E-V5  gradient descent is in log alpha, which is cut to ±8.5.
-  E-V6  the KL is the mean over the weights (the printed sum is a thousand times the likelihood); theta is not in it.
+  E-V6  the KL is the mean over the weights (the printed sum is a thousand times the likelihood);
+        theta is not in it.
   E-V7  the KL itself is right; nothing but the likelihood keeps alpha from growing.
   E-V9  `sampled` is tested with both ECEs like every view.
-  E-V10 dropped weights are 0, do not move, and are not sent.
-  `alpha_rate` scales the gradient of log alpha: a mean over K weights gives each of them little.
+  E-V10 dropped weights are 0, do not move, and are not sent. `alpha_rate` scales the gradient of
+  log alpha: a mean over K weights gives each of them little.
 """
 
 from __future__ import annotations
@@ -54,34 +60,61 @@ class Client(AddOn):
     measured = ("mask",)
 
     def views(self) -> dict[str, str]:
-        """Return the personal model and the global one; the personal one also averaged over weight samples, where asked for."""
-        adapted = self.phases("finetune") and f"after {self.config.adapt_steps} step(s) of adaptation, "
-        views = {"personal": f"the global model {adapted or 'with the client’s dropout, '}weights at their mean",
-                 "global": "the global model of the last round"}  # fmt: skip
+        """Return the personal model and the global one; the personal one also averaged over weight
+        samples, where asked for.
+        """
+        adapted = (
+            self.phases("finetune") and f"after {self.config.adapt_steps} step(s) of adaptation, "
+        )
+        views = {
+            "personal": f"the global model {adapted or 'with the client’s dropout, '}weights at "
+            "their mean",
+            "global": "the global model of the last round",
+        }
         if self.config.predict_samples:
-            views["sampled"] = f"the personal model, averaged over {self.config.predict_samples} samples of its weights"
+            views["sampled"] = (
+                f"the personal model, averaged over {self.config.predict_samples} samples of its "
+                "weights"
+            )
         return views
 
     def noise(self, stage: str, batch_size: int) -> dict[str, tuple[int, ...]]:
-        """Return one number for each of the layer's outputs in training; whole weights for a prediction from samples."""
+        """Return one number for each of the layer's outputs in training; whole weights for a
+        prediction from samples.
+        """
         out, into = self.model.shapes[self.weight]
         if stage == "predict":
-            return {"weight": (self.config.predict_samples, out, into)} if self.config.predict_samples else {}
-        rows = batch_size + int(self.model.coupled)  # a last single sample may have joined the batch
-        return {"output": (2, rows, out) if stage == LOCAL and self.config.base in TWO else (rows, out)}
+            return (
+                {"weight": (self.config.predict_samples, out, into)}
+                if self.config.predict_samples
+                else {}
+            )
+        # a last single sample may have joined the batch
+        rows = batch_size + int(self.model.coupled)
+        return {
+            "output": (2, rows, out) if stage == LOCAL and self.config.base in TWO else (rows, out)
+        }
 
     def unpack(self, kind: type, flat: Tensors) -> Any:
         """Return the broadcast, dropped entries 0."""
         if self.config.drop_above:
-            flat = dropout.fill(flat, MASK, (f"params/{self.weight}", "log_alpha"), self.model.shapes[self.weight])
+            flat = dropout.fill(
+                flat, MASK, (f"params/{self.weight}", "log_alpha"), self.model.shapes[self.weight]
+            )
         return unflatten(kind, flat)
 
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:  # type: ignore[override]
         """Return the work that starts at the global model and the client's dropout."""
         params = {**broadcast.params, STEP: torch.zeros_like(broadcast.log_alpha)}
-        return Work(params, broadcast.buffers, memo=Memo(broadcast.log_alpha, broadcast.kl_weight, broadcast.mask))
+        return Work(
+            params,
+            broadcast.buffers,
+            memo=Memo(broadcast.log_alpha, broadcast.kl_weight, broadcast.mask),
+        )
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return [eq. 4] on one batch with one draw of the layer's outputs."""
         theta = {name: value for name, value in params.items() if name != STEP}
         log_alpha = dropout.limited(work.memo.log_alpha + params[STEP])
@@ -94,25 +127,45 @@ class Client(AddOn):
             variance = dropout.output_variance(x, theta[self.weight], log_alpha)
             return dropout.disturbed(output, variance, noise["output"][: len(x)])
 
-        logits, buffers = self.model.forward_through(theta, work.buffers, batch.x, True, self.layer, disturb, batch.mask)
-        return self.model.mean_nll(logits, batch.y, batch.mask) + work.memo.kl_weight * kl.mean(), buffers
+        logits, buffers = self.model.forward_through(
+            theta, work.buffers, batch.x, True, self.layer, disturb, batch.mask
+        )
+        return self.model.mean_nll(
+            logits, batch.y, batch.mask
+        ) + work.memo.kl_weight * kl.mean(), buffers
 
-    def gradient(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Tensors, Tensors, Tensor]:
+    def gradient(
+        self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
+    ) -> tuple[Tensors, Tensors, Tensor]:
         """Return the base's gradient, that of log alpha times `alpha_rate`."""
         grads, buffers, loss = super().gradient(phase, work, batches, noise)
-        return {name: self.config.alpha_rate * grad if name == STEP else grad for name, grad in grads.items()}, buffers, loss
+        return (
+            {
+                name: self.config.alpha_rate * grad if name == STEP else grad
+                for name, grad in grads.items()
+            },
+            buffers,
+            loss,
+        )
 
     def inner(self, work: Work) -> tuple[str, ...]:
         """Return theta: the inner step leaves alpha as it is."""
         return tuple(name for name in work.params if name != STEP)
 
     def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
-        """Return (n, theta, Delta); Delta leads to a log alpha within its limits, and is 0 where a weight was dropped."""
+        """Return (n, theta, Delta); Delta leads to a log alpha within its limits, and is 0 where a
+        weight was dropped.
+        """
         start, step = work.memo.log_alpha, work.params[STEP]
-        step = torch.where((start + step).abs() > dropout.LIMIT, dropout.limited(start + step) - start, step)
+        step = torch.where(
+            (start + step).abs() > dropout.LIMIT, dropout.limited(start + step) - start, step
+        )
         params = {name: work.params[name] for name in self.inner(work)}
         if work.memo.mask:
-            params[self.weight], step = (value.masked_fill(work.memo.mask["layer"], 0) for value in (params[self.weight], step))
+            params[self.weight], step = (
+                value.masked_fill(work.memo.mask["layer"], 0)
+                for value in (params[self.weight], step)
+            )
         return state, Update(count(data), params, work.buffers, step, work.memo.mask)
 
     def pack(self, update: Update) -> Tensors:
@@ -131,20 +184,42 @@ class Client(AddOn):
 
         def thin(number: int) -> Shapes:
             bits = (MASK, (-(-size // 8),), "uint8")
-            return tuple(bits if one[0] == MASK else (one[0], (number,), one[2]) if one[0] in short else one for one in whole)
+            return tuple(
+                bits if one[0] == MASK else (one[0], (number,), one[2]) if one[0] in short else one
+                for one in whole
+            )
 
         return [thin(int(number)) for number in kept]
 
     def adapted(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
         """Return the adapted model."""
-        return state._replace(tuned={**{name: work.params[name] for name in self.inner(work)}, **work.buffers})
+        return state._replace(
+            tuned={**{name: work.params[name] for name in self.inner(work)}, **work.buffers}
+        )
 
-    def predict(self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:  # type: ignore[override]
-        """Return class probabilities with the weights at their mean, or averaged over samples of them (`sampled`)."""
-        known = {**broadcast.params, **broadcast.buffers} if view == "global" or not state.tuned else state.tuned
+    def predict(
+        self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
+    ) -> Tensor:  # type: ignore[override]
+        """Return class probabilities with the weights at their mean, or averaged over samples of
+        them (`sampled`).
+        """
+        known = (
+            {**broadcast.params, **broadcast.buffers}
+            if view == "global" or not state.tuned
+            else state.tuned
+        )
         draws = noise["weight"] if view == "sampled" else [None]
         found = []
         for draw in draws:
-            params = known if draw is None else {**known, self.weight: dropout.sampled(known[self.weight], broadcast.log_alpha, draw)}
-            found.append(self.model.probabilities(self.model.forward(params, {}, x, train=False)[0]))
+            params = (
+                known
+                if draw is None
+                else {
+                    **known,
+                    self.weight: dropout.sampled(known[self.weight], broadcast.log_alpha, draw),
+                }
+            )
+            found.append(
+                self.model.probabilities(self.model.forward(params, {}, x, train=False)[0])
+            )
         return torch.stack(found).mean(0) if len(found) > 1 else found[0]

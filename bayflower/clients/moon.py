@@ -1,4 +1,5 @@
-"""MOON, client half (Li, He and Song 2021, CVPR): features stay near the global model's and away from the last local one's.
+"""MOON, client half (Li, He and Song 2021, CVPR): features stay near the global model's and away
+from the last local one's.
 
     paper      here                     shape
     z          features                 (B, F): of the model in training
@@ -6,13 +7,13 @@
     z_prev     memo.before              features of this client's model after its last round
     mu, tau    config                   ()
 
-    l_con = −log [exp(sim(z, z_glob)/tau) / (exp(sim(z, z_glob)/tau) + exp(sim(z, z_prev)/tau))]    [eq. 3]
-    loss = l_sup + mu l_con                                                                         [eq. 4]
+    l_con = −log [e(z_glob) / (e(z_glob) + e(z_prev))],   e(z') = exp(sim(z, z')/tau)        [eq. 3]
+    loss = l_sup + mu l_con                                                             [eq. 4]
 
 sim is the cosine. The two fixed models are used in evaluation mode.
 
-Departs: there is no projection head: features are what the classifier gets. In a client's first round z_prev is z_glob, where l_con has no
-gradient.
+Departs: there is no projection head: features are what the classifier gets. In a client's first
+round z_prev is z_glob, where l_con has no gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ TINY = 1e-8  # added to a squared norm
 
 
 class State(NamedTuple):
-    """The client's model after its last round (it travels, by FedAvg's definition), and whether there was one."""
+    """The client's model after its last round (it travels, by FedAvg's definition), and whether
+    there was one.
+    """
 
     params: Tensors
     buffers: Tensors
@@ -55,19 +58,36 @@ class Client(fedavg.Client):
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return a client without a last round."""
-        return State(params, buffers, torch.zeros((), dtype=torch.bool, device=next(iter(params.values())).device))
+        return State(
+            params,
+            buffers,
+            torch.zeros((), dtype=torch.bool, device=next(iter(params.values())).device),
+        )
 
     def begin(self, state: Any, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that starts at the global model."""
-        before = Broadcast(*choose(state.started, (state.params, state.buffers), (broadcast.params, broadcast.buffers)))
+        before = Broadcast(
+            *choose(
+                state.started, (state.params, state.buffers), (broadcast.params, broadcast.buffers)
+            )
+        )
         return Work(broadcast.params, broadcast.buffers, Memo(broadcast, before))
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return l_sup + mu l_con on one batch [eq. 4]."""
-        logits, z, buffers = self.model.forward_features(params, work.buffers, batch.x, train=True, mask=batch.mask)
-        near, far = (cosine(z, self.model.forward_features(one.params, one.buffers, batch.x, train=False)[1]) for one in work.memo)
+        logits, z, buffers = self.model.forward_features(
+            params, work.buffers, batch.x, train=True, mask=batch.mask
+        )
+        near, far = (
+            cosine(z, self.model.forward_features(one.params, one.buffers, batch.x, train=False)[1])
+            for one in work.memo
+        )
         contrast = softplus((far - near) / self.config.moon_temperature)  # [eq. 3]
-        return self.model.mean_nll(logits, batch.y, batch.mask) + self.config.mu * masked_mean(contrast, batch.mask), buffers
+        return self.model.mean_nll(logits, batch.y, batch.mask) + self.config.mu * masked_mean(
+            contrast, batch.mask
+        ), buffers
 
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return the trained model as state, and the update."""
@@ -76,11 +96,18 @@ class Client(fedavg.Client):
 
     def views(self) -> dict[str, str]:
         """Return the global model, twice."""
-        return {"personal": "the global model (the method has no personal one)", "global": "the global model of the last round"}
+        return {
+            "personal": "the global model (the method has no personal one)",
+            "global": "the global model of the last round",
+        }
 
-    def predict(self, view: str, state: Any, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:
+    def predict(
+        self, view: str, state: Any, broadcast: Broadcast, x: Tensor, noise: Tensors
+    ) -> Tensor:
         """Return class probabilities of the global model."""
-        return self.model.probabilities(self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0])
+        return self.model.probabilities(
+            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
+        )
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""pFedVMP, client half ("Personalized Federated Learning via Variational Message Passing"): base and own head, features near centroids.
+"""pFedVMP, client half ("Personalized Federated Learning via Variational Message Passing"): base
+and own head, features near centroids.
 
     paper            here                       shape
     psi(x; theta^b)  features                   (B, D): what the head gets
@@ -14,12 +15,14 @@
     Lambda_{k,n} = Sigma_{k,n}† + alpha I, after training, in evaluation mode          [eq. 11]
 
 Departs:
-  E-P1  means over the batch and over the D coordinates in [eq. 9]; the printed sums diverge at the stated learning rate.
-  E-P3  a pseudo-inverse is not continuous: only eigenvalues above `cut` times the largest one, and above rounding, count as spread.
+  E-P1  means over the batch and over the D coordinates in [eq. 9]; the printed sums diverge at the
+        stated learning rate.
+  E-P3  a pseudo-inverse is not continuous: only eigenvalues above `cut` times the largest one, and
+        above rounding, count as spread.
   E-P6  a class without a centroid (all of them in round 1) has no penalty.
-  E-P10 the features are what the head gets (the CNN: 512 after LeakyReLU); `features` sets their number.
-  E-P12 a class with fewer than `min_count` samples is not sent: with one sample its mean is that sample's feature.
-  A client that never trained fits its head, the base frozen.
+  E-P10 the features are what the head gets (the CNN: 512 after LeakyReLU); `features` sets their
+  number. E-P12 a class with fewer than `min_count` samples is not sent: with one sample its mean is
+  that sample's feature. A client that never trained fits its head, the base frozen.
 """
 
 from __future__ import annotations
@@ -40,15 +43,21 @@ from .fedavg import State
 
 
 class Client(fedper.Client):
-    """Owns its head; trains with features pulled to their centroids, and sends what it saw of each class."""
+    """Owns its head; trains with features pulled to their centroids, and sends what it saw of each
+    class.
+    """
 
     update_type = Update
     measured = ("counts", "spread/counted", "spread/label")
     surveys = 64
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return the mean NLL and the pull to the centroids on one batch [eq. 9]."""
-        logits, features, buffers = self.model.forward_features(params, work.buffers, batch.x, train=True, mask=batch.mask)
+        logits, features, buffers = self.model.forward_features(
+            params, work.buffers, batch.x, train=True, mask=batch.mask
+        )
         nll = self.model.mean_nll(logits, batch.y, batch.mask)
         return nll + self.config.xi * self.pull(self.features(features, work), work, batch), buffers
 
@@ -64,29 +73,48 @@ class Client(fedper.Client):
         """Return the features as (B, D), which must fit the centroids."""
         flat, dim = features.flatten(1), work.memo.centroids.shape[1]
         if flat.shape[1] != dim:
-            raise ConfigError(f"pfedvmp needs a head whose input is its features: it gets {flat.shape[1]} numbers, its weights take {dim}")
+            raise ConfigError(
+                f"pfedvmp needs a head whose input is its features: it gets {flat.shape[1]} "
+                f"numbers, its weights take {dim}"
+            )
         return flat
 
     def survey(self, work: Work, batch: Batch) -> Survey:
         """Return the features of the batch in evaluation mode."""
-        _, features, _ = self.model.forward_features(work.params, work.buffers, batch.x, train=False)
+        _, features, _ = self.model.forward_features(
+            work.params, work.buffers, batch.x, train=False
+        )
         return Survey({}, {"features": self.features(features, work)})
 
     def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
-        """Return the head, and the base with mean and precision of every class that is sent [eq. 11]."""
+        """Return the head, and the base with mean and precision of every class that is sent
+        [eq. 11].
+        """
         own, base = super().finish(state, work, data)
         z, classes = work.survey.each["features"], work.memo.known.shape[0]
         counts, means = class_means(z, data.y, data.mask, classes)
         sent = counts >= self.config.min_count
         spread: Tensors = {}
         if self.config.centroid == "precision":
-            basis, weight, counted = class_factors(z, data.y, data.mask, classes, self.config.cut, self.config.min_count)
+            basis, weight, counted = class_factors(
+                z, data.y, data.mask, classes, self.config.cut, self.config.min_count
+            )
             label = class_labels(data.y, data.mask, classes, self.config.min_count)
             spread = {"basis": basis, "weight": weight, "label": label, "counted": counted}
         elif self.config.centroid == "diag":
             variance = class_variances(z, data.y, data.mask, means)
-            spread = {"precision": (counts[:, None] / (variance + self.config.diag_floor)).to(z.dtype) * sent[:, None]}
-        return own, Update(base.num_examples, base.params, base.buffers, counts * sent, means * sent[:, None], spread)
+            spread = {
+                "precision": (counts[:, None] / (variance + self.config.diag_floor)).to(z.dtype)
+                * sent[:, None]
+            }
+        return own, Update(
+            base.num_examples,
+            base.params,
+            base.buffers,
+            counts * sent,
+            means * sent[:, None],
+            spread,
+        )
 
     def pack(self, update: Update) -> Tensors:
         """Return the message of the classes that are sent, each in its smaller form."""
@@ -95,13 +123,33 @@ class Client(fedper.Client):
             spread = pack_factors(spread["basis"], spread["weight"], spread["label"], len(present))
         elif self.config.centroid == "diag":
             spread = {"precision": spread["precision"][present]}
-        return flatten(Message(update.num_examples, update.params, update.buffers, update.counts, update.means[present], spread))
+        return flatten(
+            Message(
+                update.num_examples,
+                update.params,
+                update.buffers,
+                update.counts,
+                update.means[present],
+                spread,
+            )
+        )
 
     def packed(self, updates: Update) -> list[Shapes]:
         """Return the shapes of the messages of stacked updates, from their counts and ranks."""
         counts, spread, dim = updates.counts, updates.spread, updates.means.shape[2]
-        rank = ranks(spread["counted"], spread["label"], counts.shape[1]) if "counted" in spread else torch.zeros_like(counts)
+        rank = (
+            ranks(spread["counted"], spread["label"], counts.shape[1])
+            if "counted" in spread
+            else torch.zeros_like(counts)
+        )
         dense = dense_ranks(rank, dim)
         first = map_tree(lambda leaf: leaf[0], updates)
-        sizes = ((counts > 0).sum(1).tolist(), (rank * ~dense).sum(1).tolist(), dense.sum(1).tolist())
-        return [shapes(blank(self.config.centroid, first, dim, *one)) for one in zip(*sizes, strict=True)]
+        sizes = (
+            (counts > 0).sum(1).tolist(),
+            (rank * ~dense).sum(1).tolist(),
+            dense.sum(1).tolist(),
+        )
+        return [
+            shapes(blank(self.config.centroid, first, dim, *one))
+            for one in zip(*sizes, strict=True)
+        ]

@@ -12,8 +12,9 @@
     y_i ← y_i − eta_l (g_i(y_i) − c_i + c)                                              [eq. 3]
     c_i+ = c_i − c + (x − y_i) / (K eta_l)                              (option II)     [eq. 4]
 
-Departs: [eq. 4] is the mean of g_i along the path when steps are plain SGD; here that mean itself is kept, so that it is right for momentum
-and adaptive optimisers, too: the corrected gradient goes to whatever optimiser is set, and weight decay is not part of g_i.
+Departs: [eq. 4] is the mean of g_i along the path when steps are plain SGD; here that mean itself
+is kept, so that it is right for momentum and adaptive optimisers, too: the corrected gradient goes
+to whatever optimiser is set, and weight decay is not part of g_i.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ CORRECTED = "local"  # the phase in which steps are corrected; fine-tuning befor
 
 
 class State(NamedTuple):
-    """What stays on the client: its control variate; before a test also the fine-tuned model, else {}."""
+    """What stays on the client: its control variate; before a test also the fine-tuned model, else
+    {}.
+    """
 
     control: Tensors
     tuned: Tensors
@@ -52,7 +55,8 @@ class Client(fedavg.Client):
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     update_type: ClassVar[type] = Update
-    private = ("tuned",)  # type: ignore[assignment]  # the control variate stays here too, but the changes that travel add up to it
+    # the control variate stays here too, but the changes that travel add up to it
+    private = ("tuned",)  # type: ignore[assignment]
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return c_i = 0."""
@@ -62,9 +66,13 @@ class Client(fedavg.Client):
         """Return the work that starts at the global model."""
         shift = {name: broadcast.control[name] - value for name, value in state.control.items()}
         summed = {name: torch.zeros_like(value) for name, value in broadcast.params.items()}
-        return Work(broadcast.params, broadcast.buffers, Memo(shift, torch.zeros_like(data.mask[0]), summed))
+        return Work(
+            broadcast.params, broadcast.buffers, Memo(shift, torch.zeros_like(data.mask[0]), summed)
+        )
 
-    def step(self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors) -> tuple[Work, Tensors]:
+    def step(
+        self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
+    ) -> tuple[Work, Tensors]:
         """Return the work after one corrected step [eq. 3]."""
         if phase.name != CORRECTED:
             return super().step(phase, work, batches, noise)
@@ -72,7 +80,10 @@ class Client(fedavg.Client):
         memo: Memo = work.memo
         corrected = {name: grad + memo.shift[name] for name, grad in grads.items()}
         params, opt = phase.optimizer.update(work.params, corrected, work.opt)
-        memo = memo._replace(steps=memo.steps + 1, summed={name: value + grads[name] for name, value in memo.summed.items()})
+        memo = memo._replace(
+            steps=memo.steps + 1,
+            summed={name: value + grads[name] for name, value in memo.summed.items()},
+        )
         return work._replace(params=params, buffers=buffers, opt=opt, memo=memo), {"loss": loss}
 
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:

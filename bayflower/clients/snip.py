@@ -1,15 +1,18 @@
-"""SNIP, client half (Lee, Ajanthan and Torr 2019, ICLR), federated as in MetaVD's comparison: the base's training on a pruned layer.
+"""SNIP, client half (Lee, Ajanthan and Torr 2019, ICLR), federated as in MetaVD's comparison: the
+base's training on a pruned layer.
 
     paper      here                  shape
     w          work.params           by name
     c          ~memo.mask            shape of the layer
-    g_j        work.survey.total     shape of the layer: slope of the summed loss in c_j, at c = 1, over w_j
+    g_j        work.survey.total     shape of the layer: slope of the summed loss in c_j, at c = 1,
+                                     over w_j
     s_j        update.sensitivity    shape of the layer
 
     s_j = |g_j w_j|,    g = ∂L/∂w over all of the client's data                         [eq. 5]
 
-Departs: sensitivities are not divided by their sum, which no ranking sees; they are taken after the round, in evaluation mode, as long
-as nothing is pruned. Pruned weights are 0, do not move, and are not sent.
+Departs: sensitivities are not divided by their sum, which no ranking sees; they are taken after the
+round, in evaluation mode, as long as nothing is pruned. Pruned weights are 0, do not move, and are
+not sent.
 """
 
 from __future__ import annotations
@@ -45,18 +48,31 @@ class Client(AddOn):
 
     def views(self) -> dict[str, str]:
         """Return the personal model and the global one."""
-        adapted = f"the pruned global model after {self.config.adapt_steps} step(s) of adaptation on the client's training data"
-        return {"personal": adapted if self.phases("finetune") else "the pruned global model", "global": "the pruned global model"}
+        adapted = (
+            f"the pruned global model after {self.config.adapt_steps} step(s) of adaptation "
+            "on the client's training data"
+        )
+        return {
+            "personal": adapted if self.phases("finetune") else "the pruned global model",
+            "global": "the pruned global model",
+        }
 
     def unpack(self, kind: type, flat: Tensors) -> Any:
         """Return the broadcast, pruned weights 0."""
-        return unflatten(kind, dropout.fill(flat, MASK, (f"params/{self.weight}",), self.model.shapes[self.weight]))
+        return unflatten(
+            kind,
+            dropout.fill(flat, MASK, (f"params/{self.weight}",), self.model.shapes[self.weight]),
+        )
 
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:  # type: ignore[override]
         """Return the work that starts at the pruned global model."""
-        return Work(broadcast.params, broadcast.buffers, memo=Memo(broadcast.mask, broadcast.pruned))
+        return Work(
+            broadcast.params, broadcast.buffers, memo=Memo(broadcast.mask, broadcast.pruned)
+        )
 
-    def loss(self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase) -> tuple[Tensor, Tensors]:
+    def loss(
+        self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
+    ) -> tuple[Tensor, Tensors]:
         """Return the mean loss of a batch, pruned weights 0 whatever the optimiser does to them."""
         kept = {**params, self.weight: params[self.weight].masked_fill(work.memo.mask, 0)}
         return super().loss(kept, work, batch, noise, phase)
@@ -65,7 +81,9 @@ class Client(AddOn):
         """Return the slope of the batch's summed loss in the weights of the layer."""
 
         def summed(weight: Tensor) -> Tensor:
-            logits, _ = self.model.forward({**work.params, self.weight: weight}, work.buffers, batch.x, train=False)
+            logits, _ = self.model.forward(
+                {**work.params, self.weight: weight}, work.buffers, batch.x, train=False
+            )
             return (self.model.nll(logits, batch.y) * batch.mask).sum()
 
         return Survey({SENSITIVITY: grad(summed)(work.params[self.weight])}, {})
@@ -76,18 +94,37 @@ class Client(AddOn):
         weight = work.params[self.weight].masked_fill(work.memo.mask, 0)
         found = (work.survey.total[SENSITIVITY] * weight).abs() / number.to(weight.dtype)
         found = torch.where(work.memo.pruned, torch.zeros_like(found), found)
-        return state, Update(number, {**work.params, self.weight: weight}, work.buffers, work.memo.mask, work.memo.pruned, found)
+        return state, Update(
+            number,
+            {**work.params, self.weight: weight},
+            work.buffers,
+            work.memo.mask,
+            work.memo.pruned,
+            found,
+        )
 
     def pack(self, update: Update) -> Tensors:
-        """Return what travels of an update: of the layer what is kept; sensitivities until the mask is decided."""
+        """Return what travels of an update: of the layer what is kept; sensitivities until the mask
+        is decided.
+        """
         flat = dropout.thin(flatten(update), MASK, (f"params/{self.weight}",))
-        return {name: value for name, value in flat.items() if name != SENSITIVITY or not bool(update.pruned)}
+        return {
+            name: value
+            for name, value in flat.items()
+            if name != SENSITIVITY or not bool(update.pruned)
+        }
 
     def packed(self, updates: Update) -> list[Shapes]:
         """Return the shapes of the messages of stacked updates: all have the same mask."""
         first = map_tree(lambda leaf: leaf[0], updates)
-        values = first._replace(params={name: torch.zeros_like(first.mask, dtype=leaf.dtype) if name == self.weight else leaf
-                                        for name, leaf in first.params.items()})  # fmt: skip
+        values = first._replace(
+            params={
+                name: torch.zeros_like(first.mask, dtype=leaf.dtype)
+                if name == self.weight
+                else leaf
+                for name, leaf in first.params.items()
+            }
+        )
         return [shapes(self.pack(values))] * len(updates.num_examples)
 
     def adapted(self, state: State, work: Work, data: Batch, purpose: Any) -> State:
@@ -95,7 +132,15 @@ class Client(AddOn):
         weight = work.params[self.weight].masked_fill(work.memo.mask, 0)
         return state._replace(tuned={**work.params, self.weight: weight, **work.buffers})
 
-    def predict(self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors) -> Tensor:  # type: ignore[override]
-        """Return class probabilities of the adapted model (personal), or of the pruned global one."""
-        known = {**broadcast.params, **broadcast.buffers} if view == "global" or not state.tuned else state.tuned
+    def predict(
+        self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
+    ) -> Tensor:  # type: ignore[override]
+        """Return class probabilities of the adapted model (personal), or
+        of the pruned global one.
+        """
+        known = (
+            {**broadcast.params, **broadcast.buffers}
+            if view == "global" or not state.tuned
+            else state.tuned
+        )
         return self.model.probabilities(self.model.forward(known, {}, x, train=False)[0])

@@ -1,4 +1,6 @@
-"""Data sets, partitions into clients, and the batches and noise of every step. Pure numpy and torch; nothing here imports flwr."""
+"""Data sets, partitions into clients, and the batches and noise of every step. Pure numpy and
+torch; nothing here imports flwr.
+"""
 
 from .batches import largest_batch, noise, num_steps, plan, rng
 from .federation import (

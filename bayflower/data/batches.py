@@ -1,7 +1,9 @@
-"""Which samples and which noise every step sees: functions of (seed, client, round, ...) alone, so the same on every engine.
+"""Which samples and which noise every step sees: functions of (seed, client, round, ...) alone, so
+the same on every engine.
 
-A *stream* is a name for one kind of draw. Two draws are independent if their seed, stream or keys differ; always use a stream with the
-same number of keys, because numpy's SeedSequence cannot tell a missing last key from a zero.
+A *stream* is a name for one kind of draw. Two draws are independent if their seed, stream or keys
+differ; always use a stream with the same number of keys, because numpy's SeedSequence cannot tell a
+missing last key from a zero.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ GAMMA = -7046029254386353131  # SplitMix64's odd constant, 2^64 / golden ratio, 
 
 
 def rng(seed: int, stream: str, *keys: int) -> np.random.Generator:
-    """Return the generator of (seed, stream, keys): Philox, whose output is the same on every platform."""
+    """Return the generator of (seed, stream, keys): Philox, whose output is the same on every
+    platform.
+    """
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed must be in [0, {2**32 - 1}], got {seed}")
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, crc32(stream.encode()), *keys])))
+    return np.random.Generator(
+        np.random.Philox(np.random.SeedSequence([seed, crc32(stream.encode()), *keys]))
+    )
 
 
 def num_steps(num_examples: int, phase: Phase, coupled: bool) -> int:
@@ -35,32 +41,60 @@ def num_steps(num_examples: int, phase: Phase, coupled: bool) -> int:
 
 
 def largest_batch(num_examples: int, phase: Phase, coupled: bool) -> int:
-    """Return the size of the largest batch of `plan`: batch_size + 1 where a last single sample joined the batch before it."""
+    """Return the size of the largest batch of `plan`: batch_size + 1 where a last single sample
+    joined the batch before it.
+    """
     return max(_sizes(num_examples, phase, coupled))
 
 
-def plan(num_examples: int, phase: Phase, *, seed: int, client: int, round: int, purpose: str, coupled: bool) -> list[Group]:
+def plan(
+    num_examples: int,
+    phase: Phase,
+    *,
+    seed: int,
+    client: int,
+    round: int,
+    purpose: str,
+    coupled: bool,
+) -> list[Group]:
     """Return for each step its `phase.batches` mini-batches, as arrays of sample numbers.
 
-    The mini-batches are cut from one endless sequence of shuffled epochs; an epoch's last batch may be smaller. In epochs mode there are
-    epochs x (batches of an epoch) of them, completed from a further shuffle where the last step would lack some. With `coupled` (layers
-    such as BatchNorm, which need two samples) a last batch of one sample joins the batch before it. A longer phase begins like a
-    shorter one.
+    The mini-batches are cut from one endless sequence of shuffled epochs; an epoch's last batch may
+    be smaller. In epochs mode there are epochs x (batches of an epoch) of them, completed from a
+    further shuffle where the last step would lack some. With `coupled` (layers such as BatchNorm,
+    which need two samples) a last batch of one sample joins the batch before it. A longer phase
+    begins like a shorter one.
     """
     sizes = _sizes(num_examples, phase, coupled)
     steps = num_steps(num_examples, phase, coupled)
     generator = rng(seed, f"batches/{purpose}/{phase.name}", client, round)
     cuts = np.cumsum(sizes)[:-1]
     epochs = -(-steps * phase.batches // len(sizes))
-    stream = [batch for _ in range(epochs) for batch in np.split(generator.permutation(num_examples), cuts)]
-    return [tuple(stream[step * phase.batches : (step + 1) * phase.batches]) for step in range(steps)]
+    stream = [
+        batch
+        for _ in range(epochs)
+        for batch in np.split(generator.permutation(num_examples), cuts)
+    ]
+    return [
+        tuple(stream[step * phase.batches : (step + 1) * phase.batches]) for step in range(steps)
+    ]
 
 
 def table(
-    sizes: Sequence[int], clients: Sequence[int], phase: Phase, *,
-    seed: int, round: int, purpose: str, coupled: bool, steps: int, width: int,
-) -> np.ndarray:  # fmt: skip
-    """Return the plans of many clients as one array (steps, clients, phase.batches, width) of sample numbers, −1 where there is none."""
+    sizes: Sequence[int],
+    clients: Sequence[int],
+    phase: Phase,
+    *,
+    seed: int,
+    round: int,
+    purpose: str,
+    coupled: bool,
+    steps: int,
+    width: int,
+) -> np.ndarray:
+    """Return the plans of many clients as one array (steps, clients, phase.batches, width) of
+    sample numbers, −1 where there is none.
+    """
     rows = np.full((steps, len(sizes), phase.batches, width), -1, np.int32)
     for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
         cuts = _sizes(size, phase, coupled)
@@ -73,13 +107,19 @@ def table(
             if cuts[-1] <= phase.batch_size:  # all batches full but perhaps the last
                 whole = size - size % phase.batch_size
                 if whole:
-                    drawn[epoch, : whole // phase.batch_size, : phase.batch_size] = order[:whole].reshape(-1, phase.batch_size)
+                    drawn[epoch, : whole // phase.batch_size, : phase.batch_size] = order[
+                        :whole
+                    ].reshape(-1, phase.batch_size)
                 drawn[epoch, -1, : cuts[-1]] = order[size - cuts[-1] :]
             else:
                 if len(cuts) > 1:
-                    drawn[epoch, :-1, : phase.batch_size] = order[: size - cuts[-1]].reshape(-1, phase.batch_size)
+                    drawn[epoch, :-1, : phase.batch_size] = order[: size - cuts[-1]].reshape(
+                        -1, phase.batch_size
+                    )
                 drawn[epoch, -1, : cuts[-1]] = order[size - cuts[-1] :]
-        rows[:count, place] = drawn.reshape(-1, width)[: count * phase.batches].reshape(count, phase.batches, width)
+        rows[:count, place] = drawn.reshape(-1, width)[: count * phase.batches].reshape(
+            count, phase.batches, width
+        )
     return rows
 
 
@@ -96,26 +136,33 @@ def noise(
 ) -> dict[str, Tensor]:
     """Return standard normal tensors of these shapes, by name.
 
-    Each name has its own stream, so a further name does not change the others. `stage` must tell apart everything that happens in one
-    round (for example "train/local" and "adapt/local"). Drawn in float64 and rounded, so that runs in two precisions see the same noise.
+    Each name has its own stream, so a further name does not change the others. `stage` must tell
+    apart everything that happens in one round (for example "train/local" and "adapt/local"). Drawn
+    in float64 and rounded, so that runs in two precisions see the same noise.
     """
     place = torch.as_tensor(step, device=device)
     return {
-        name: normal(torch.tensor([noise_key(seed, stage, name, client, round)], device=device), place, shape)[0].to(dtype)
+        name: normal(
+            torch.tensor([noise_key(seed, stage, name, client, round)], device=device), place, shape
+        )[0].to(dtype)
         for name, shape in shapes.items()
     }
 
 
 def noise_key(seed: int, stage: str, name: str, client: int, round: int) -> int:
-    """Return the number from which all noise called `name` of one client, round and stage follows."""
+    """Return the number from which all noise called `name` of
+    one client, round and stage follows.
+    """
     return int(rng(seed, f"noise/{stage}/{name}", client, round).integers(2**62))
 
 
 def normal(keys: Tensor, step: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return standard normal numbers (len(keys), *shape) in float64, each a function of its key, the step and its place.
+    """Return standard normal numbers (len(keys), *shape) in float64, each a function of its key,
+    the step and its place.
 
-    Whole numbers are hashed (SplitMix64's finaliser) into two uniform numbers, and those turned by Box and Muller: the same on a CPU and a
-    GPU up to the last bits of log and cos, for all clients at once, and inside a recorded graph.
+    Whole numbers are hashed (SplitMix64's finaliser) into two uniform numbers, and those turned by
+    Box and Muller: the same on a CPU and a GPU up to the last bits of log and cos, for all clients
+    at once, and inside a recorded graph.
     """
     count = math.prod(shape)
     begin = mixed(mixed(keys) + step * GAMMA)[:, None]
@@ -140,18 +187,33 @@ def shifted(z: Tensor, by: int) -> Tensor:
 def _sizes(num_examples: int, phase: Phase, coupled: bool) -> list[int]:
     """Return the sizes of the batches of one epoch."""
     if num_examples < 1:
-        raise BayflowerError(f"a client needs at least 1 training sample, got {num_examples}; use fewer clients or a larger min_size")
+        raise BayflowerError(
+            f"a client needs at least 1 training sample, got {num_examples}; use fewer clients or "
+            "a larger min_size"
+        )
     if (phase.epochs > 0) == (phase.steps > 0):
-        raise ConfigError(f"exactly one of epochs and steps must be positive in phase {phase.name!r}, got {phase.epochs} and {phase.steps}")
+        raise ConfigError(
+            f"exactly one of epochs and steps must be positive in phase {phase.name!r}, got "
+            f"{phase.epochs} and {phase.steps}"
+        )
     if phase.batch_size < 1 or phase.batches < 1:
-        raise ConfigError(f"batch_size and batches must be at least 1 in {phase.name!r}, got {phase.batch_size} and {phase.batches}")
+        raise ConfigError(
+            f"batch_size and batches must be at least 1 in {phase.name!r}, got {phase.batch_size} "
+            f"and {phase.batches}"
+        )
     full, rest = divmod(num_examples, phase.batch_size)
     sizes = [phase.batch_size] * full + [rest] * (rest > 0)
     if coupled:
         if num_examples == 1:
-            raise BayflowerError("a client with one sample cannot train a network with BatchNorm; raise min_size or use another norm")
+            raise BayflowerError(
+                "a client with one sample cannot train a network with BatchNorm; raise min_size "
+                "or use another norm"
+            )
         if phase.batch_size == 1:
-            raise ConfigError(f"batch_size must be at least 2 in phase {phase.name!r} for a network with BatchNorm, got 1")
+            raise ConfigError(
+                f"batch_size must be at least 2 in phase {phase.name!r} for a network with "
+                "BatchNorm, got 1"
+            )
         if rest == 1:
             sizes = [*sizes[:-2], phase.batch_size + 1]
     return sizes

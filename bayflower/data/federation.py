@@ -1,9 +1,11 @@
 """The data of every client, from settings and a seed alone.
 
-Protocol: train and test samples of the data set are pooled, thinned to the share `keep`, partitioned over all clients, and each client's
-part is split at random (not stratified) into a training and a test part. With test_fraction 0 the data set's own test mark decides instead.
-Tables (and synthetic data) are standardised for each client with statistics of its own training part; images are not.
-Which samples a client has depends on (seed, stream name) alone, so training longer or on another engine shifts nothing.
+Protocol: train and test samples of the data set are pooled, thinned to the share `keep`,
+partitioned over all clients, and each client's part is split at random (not stratified) into a
+training and a test part. With test_fraction 0 the data set's own test mark decides instead. Tables
+(and synthetic data) are standardised for each client with statistics of its own training part;
+images are not. Which samples a client has depends on (seed, stream name) alone, so training longer
+or on another engine shifts nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Federation(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Who has what, before any sample is copied. Client i is part members[i]; without a source the samples are generated."""
+    """Who has what, before any sample is copied. Client i is part members[i]; without a source the
+    samples are generated.
+    """
 
     source: Source | None
     parts: list[np.ndarray]  # of all parts, in the partition's order
@@ -59,7 +63,9 @@ def num_classes(settings: DataSettings, seed: int) -> int:
 
 
 def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
-    """Return the data set's name, what a table must say beside it, and how the clients came about, in JSON's types; no client's sizes."""
+    """Return the data set's name, what a table must say beside it, and how the clients came about,
+    in JSON's types; no client's sizes.
+    """
     layout = _layout(settings, seed)
     source = layout.source
     name, note = ("synthetic", "") if source is None else (source.name, source.note)
@@ -70,9 +76,13 @@ def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
 def load_federation(settings: DataSettings, seed: int) -> Federation:
     """Return every client's data. Cached: do not change the arrays."""
     layout = _layout(settings, seed)
-    made = settings.num_clients if settings.validation else settings.total_clients  # while settings are chosen, nobody looks at new clients
+    # while settings are chosen, nobody looks at new clients
+    made = settings.num_clients if settings.validation else settings.total_clients
     everyone = tuple(_client(layout, settings, seed, client) for client in range(made))
-    sizes = {"train_sizes": [len(data.y_train) for data in everyone], "test_sizes": [len(data.y_test) for data in everyone]}
+    sizes = {
+        "train_sizes": [len(data.y_train) for data in everyone],
+        "test_sizes": [len(data.y_test) for data in everyone],
+    }
     source, about = layout.source, describe(settings, seed)
     return Federation(
         clients=everyone[: settings.num_clients],
@@ -89,7 +99,8 @@ def load_client(settings: DataSettings, seed: int, client: int) -> ClientData:
     """Return one client's data, the same as in `load_federation`, without making the others'."""
     if not 0 <= client < settings.total_clients:
         raise ConfigError(
-            f"client must be in [0, {settings.total_clients - 1}], got {client}; num_clients is {settings.num_clients} "
+            f"client must be in [0, {settings.total_clients - 1}], got {client}; num_clients is "
+            f"{settings.num_clients} "
             f"and new_clients {settings.new_clients}"
         )
     return _client(_layout(settings, seed), settings, seed, client)
@@ -106,14 +117,28 @@ def _layout(settings: DataSettings, seed: int) -> _Layout:
     }
     if settings.dataset == "synthetic":
         members = _members(total, settings, seed)
-        described |= {"kind": "synthetic", "scenario": settings.scenario, "nuisance_variance": settings.nuisance_variance, "parts": members}
+        described |= {
+            "kind": "synthetic",
+            "scenario": settings.scenario,
+            "nuisance_variance": settings.nuisance_variance,
+            "parts": members,
+        }
         return _Layout(None, [], members, described)
     source = load_source(settings)
-    if settings.fraction == 0 and (source.test is None or not source.test.any() or source.test.all()):
-        raise ConfigError(f"test_fraction must be in (0, 1) for {source.name!r}, got 0; it does not mark some of its samples as test")
+    if settings.fraction == 0 and (
+        source.test is None or not source.test.any() or source.test.all()
+    ):
+        raise ConfigError(
+            f"test_fraction must be in (0, 1) for {source.name!r}, got 0; it does not mark some "
+            "of its samples as test"
+        )
     kept = np.arange(len(source.y))
     if settings.keep < 1:
-        kept = np.sort(rng(seed, "keep").choice(len(kept), size=max(1, int(settings.keep * len(kept) + 0.5)), replace=False))
+        kept = np.sort(
+            rng(seed, "keep").choice(
+                len(kept), size=max(1, int(settings.keep * len(kept) + 0.5)), replace=False
+            )
+        )
     draw = rng(seed, "partition")
     if source.domain is not None:
         parts, members, numbers = domains.deal(source, kept, settings, draw, rng(seed, "members"))
@@ -122,7 +147,8 @@ def _layout(settings: DataSettings, seed: int) -> _Layout:
         members = []
     if len(parts) < total:
         raise ConfigError(
-            f"num_clients + new_clients must be at most {len(parts)}, the natural clients of {source.name!r}, got {total}; "
+            f"num_clients + new_clients must be at most {len(parts)}, the natural clients of "
+            f"{source.name!r}, got {total}; "
             f"lower num_clients or new_clients"
         )
     parts = [kept[part] for part in parts]
@@ -130,15 +156,28 @@ def _layout(settings: DataSettings, seed: int) -> _Layout:
     for client, member in enumerate(members):
         if len(parts[member]) < settings.min_size:
             raise ConfigError(
-                f"client {client} would have {len(parts[member])} samples, fewer than min_size {settings.min_size}; "
+                f"client {client} would have {len(parts[member])} samples, fewer than min_size "
+                f"{settings.min_size}; "
                 f"lower min_size or the number of clients, or raise keep"
             )
-    described |= {"kind": settings.partition, **numbers, "min_size": settings.min_size, "keep": settings.keep, "pooled": len(source.y)}
-    described |= {"kept": len(kept), "used": sum(len(parts[member]) for member in members), "parts": members}
+    described |= {
+        "kind": settings.partition,
+        **numbers,
+        "min_size": settings.min_size,
+        "keep": settings.keep,
+        "pooled": len(source.y),
+    }
+    described |= {
+        "kept": len(kept),
+        "used": sum(len(parts[member]) for member in members),
+        "parts": members,
+    }
     return _Layout(source, parts, members, described)
 
 
-def _parts(source: Source, kept: np.ndarray, settings: DataSettings, draw: np.random.Generator) -> tuple[list[np.ndarray], dict[str, Any]]:
+def _parts(
+    source: Source, kept: np.ndarray, settings: DataSettings, draw: np.random.Generator
+) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Return (positions in `kept` of each part, the numbers that made them)."""
     s, y, total, classes = settings, source.y[kept], settings.total_clients, source.num_classes
     if s.partition == "iid":
@@ -148,28 +187,65 @@ def _parts(source: Source, kept: np.ndarray, settings: DataSettings, draw: np.ra
     if s.partition == "quantity":
         return partition.quantity(y, total, s.beta, s.min_size, draw), {"beta": s.beta}
     if s.partition == "pathological":
-        numbers: dict[str, Any] = {"classes_per_client": s.classes_per_client, "samples_per_class": s.samples_per_class}
-        return partition.pathological(y, total, s.classes_per_client, s.samples_per_class, classes, draw), numbers
+        numbers: dict[str, Any] = {
+            "classes_per_client": s.classes_per_client,
+            "samples_per_class": s.samples_per_class,
+        }
+        return partition.pathological(
+            y, total, s.classes_per_client, s.samples_per_class, classes, draw
+        ), numbers
     if s.partition == "major-minor":
-        parts = partition.major_minor(y, total, s.major_classes, s.minor_share, s.major_minor_reading, s.samples_per_client, classes, draw)
-        shares = partition.major_minor_shares(s.major_minor_reading, s.major_classes, s.minor_share, classes)
-        numbers = {"major_classes": s.major_classes, "minor_share": s.minor_share, "reading": s.major_minor_reading}
-        return parts, {**numbers, "samples_per_client": len(parts[0]), "share_of_a_major": shares[0], "share_of_a_minor": shares[1]}
+        parts = partition.major_minor(
+            y,
+            total,
+            s.major_classes,
+            s.minor_share,
+            s.major_minor_reading,
+            s.samples_per_client,
+            classes,
+            draw,
+        )
+        shares = partition.major_minor_shares(
+            s.major_minor_reading, s.major_classes, s.minor_share, classes
+        )
+        numbers = {
+            "major_classes": s.major_classes,
+            "minor_share": s.minor_share,
+            "reading": s.major_minor_reading,
+        }
+        return parts, {
+            **numbers,
+            "samples_per_client": len(parts[0]),
+            "share_of_a_major": shares[0],
+            "share_of_a_minor": shares[1],
+        }
     if source.client is None:
-        raise ConfigError(f"partition must not be 'natural' for {source.name!r}, which has no natural clients; try 'dirichlet'")
+        raise ConfigError(
+            f"partition must not be 'natural' for {source.name!r}, which has no natural clients; "
+            "try 'dirichlet'"
+        )
     owners = source.client[kept]
-    return partition.natural(owners), {"natural_clients": [int(owner) for owner in np.unique(owners[owners >= 0])]}
+    return partition.natural(owners), {
+        "natural_clients": [int(owner) for owner in np.unique(owners[owners >= 0])]
+    }
 
 
 def _members(parts: int, settings: DataSettings, seed: int) -> list[int]:
-    """Return the part of each client id. A seeded permutation chooses which parts train and which are new; both stay in order."""
+    """Return the part of each client id. A seeded permutation chooses which parts train and which
+    are new; both stay in order.
+    """
     order = rng(seed, "members").permutation(parts)
-    training, new = order[: settings.num_clients], order[settings.num_clients : settings.total_clients]
+    training, new = (
+        order[: settings.num_clients],
+        order[settings.num_clients : settings.total_clients],
+    )
     return [int(part) for part in (*np.sort(training), *np.sort(new))]
 
 
 class Scaling(NamedTuple):
-    """How a table's columns are prepared: NaN becomes the median, then (x − mean) / std. A column without data has std ∞: it is 0."""
+    """How a table's columns are prepared: NaN becomes the median, then (x − mean) / std. A column
+    without data has std ∞: it is 0.
+    """
 
     median: np.ndarray
     mean: np.ndarray
@@ -200,7 +276,9 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
     source = layout.source
     marks = None
     if source is None:
-        x, y = synthetic.client_samples(seed, member, settings.total_clients, settings.scenario, settings.nuisance_variance)
+        x, y = synthetic.client_samples(
+            seed, member, settings.total_clients, settings.scenario, settings.nuisance_variance
+        )
     else:
         indices = layout.parts[member]
         x, y = source.samples(indices), source.y[indices]
@@ -208,7 +286,8 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
     train, test = _split(len(y), settings.fraction, marks, rng(seed, "split", member))
     if len(train) == 0 or len(test) == 0:
         raise ConfigError(
-            f"client {client} would have {len(train)} training and {len(test)} test samples; every client needs one of each: "
+            f"client {client} would have {len(train)} training and {len(test)} test samples; "
+            "every client needs one of each: "
             f"raise min_size, or set test_fraction above 0"
         )
     if settings.validation and client < settings.num_clients:
@@ -216,7 +295,9 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
     return ClientData(client, x[train], y[train], x[test], y[test])
 
 
-def _split(size: int, fraction: float, marks: np.ndarray | None, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _split(
+    size: int, fraction: float, marks: np.ndarray | None, draw: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (training positions, test positions), each in random order."""
     order = draw.permutation(size)
     if marks is not None:
@@ -226,17 +307,24 @@ def _split(size: int, fraction: float, marks: np.ndarray | None, draw: np.random
 
 
 def _validation(train: np.ndarray, share: float, client: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a client's training positions, which are in random order, as (training, validation); its test part is not used."""
+    """Return a client's training positions, which are in random order, as (training, validation);
+    its test part is not used.
+    """
     if len(train) < 2:
-        raise ConfigError(f"client {client} has {len(train)} training sample, too few for a validation part; raise min_size")
+        raise ConfigError(
+            f"client {client} has {len(train)} training sample, too few for a validation part; "
+            "raise min_size"
+        )
     count = min(max(int(share * len(train) + 0.5), 1), len(train) - 1)
     return train[count:], train[:count]
 
 
 def standardise(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return both tables in float32 with NaN set to the training median and columns shifted and scaled to training mean 0, variance 1.
+    """Return both tables in float32 with NaN set to the training median and columns shifted and
+    scaled to training mean 0, variance 1.
 
-    A column that is constant in training keeps its scale; one that is all missing in training is 0 throughout.
+    A column that is constant in training keeps its scale; one that is all missing in training is 0
+    throughout.
     """
     known = scaling(train)
     return known.apply(train), known.apply(test)

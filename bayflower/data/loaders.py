@@ -17,27 +17,40 @@ AT_ONCE = 256
 
 
 def pair(source: Any, what: str) -> tuple[Tensor, Tensor]:
-    """Return (x, y) of `source`: floats in torch's default dtype (whole numbers, such as tokens, as they are) and class numbers.
+    """Return (x, y) of `source`: floats in torch's default dtype (whole numbers, such as tokens, as
+    they are) and class numbers.
 
-    A loader is read once, in the order of its data set: which samples make a batch is decided elsewhere, from the seed.
+    A loader is read once, in the order of its data set: which samples make a batch is decided
+    elsewhere, from the seed.
     """
-    if isinstance(source, (tuple, list)) and len(source) == 2 and all(isinstance(part, (Tensor, np.ndarray)) for part in source):
+    if (
+        isinstance(source, (tuple, list))
+        and len(source) == 2
+        and all(isinstance(part, (Tensor, np.ndarray)) for part in source)
+    ):
         x, y = (torch.as_tensor(part) for part in source)
     elif isinstance(source, (DataLoader, Dataset)):
         x, y = read(source, what)
     else:
         raise ConfigError(
-            f"{what} must be a pair (x, y) of tensors or arrays, a torch Dataset or a DataLoader, got {type(source).__name__}"
+            f"{what} must be a pair (x, y) of tensors or arrays, a torch Dataset or a DataLoader, "
+            f"got {type(source).__name__}"
         )
     if len(x) != len(y):
-        raise ConfigError(f"{what} has {len(x)} samples and {len(y)} labels; it needs one label a sample")
+        raise ConfigError(
+            f"{what} has {len(x)} samples and {len(y)} labels; it needs one label a sample"
+        )
     if x.dtype == torch.uint8:
-        raise ConfigError(f"{what} has samples of type uint8; turn them into floats, e.g. x.float() / 255")
+        raise ConfigError(
+            f"{what} has samples of type uint8; turn them into floats, e.g. x.float() / 255"
+        )
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.dtype == torch.bool or (y.is_floating_point() and bool((y == y.round()).all())):
         y = y.long()
-    return (x.to(torch.get_default_dtype()) if x.is_floating_point() else x), (y if y.is_floating_point() else y.long())
+    return (x.to(torch.get_default_dtype()) if x.is_floating_point() else x), (
+        y if y.is_floating_point() else y.long()
+    )
 
 
 def read(source: Any, what: str) -> tuple[Tensor, Tensor]:
@@ -59,8 +72,14 @@ def split(batch: Any, what: str) -> tuple[Tensor, Tensor]:
         label = next((key for key in LABELS if key in batch), None)
         others = [key for key in batch if key != label]
         if label is None or len(others) != 1:
-            raise ConfigError(f"{what} gives batches with keys {', '.join(map(str, batch))}; they need a label and one other entry")
+            raise ConfigError(
+                f"{what} gives batches with keys {', '.join(map(str, batch))}; they need a label "
+                "and one other entry"
+            )
         return torch.as_tensor(batch[others[0]]), torch.as_tensor(batch[label])
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return torch.as_tensor(batch[0]), torch.as_tensor(batch[1])
-    raise ConfigError(f"{what} gives batches of type {type(batch).__name__}; they must be pairs (x, y), or dicts with a label")
+    raise ConfigError(
+        f"{what} gives batches of type {type(batch).__name__}; they must be pairs (x, y), or "
+        "dicts with a label"
+    )

@@ -10,7 +10,9 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A pooled data set. `x` is as stored (images of type uint8 stay so: a quarter of the memory); `samples` gives what a network sees."""
+    """A pooled data set. `x` is as stored (images of type uint8 stay so: a quarter of the memory);
+    `samples` gives what a network sees.
+    """
 
     name: str
     x: Any  # (N, ...): an array, or what looks like one and gives the samples that are asked for
@@ -19,10 +21,13 @@ class Source:
     client: np.ndarray | None = None  # (N,) int64 natural owner, negative = none
     test: np.ndarray | None = None  # (N,) bool
     note: str = ""  # what a table must say beside the name, such as "stand-in for ..."
-    domain: np.ndarray | None = None  # (N,) of several data sets in one: which of them a sample is from
+    # (N,) of several data sets in one: which of them a sample is from
+    domain: np.ndarray | None = None
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
-        """Return float32 samples: uint8 images as (x/255 - 0.5)/0.5 in NCHW, everything else as it is."""
+        """Return float32 samples: uint8 images as (x/255 - 0.5)/0.5 in NCHW, everything else as it
+        is.
+        """
         x: np.ndarray = self.x[indices]
         if x.dtype != np.uint8 or x.ndim == 2:
             return np.asarray(x, dtype=np.float32)

@@ -1,8 +1,11 @@
-"""torchvision, imported lazily and in a way that survives a CPU-only torch beside a torchvision built for CUDA.
+"""torchvision, imported lazily and in a way that survives a CPU-only torch beside a torchvision
+built for CUDA.
 
-Such a pair fails at `import torchvision` with "operator torchvision::nms does not exist", because the compiled part cannot be loaded and
-torchvision describes two of its operators unconditionally. Declaring the two names first lets data sets, transforms and models work;
-the operators themselves stay unusable. Everything that imports torchvision (torchmetrics and laplace do) goes through this module.
+Such a pair fails at `import torchvision` with "operator torchvision::nms does not exist", because
+the compiled part cannot be loaded and torchvision describes two of its operators unconditionally.
+Declaring the two names first lets data sets, transforms and models work; the operators themselves
+stay unusable. Everything that imports torchvision (torchmetrics and laplace do) goes through this
+module.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import torch
 from ..errors import BayflowerError
 
 OPERATORS = ("nms", "qnms")
-_declared: list[torch.library.Library] = []  # a Library takes its operators with it when it is collected
+# a Library takes its operators with it when it is collected
+_declared: list[torch.library.Library] = []
 
 
 def import_torchvision() -> ModuleType:
@@ -28,17 +32,22 @@ def import_torchvision() -> ModuleType:
     try:
         return importlib.import_module("torchvision")
     except (ImportError, RuntimeError) as error:
-        raise BayflowerError(f"torchvision cannot be imported ({error}); install it with: pip install torchvision") from error
+        raise BayflowerError(
+            f"torchvision cannot be imported ({error}); install it with: pip install torchvision"
+        ) from error
 
 
 def prepare_torchvision() -> bool:
-    """Return True if missing operators were declared; call it before importing a package that imports torchvision."""
+    """Return True if missing operators were declared; call it before importing a package that
+    imports torchvision.
+    """
     if torch.version.cuda is not None or "torchvision" in sys.modules:
         return False
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return False
-    # A real CPU build registers the operators itself when its library is loaded: let it, and declare only what is still missing.
+    # A real CPU build registers the operators itself when its library is loaded: let it, and
+    # declare only what is still missing.
     for library in sorted(Path(spec.origin).parent.glob("_C*")):
         if library.suffix in (".so", ".pyd"):
             with contextlib.suppress(OSError, ImportError):

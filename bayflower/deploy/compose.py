@@ -1,8 +1,10 @@
-"""The containers of a deployment: SuperLink, gate, executors of the ServerApp and of each ClientApp, SuperNodes.
+"""The containers of a deployment: SuperLink, gate, executors of the ServerApp and of each
+ClientApp, SuperNodes.
 
-Networks say who can reach whom: `core` has the SuperLink and what the server trusts, `federation` the gate and the SuperNodes, `client-K` a
-SuperNode and its executor. A client's executor sees its data and its state, not its node key; only the server's own containers reach the
-API by which runs are started.
+Networks say who can reach whom: `core` has the SuperLink and what the server trusts, `federation`
+the gate and the SuperNodes, `client-K` a SuperNode and its executor. A client's executor sees its
+data and its state, not its node key; only the server's own containers reach the API by which runs
+are started.
 """
 
 from __future__ import annotations
@@ -17,13 +19,18 @@ from . import keys
 from .layout import FILE, Deployment
 
 SUPERLINK_PORT, RUNTIME_PORT = 9091, 9094
-HEAD = "# Written by: bayflower deploy init. Start: bayflower deploy up DIR, or docker compose up -d --wait\n"
+HEAD = (
+    "# Written by: bayflower deploy init. Start: bayflower deploy up DIR, or docker compose up "
+    "-d --wait\n"
+)
 Service = dict[str, Any]
 
 
 def write(deployment: Deployment) -> None:
     """Write compose.yaml into the deployment's folder."""
-    keys.new_file(deployment.folder / "compose.yaml", (HEAD + text(content(deployment))).encode(), 0o644)
+    keys.new_file(
+        deployment.folder / "compose.yaml", (HEAD + text(content(deployment))).encode(), 0o644
+    )
 
 
 def text(services: dict[str, Any]) -> str:
@@ -36,19 +43,32 @@ def text(services: dict[str, Any]) -> str:
     return yaml.dump(services, Dumper=Plain, sort_keys=False, width=140)
 
 
-def content(deployment: Deployment, base: str = ".", user: str = "", build: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the containers of one machine; `base` is where the folders lie, `build` how the image is made."""
+def content(
+    deployment: Deployment, base: str = ".", user: str = "", build: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the containers of one machine; `base` is where the folders lie, `build` how the image
+    is made.
+    """
     maker = Maker(deployment, base, user or deployment.user, build)
     services: dict[str, Service] = {}
     networks: dict[str, Any] = {}
     volumes: dict[str, Any] = {}
     if deployment.has_server():
         services |= maker.server()
-        networks |= {"core": {"internal": True}, "federation": {"internal": deployment.role == "all"}}
+        networks |= {
+            "core": {"internal": True},
+            "federation": {"internal": deployment.role == "all"},
+        }
         volumes |= {"database": {}, "results": {}}
     if deployment.role == "client":
         networks["federation"] = {}  # out to the server
-    clients = range(deployment.clients) if deployment.role == "all" else [deployment.client] if deployment.role == "client" else []
+    clients = (
+        range(deployment.clients)
+        if deployment.role == "all"
+        else [deployment.client]
+        if deployment.role == "client"
+        else []
+    )
     for client in clients:
         assert client is not None
         services |= maker.client(client)
@@ -60,32 +80,80 @@ def content(deployment: Deployment, base: str = ".", user: str = "", build: dict
 def trial(clients: int, image: str, build: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a quick trial on one machine without TLS, keys or gate."""
     deployment = Deployment(
-        "bayflower-insecure-trial", "all", clients, ("superlink",), SUPERLINK_PORT, image, "10001:10001", "never", cpus=1.0
+        "bayflower-insecure-trial",
+        "all",
+        clients,
+        ("superlink",),
+        SUPERLINK_PORT,
+        image,
+        "10001:10001",
+        "never",
+        cpus=1.0,
     )
     maker = Maker(deployment, ".", deployment.user, build, secure=False)
     services = maker.server()
     for client in range(clients):
         services |= maker.client(client)
-    networks = {"core": {"internal": True}, **{f"client-{client}": {"internal": True} for client in range(clients)}}
+    networks = {
+        "core": {"internal": True},
+        **{f"client-{client}": {"internal": True} for client in range(clients)},
+    }
     volumes: dict[str, Any] = {
         "database": {},
         "results": {},
         **{f"{kind}-{client}": {} for client in range(clients) for kind in ("state", "data")},
     }
-    facts = {"name": deployment.name, "role": "server", "clients": clients, "hosts": ["superlink"], "port": SUPERLINK_PORT,
-             "image": image, "user": deployment.user, "expires": "never"}  # fmt: skip
+    facts = {
+        "name": deployment.name,
+        "role": "server",
+        "clients": clients,
+        "hosts": ["superlink"],
+        "port": SUPERLINK_PORT,
+        "image": image,
+        "user": deployment.user,
+        "expires": "never",
+    }
     configs = {"deployment": {"content": json.dumps(facts)}}
-    return {"name": deployment.name, "services": services, "networks": networks, "volumes": volumes, "configs": configs}
+    return {
+        "name": deployment.name,
+        "services": services,
+        "networks": networks,
+        "volumes": volumes,
+        "configs": configs,
+    }
 
 
 class Maker:
     """Makes the services of one deployment."""
 
-    def __init__(self, deployment: Deployment, base: str, user: str, build: dict[str, Any] | None, secure: bool = True) -> None:
-        self.deployment, self.base, self.user, self.build, self.secure = deployment, base, user, build, secure
+    def __init__(
+        self,
+        deployment: Deployment,
+        base: str,
+        user: str,
+        build: dict[str, Any] | None,
+        secure: bool = True,
+    ) -> None:
+        self.deployment, self.base, self.user, self.build, self.secure = (
+            deployment,
+            base,
+            user,
+            build,
+            secure,
+        )
 
-    def service(self, command: list[str], *, health: str, networks: list[str], volumes: list[str], memory: str = "512m", cpus: float = 0,
-                after: dict[str, str] | None = None, authority: str = "/server/ca.crt") -> Service:  # fmt: skip
+    def service(
+        self,
+        command: list[str],
+        *,
+        health: str,
+        networks: list[str],
+        volumes: list[str],
+        memory: str = "512m",
+        cpus: float = 0,
+        after: dict[str, str] | None = None,
+        authority: str = "/server/ca.crt",
+    ) -> Service:
         """Return a container with as few rights as it can do with."""
         of_authority = [authority] if self.secure else []
         made: Service = {
@@ -106,11 +174,26 @@ class Maker:
             "mem_limit": memory,
             "cpus": cpus or self.deployment.cpus,
             "logging": {"driver": "json-file", "options": {"max-size": "10m", "max-file": "5"}},
-            "healthcheck": {"test": ["CMD", "python", "-m", "bayflower.deploy.health", f"{self.scheme()}://{health}/health", *of_authority],
-                            "interval": "30s", "timeout": "10s", "retries": 3, "start_period": "60s", "start_interval": "2s"},
-        }  # fmt: skip
+            "healthcheck": {
+                "test": [
+                    "CMD",
+                    "python",
+                    "-m",
+                    "bayflower.deploy.health",
+                    f"{self.scheme()}://{health}/health",
+                    *of_authority,
+                ],
+                "interval": "30s",
+                "timeout": "10s",
+                "retries": 3,
+                "start_period": "60s",
+                "start_interval": "2s",
+            },
+        }
         if after:
-            made["depends_on"] = {name: {"condition": condition} for name, condition in after.items()}
+            made["depends_on"] = {
+                name: {"condition": condition} for name, condition in after.items()
+            }
         return made
 
     def scheme(self) -> str:
@@ -122,66 +205,182 @@ class Maker:
         own = self.base if self.deployment.role == "server" else f"{self.base}/server"
         folder = [f"{own}:/server:ro"] if self.secure else []
         secret = ["--superexec-auth-secret-file", "/server/executor.secret"] if self.secure else []
-        tls = ["--ssl-ca-certfile", "/server/ca.crt", "--ssl-certfile", "/server/server.crt", "--ssl-keyfile", "/server/server.key"]
+        tls = [
+            "--ssl-ca-certfile",
+            "/server/ca.crt",
+            "--ssl-certfile",
+            "/server/server.crt",
+            "--ssl-keyfile",
+            "/server/server.key",
+        ]
         superlink = self.service(
-            ["python", "-m", "bayflower.deploy.superlink", "--host", "0.0.0.0", "--port", str(SUPERLINK_PORT), "--isolation", "process",
-             "--database", "/database/superlink.db", *(["--enable-supernode-auth", *tls, *secret] if self.secure else ["--insecure"])],
-            health=f"localhost:{SUPERLINK_PORT}", networks=["core"], volumes=[*folder, "database:/database"], memory="1g",
-        )  # fmt: skip
-        trust = ["--root-certificates", "/server/ca.crt", *secret] if self.secure else ["--insecure"]
-        ready = {"superlink": "service_healthy", **({"register": "service_completed_successfully"} if self.secure else {})}
+            [
+                "python",
+                "-m",
+                "bayflower.deploy.superlink",
+                "--host",
+                "0.0.0.0",
+                "--port",
+                str(SUPERLINK_PORT),
+                "--isolation",
+                "process",
+                "--database",
+                "/database/superlink.db",
+                *(["--enable-supernode-auth", *tls, *secret] if self.secure else ["--insecure"]),
+            ],
+            health=f"localhost:{SUPERLINK_PORT}",
+            networks=["core"],
+            volumes=[*folder, "database:/database"],
+            memory="1g",
+        )
+        trust = (
+            ["--root-certificates", "/server/ca.crt", *secret] if self.secure else ["--insecure"]
+        )
+        ready = {
+            "superlink": "service_healthy",
+            **({"register": "service_completed_successfully"} if self.secure else {}),
+        }
         serverapp = self.service(
             ["flower-superexec", "--runtime-api-address", f"superlink:{SUPERLINK_PORT}", *trust],
-            health=f"superlink:{SUPERLINK_PORT}", networks=["core"], volumes=[*folder, "results:/results"],
-            memory=self.deployment.memory, after=ready,
-        )  # fmt: skip
+            health=f"superlink:{SUPERLINK_PORT}",
+            networks=["core"],
+            volumes=[*folder, "results:/results"],
+            memory=self.deployment.memory,
+            after=ready,
+        )
         serverapp["environment"] = {"BAYFLOWER_INSIDE": "/results"}
         if not self.secure:
             serverapp["configs"] = [{"source": "deployment", "target": f"/server/{FILE}"}]
             return {"superlink": superlink, "serverapp": serverapp}
         register = self.service(
-            ["bayflower", "deploy", "register", "/server"], health="", networks=["core"], volumes=[*folder, "results:/results"],
+            ["bayflower", "deploy", "register", "/server"],
+            health="",
+            networks=["core"],
+            volumes=[*folder, "results:/results"],
             after={"superlink": "service_healthy"},
-        )  # fmt: skip
-        register |= {"environment": {"BAYFLOWER_INSIDE": "/results"}, "restart": "on-failure:5", "healthcheck": {"disable": True}}
+        )
+        register |= {
+            "environment": {"BAYFLOWER_INSIDE": "/results"},
+            "restart": "on-failure:5",
+            "healthcheck": {"disable": True},
+        }
         gate = self.service(
-            ["python", "-m", "bayflower.deploy.gate", "--port", str(self.deployment.port), "--superlink", f"superlink:{SUPERLINK_PORT}",
-             "--certificate", "/server/server.crt", "--key", "/server/server.key", "--authority", "/server/ca.crt"],
-            health=f"localhost:{self.deployment.port}", networks=["core", "federation"], volumes=folder,
+            [
+                "python",
+                "-m",
+                "bayflower.deploy.gate",
+                "--port",
+                str(self.deployment.port),
+                "--superlink",
+                f"superlink:{SUPERLINK_PORT}",
+                "--certificate",
+                "/server/server.crt",
+                "--key",
+                "/server/server.key",
+                "--authority",
+                "/server/ca.crt",
+            ],
+            health=f"localhost:{self.deployment.port}",
+            networks=["core", "federation"],
+            volumes=folder,
             after={"superlink": "service_healthy"},
-        )  # fmt: skip
+        )
         if self.deployment.role == "server":
             gate["ports"] = [f"{self.deployment.port}:{self.deployment.port}"]
         return {"superlink": superlink, "register": register, "gate": gate, "serverapp": serverapp}
 
     def client(self, client: int) -> dict[str, Service]:
-        """Return the two containers of a client: the SuperNode with its key, and the executor with its data and state."""
+        """Return the two containers of a client: the SuperNode with its key, and the executor with
+        its data and state.
+        """
         own = self.base if self.deployment.role == "client" else f"{self.base}/client-{client}"
         name = f"supernode-{client}"
         address = f"{name}:{RUNTIME_PORT}"
-        node = f'partition-id={client} num-partitions={self.deployment.clients} state-dir="/state" data-dir="/data"'
-        command = ["flower-supernode", "--superlink", self.deployment.address() if self.secure else f"superlink:{SUPERLINK_PORT}",
-                   "--node-config", node, "--isolation", "process", "--host", "0.0.0.0", "--port", str(RUNTIME_PORT)]  # fmt: skip
+        node = (
+            f"partition-id={client} num-partitions={self.deployment.clients} "
+            'state-dir="/state" data-dir="/data"'
+        )
+        command = [
+            "flower-supernode",
+            "--superlink",
+            self.deployment.address() if self.secure else f"superlink:{SUPERLINK_PORT}",
+            "--node-config",
+            node,
+            "--isolation",
+            "process",
+            "--host",
+            "0.0.0.0",
+            "--port",
+            str(RUNTIME_PORT),
+        ]
         if not self.secure:
-            supernode = self.service([*command, "--insecure"], health=f"localhost:{RUNTIME_PORT}", networks=["core", f"client-{client}"],
-                                     volumes=[], after={"superlink": "service_healthy"})  # fmt: skip
-            executor = self.service(["flower-superexec", "--runtime-api-address", address, "--insecure"], health=address,
-                                    networks=[f"client-{client}"], volumes=[f"data-{client}:/data:ro", f"state-{client}:/state"],
-                                    memory=self.deployment.memory, after={name: "service_healthy"})  # fmt: skip
+            supernode = self.service(
+                [*command, "--insecure"],
+                health=f"localhost:{RUNTIME_PORT}",
+                networks=["core", f"client-{client}"],
+                volumes=[],
+                after={"superlink": "service_healthy"},
+            )
+            executor = self.service(
+                ["flower-superexec", "--runtime-api-address", address, "--insecure"],
+                health=address,
+                networks=[f"client-{client}"],
+                volumes=[f"data-{client}:/data:ro", f"state-{client}:/state"],
+                memory=self.deployment.memory,
+                after={name: "service_healthy"},
+            )
             return {name: supernode, f"clientapp-{client}": executor}
-        command += ["--root-certificates", "/client/ca.crt", "--auth-supernode-private-key", "/client/node.key",
-                    "--ssl-ca-certfile", "/client/ca.crt", "--ssl-certfile", "/client/runtime.crt", "--ssl-keyfile", "/client/runtime.key",
-                    "--superexec-auth-secret-file", "/client/executor.secret"]  # fmt: skip
-        after = {"gate": "service_healthy", "register": "service_completed_successfully"} if self.deployment.role == "all" else None
-        files = [f"{own}/{file}:/client/{file}:ro" for file in ("ca.crt", "node.key", "runtime.crt", "runtime.key", "executor.secret")]
-        supernode = self.service(command, health=f"localhost:{RUNTIME_PORT}", networks=["federation", f"client-{client}"], volumes=files,
-                                 after=after, authority="/client/ca.crt")  # fmt: skip
-        executor = self.service(
-            ["flower-superexec", "--runtime-api-address", address, "--root-certificates", "/client/ca.crt",
-             "--superexec-auth-secret-file", "/client/executor.secret"],
-            health=address, networks=[f"client-{client}"], memory=self.deployment.memory, after={name: "service_healthy"},
-            volumes=[f"{own}/ca.crt:/client/ca.crt:ro", f"{own}/executor.secret:/client/executor.secret:ro", f"{own}/data:/data:ro",
-                     f"state-{client}:/state"],
+        command += [
+            "--root-certificates",
+            "/client/ca.crt",
+            "--auth-supernode-private-key",
+            "/client/node.key",
+            "--ssl-ca-certfile",
+            "/client/ca.crt",
+            "--ssl-certfile",
+            "/client/runtime.crt",
+            "--ssl-keyfile",
+            "/client/runtime.key",
+            "--superexec-auth-secret-file",
+            "/client/executor.secret",
+        ]
+        after = (
+            {"gate": "service_healthy", "register": "service_completed_successfully"}
+            if self.deployment.role == "all"
+            else None
+        )
+        files = [
+            f"{own}/{file}:/client/{file}:ro"
+            for file in ("ca.crt", "node.key", "runtime.crt", "runtime.key", "executor.secret")
+        ]
+        supernode = self.service(
+            command,
+            health=f"localhost:{RUNTIME_PORT}",
+            networks=["federation", f"client-{client}"],
+            volumes=files,
+            after=after,
             authority="/client/ca.crt",
-        )  # fmt: skip
+        )
+        executor = self.service(
+            [
+                "flower-superexec",
+                "--runtime-api-address",
+                address,
+                "--root-certificates",
+                "/client/ca.crt",
+                "--superexec-auth-secret-file",
+                "/client/executor.secret",
+            ],
+            health=address,
+            networks=[f"client-{client}"],
+            memory=self.deployment.memory,
+            after={name: "service_healthy"},
+            volumes=[
+                f"{own}/ca.crt:/client/ca.crt:ro",
+                f"{own}/executor.secret:/client/executor.secret:ro",
+                f"{own}/data:/data:ro",
+                f"state-{client}:/state",
+            ],
+            authority="/client/ca.crt",
+        )
         return {name: supernode, f"clientapp-{client}": executor}

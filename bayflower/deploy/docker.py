@@ -1,4 +1,6 @@
-"""Containers through Docker: compose for starting and ending, the `docker` package for everything else."""
+"""Containers through Docker: compose for starting and ending, the `docker` package for everything
+else.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ def client() -> Any:
     try:
         docker: Any = importlib.import_module("docker")
     except ImportError:
-        raise ConfigError("the Docker package for Python is not installed; install it with: pip install 'bayflower[deploy]'") from None
+        raise ConfigError(
+            "the Docker package for Python is not installed; install it with: pip install "
+            "'bayflower[deploy]'"
+        ) from None
     try:
         found = docker.from_env(timeout=600)
         found.ping()
     except Exception as error:
         raise BayflowerError(
-            f"the Docker engine does not answer ({' '.join(str(error).split())[:200]}); start it, or use: bayflower deploy up DIR --local"
+            f"the Docker engine does not answer ({' '.join(str(error).split())[:200]}); start it, "
+            "or use: bayflower deploy up DIR --local"
         ) from None
     return found
 
@@ -39,29 +45,47 @@ def compose(deployment: Deployment, *words: str) -> None:
     """Run docker compose on the deployment's file; what it says goes to the terminal."""
     file = deployment.folder / "compose.yaml"
     if not file.exists():
-        raise ConfigError(f"{file} is not there; each machine has a folder of its own: give that of this machine")
+        raise ConfigError(
+            f"{file} is not there; each machine has a folder of its own: give that of this machine"
+        )
     program = shutil.which("docker")
     if program is None:
-        raise ConfigError("docker is not installed; install it, or use: bayflower deploy up DIR --local")
-    done = subprocess.run([program, "compose", "--file", str(file), *words], stdin=subprocess.DEVNULL)
+        raise ConfigError(
+            "docker is not installed; install it, or use: bayflower deploy up DIR --local"
+        )
+    done = subprocess.run(
+        [program, "compose", "--file", str(file), *words], stdin=subprocess.DEVNULL
+    )
     if done.returncode:
-        raise BayflowerError(f"docker compose {words[0]} failed (code {done.returncode}); see: bayflower deploy logs {deployment.folder}")
+        raise BayflowerError(
+            f"docker compose {words[0]} failed (code {done.returncode}); see: bayflower deploy "
+            f"logs {deployment.folder}"
+        )
 
 
 def up(deployment: Deployment) -> None:
     """Start every container and return when all are healthy."""
     docker = client()
     if not docker.images.list(deployment.image):
-        raise ConfigError(f"the image {deployment.image} is not there; build it: docker build -f docker/Dockerfile -t {deployment.image} .")
+        raise ConfigError(
+            f"the image {deployment.image} is not there; build it: docker build -f "
+            f"docker/Dockerfile -t {deployment.image} ."
+        )
     compose(deployment, "up", "--detach", "--wait")
 
 
 def container(deployment: Deployment, service: str) -> Any:
     """Return the running container of a service."""
-    labels = [f"com.docker.compose.project={deployment.name}", f"com.docker.compose.service={service}"]
+    labels = [
+        f"com.docker.compose.project={deployment.name}",
+        f"com.docker.compose.service={service}",
+    ]
     found = client().containers.list(filters={"label": labels})
     if not found:
-        raise BayflowerError(f"the container of {service} is not running; start it with: bayflower deploy up {deployment.folder}")
+        raise BayflowerError(
+            f"the container of {service} is not running; start it with: bayflower deploy up "
+            f"{deployment.folder}"
+        )
     return found[0]
 
 
@@ -70,9 +94,22 @@ def run_inside(deployment: Deployment, words: Sequence[str]) -> int:
     target = container(deployment, SERVER)
     api = target.client.api
     show = sys.stdout.isatty()
-    size = {"COLUMNS": str(shutil.get_terminal_size().columns), "TERM": os.environ.get("TERM", "xterm")} if show else {}
-    command = api.exec_create(target.id, ["bayflower", "deploy", *words], tty=show, environment=size)["Id"]
-    for out, err in api.exec_start(command, stream=True, demux=True) if not show else pairs(api.exec_start(command, stream=True, tty=True)):
+    size = (
+        {
+            "COLUMNS": str(shutil.get_terminal_size().columns),
+            "TERM": os.environ.get("TERM", "xterm"),
+        }
+        if show
+        else {}
+    )
+    command = api.exec_create(
+        target.id, ["bayflower", "deploy", *words], tty=show, environment=size
+    )["Id"]
+    for out, err in (
+        api.exec_start(command, stream=True, demux=True)
+        if not show
+        else pairs(api.exec_start(command, stream=True, tty=True))
+    ):
         for part, stream in ((out, sys.stdout), (err, sys.stderr)):
             if part:
                 stream.buffer.write(part)
@@ -84,7 +121,9 @@ def output_inside(deployment: Deployment, words: Sequence[str]) -> str:
     """Return what `bayflower deploy …` prints beside the SuperLink."""
     code, said = container(deployment, SERVER).exec_run(["bayflower", "deploy", *words])
     if code:
-        raise BayflowerError(" ".join(said.decode(errors="replace").split()).removeprefix("bayflower: "))
+        raise BayflowerError(
+            " ".join(said.decode(errors="replace").split()).removeprefix("bayflower: ")
+        )
     return str(said.decode().strip().splitlines()[-1])
 
 
@@ -101,7 +140,9 @@ def copy_out(deployment: Deployment, service: str, path: str, target: Path) -> N
     except BayflowerError:
         raise
     except Exception as error:
-        raise BayflowerError(f"{path} cannot be read from {service} ({' '.join(str(error).split())[:200]})") from None
+        raise BayflowerError(
+            f"{path} cannot be read from {service} ({' '.join(str(error).split())[:200]})"
+        ) from None
     with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
         target.mkdir(parents=True, exist_ok=True)
         for member in archive.getmembers():

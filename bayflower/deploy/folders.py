@@ -18,45 +18,98 @@ from .layout import CONTAINER_USER, INNER_HOSTS, PORT, Deployment, write
 
 
 def init(
-    folder: Path, *, clients: int, hosts: Sequence[str] = (), port: int = PORT, days: int = 365, name: str = "", image: str = "",
-    cpus: float = 1.0, memory: str = "2g",
-) -> Deployment:  # fmt: skip
-    """Make a deployment's folder with keys, certificates and compose files; return it. Nothing is overwritten."""
+    folder: Path,
+    *,
+    clients: int,
+    hosts: Sequence[str] = (),
+    port: int = PORT,
+    days: int = 365,
+    name: str = "",
+    image: str = "",
+    cpus: float = 1.0,
+    memory: str = "2g",
+) -> Deployment:
+    """Make a deployment's folder with keys, certificates and compose files; return it. Nothing is
+    overwritten.
+    """
     if clients < 1:
         raise ConfigError(f"clients must be at least 1, got {clients}")
     if days < 1:
-        raise ConfigError(f"days must be at least 1, got {days}; it is how long the certificates are valid")
+        raise ConfigError(
+            f"days must be at least 1, got {days}; it is how long the certificates are valid"
+        )
     if not 1 <= port <= 65535:
         raise ConfigError(f"port must be in 1 … 65535, got {port}")
     hosts = keys.check_hosts(hosts)
-    name = name or f"bayflower-{re.sub('[^a-z0-9]+', '-', folder.resolve().name.lower()).strip('-') or 'federation'}"
+    plain = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
+    name = name or f"bayflower-{plain or 'federation'}"
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,50}", name):
-        raise ConfigError(f"name must be at most 51 lower-case letters, digits, - and _, got {name!r}")
+        raise ConfigError(
+            f"name must be at most 51 lower-case letters, digits, - and _, got {name!r}"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already and is not overwritten; choose another folder, or remove it")
+        raise ConfigError(
+            f"{folder} is there already and is not overwritten; choose another folder, or remove it"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o755)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ({error.strerror}); choose another folder") from None
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror}); choose another folder"
+        ) from None
     try:
-        return fill(folder.resolve(), clients, hosts, port, days, name, image or f"bayflower:{__version__}", cpus, memory, compose.write)
+        return fill(
+            folder.resolve(),
+            clients,
+            hosts,
+            port,
+            days,
+            name,
+            image or f"bayflower:{__version__}",
+            cpus,
+            memory,
+            compose.write,
+        )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # half a deployment is none
         raise
 
 
 def fill(
-    folder: Path, clients: int, hosts: list[str], port: int, days: int, name: str, image: str, cpus: float, memory: str, write_compose: Any
+    folder: Path,
+    clients: int,
+    hosts: list[str],
+    port: int,
+    days: int,
+    name: str,
+    image: str,
+    cpus: float,
+    memory: str,
+    write_compose: Any,
 ) -> Deployment:
     """Make everything below `folder`."""
     end = (datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)).strftime("%Y-%m-%d")
     uid, gid = (os.getuid(), os.getgid()) if os.getuid() else (CONTAINER_USER, CONTAINER_USER)
     whole = Deployment(
-        name, "all", clients, tuple(hosts) or ("gate",), port, image, f"{uid}:{gid}", end, cpus=cpus, memory=memory, folder=folder
+        name,
+        "all",
+        clients,
+        tuple(hosts) or ("gate",),
+        port,
+        image,
+        f"{uid}:{gid}",
+        end,
+        cpus=cpus,
+        memory=memory,
+        folder=folder,
     )
-    machines = [dataclasses.replace(whole, name=f"{name}-server", role="server", folder=folder / "server")]
+    machines = [
+        dataclasses.replace(whole, name=f"{name}-server", role="server", folder=folder / "server")
+    ]
     machines += [
-        dataclasses.replace(whole, name=f"{name}-client-{k}", role="client", client=k, folder=folder / f"client-{k}")
+        dataclasses.replace(
+            whole, name=f"{name}-client-{k}", role="client", client=k, folder=folder / f"client-{k}"
+        )
         for k in range(clients)
     ]
     (folder / "ca").mkdir(mode=0o700)
@@ -68,7 +121,13 @@ def fill(
         (own / "data").mkdir(parents=True)
         public = keys.make_node_key(own, f"{name} client-{k}")
         keys.new_file(folder / "server" / "nodes" / f"client-{k}.pub", public, 0o644)
-        keys.make_certificate(authority, own, "runtime", [f"supernode-{k}", "supernode", "localhost", "127.0.0.1"], days)
+        keys.make_certificate(
+            authority,
+            own,
+            "runtime",
+            [f"supernode-{k}", "supernode", "localhost", "127.0.0.1"],
+            days,
+        )
     for machine in machines:
         keys.new_file(machine.folder / "ca.crt", (folder / "ca" / "ca.crt").read_bytes(), 0o644)
         keys.make_secret(machine.folder / "executor.secret")
@@ -79,21 +138,39 @@ def fill(
     if not hosts:
         write_compose(whole)
     if os.getuid() == 0:
-        for path in (path for machine in machines for path in machine.folder.glob("*") if path.suffix in (".key", ".secret")):
+        for path in (
+            path
+            for machine in machines
+            for path in machine.folder.glob("*")
+            if path.suffix in (".key", ".secret")
+        ):
             os.chown(path, uid, gid)
     return whole
 
 
 def renew(deployment: Deployment, days: int) -> list[Path]:
-    """Replace every certificate below the authority's folder by a new one of the same names; return what was written."""
+    """Replace every certificate below the authority's folder by a new one of the same names; return
+    what was written.
+    """
     if deployment.role != "all" or not (deployment.folder / "ca" / "ca.key").exists():
-        raise ConfigError(f"{deployment.folder} does not hold the authority's key; renew where the deployment was made")
+        raise ConfigError(
+            f"{deployment.folder} does not hold the authority's key; renew where the deployment "
+            "was made"
+        )
     authority = keys.load_authority(deployment.folder / "ca")
-    last = (keys.expiry(deployment.folder / "ca" / "ca.crt") - datetime.datetime.now(datetime.UTC)).days
+    last = (
+        keys.expiry(deployment.folder / "ca" / "ca.crt") - datetime.datetime.now(datetime.UTC)
+    ).days
     if days > last:
-        raise ConfigError(f"the authority itself ends in {last} days; ask for at most that, or make a new deployment")
+        raise ConfigError(
+            f"the authority itself ends in {last} days; ask for at most that, or make a new "
+            "deployment"
+        )
     done = []
-    for folder, stem in [(deployment.server, "server"), *((own, "runtime") for own in deployment.client_folders().values())]:
+    for folder, stem in [
+        (deployment.server, "server"),
+        *((own, "runtime") for own in deployment.client_folders().values()),
+    ]:
         if not folder.exists():
             continue  # it was moved to its machine
         names = keys.names_of(folder / f"{stem}.crt")
@@ -102,7 +179,9 @@ def renew(deployment: Deployment, days: int) -> list[Path]:
         fresh.mkdir()
         keys.make_certificate(authority, fresh, stem, names, days)
         for suffix in (".key", ".crt"):
-            os.chown(fresh / f"{stem}{suffix}", owner.st_uid, owner.st_gid) if suffix == ".key" else None
+            os.chown(
+                fresh / f"{stem}{suffix}", owner.st_uid, owner.st_gid
+            ) if suffix == ".key" else None
             (fresh / f"{stem}{suffix}").replace(folder / f"{stem}{suffix}")
         fresh.rmdir()
         done.append(folder / f"{stem}.crt")

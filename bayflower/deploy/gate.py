@@ -1,9 +1,11 @@
 """The one door that clients see: it passes Flower's Fleet API on to the SuperLink and nothing else.
 
-Flower serves three APIs on one port, and the one by which runs are started and node keys registered asks nobody who they are. Whoever could
-reach it could run code of their own on every node. Behind this gate the SuperLink is reached by clients only for what clients do.
+Flower serves three APIs on one port, and the one by which runs are started and node keys registered
+asks nobody who they are. Whoever could reach it could run code of their own on every node. Behind
+this gate the SuperLink is reached by clients only for what clients do.
 
-    python -m bayflower.deploy.gate --port 9092 --superlink superlink:9091 --certificate server.crt --key server.key --authority ca.crt
+    python -m bayflower.deploy.gate --port 9092 --superlink superlink:9091 \\
+        --certificate server.crt --key server.key --authority ca.crt
 """
 
 from __future__ import annotations
@@ -24,18 +26,36 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-# What an authenticated SuperNode asks for, by name: a path that is made from what came in could lead elsewhere ("/v1/fleet/../control").
-CALLS = ("activate-node", "deactivate-node", "send-node-heartbeat", "pull-messages", "push-messages", "get-run", "get-fab", "push-object",
-         "pull-object", "confirm-message-received")  # fmt: skip
-HOP = {"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"}  # between two neighbours only
-DECODED = {"content-encoding", "content-length"}  # true of what came, not of what it was unpacked to
-AGAIN = {500: 503}  # a SuperLink whose database is busy answers 500, on which a SuperNode drops a client's reply; on 503 it tries again
-# A run that ends while a SuperNode receives a message of it leaves that SuperNode one reply behind for the rest of its life: from then on
-# it sends a reply only when the next message comes. It happens at these calls, if the SuperLink says that the run has ended (403). Told
-# otherwise, the SuperNode drops the message (410), or works on it and finds out when it sends the reply (200).
+# What an authenticated SuperNode asks for, by name: a path that is made from what came in could
+# lead elsewhere ("/v1/fleet/../control").
+CALLS = (
+    "activate-node",
+    "deactivate-node",
+    "send-node-heartbeat",
+    "pull-messages",
+    "push-messages",
+    "get-run",
+    "get-fab",
+    "push-object",
+    "pull-object",
+    "confirm-message-received",
+)
+# between two neighbours only
+HOP = {"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"}
+# true of what came, not of what it was unpacked to
+DECODED = {"content-encoding", "content-length"}
+# a SuperLink whose database is busy answers 500, on which a SuperNode drops a client's reply; on
+# 503 it tries again
+AGAIN = {500: 503}
+# A run that ends while a SuperNode receives a message of it leaves that SuperNode one reply behind
+# for the rest of its life: from then on it sends a reply only when the next message comes. It
+# happens at these calls, if the SuperLink says that the run has ended (403). Told otherwise, the
+# SuperNode drops the message (410), or works on it and finds out when it sends the reply (200).
 ENDED = {"pull-object": 410, "confirm-message-received": 200}
 PATIENCE = 90.0  # seconds for an answer: more than the SuperLink waits for its database
-ONCE = "push-object"  # a part of a reply; the SuperLink refuses one that it has, so a SuperNode that missed the answer would drop the reply
+# a part of a reply; the SuperLink refuses one that it has, so a SuperNode that missed the answer
+# would drop the reply
+ONCE = "push-object"
 REMEMBERED = 4096  # answers to such requests
 LARGEST = 64 * 2**20  # bytes of one request; Flower sends arrays in pieces of 5 MiB
 
@@ -56,7 +76,9 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
     answers: dict[bytes, Response] = {}  # by the request's checksum
     working: dict[bytes, asyncio.Task[Response]] = {}
 
-    def ask(request: Request, path: str, body: AsyncIterator[bytes] | bytes | None) -> httpx.Request:
+    def ask(
+        request: Request, path: str, body: AsyncIterator[bytes] | bytes | None
+    ) -> httpx.Request:
         headers = [(key, value) for key, value in request.headers.items() if key not in HOP]
         return client.build_request(request.method, path, headers=headers, content=body)
 
@@ -66,7 +88,9 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
         return Response(answer.content, AGAIN.get(answer.status_code, answer.status_code), kept)
 
     async def once(request: Request, path: str) -> Response:
-        """Return the answer to a request; to one that was answered before, or is just being worked on, that answer."""
+        """Return the answer to a request; to one that was answered before, or is just being worked
+        on, that answer.
+        """
         body = b"".join([part async for part in limited(request.stream(), largest)])
         seal = hashlib.sha256(body).digest()
         if seal in answers:
@@ -95,14 +119,22 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
         except TooLargeError:
             return PlainTextResponse(f"a request may have {largest} bytes at most\n", 413)
         except httpx.HTTPError as error:
-            return PlainTextResponse(f"the SuperLink does not answer: {type(error).__name__}\n", 503)
+            return PlainTextResponse(
+                f"the SuperLink does not answer: {type(error).__name__}\n", 503
+            )
         kept = {key: value for key, value in answer.headers.items() if key not in HOP}
         code = AGAIN.get(answer.status_code, answer.status_code)
         call = path.rsplit("/", 1)[-1]
         if code == 403 and call in ENDED:
             await answer.aclose()
-            return Response(b"", ENDED[call], {"content-type": request.headers.get("content-type", "application/x-protobuf")})
-        return StreamingResponse(answer.aiter_raw(), code, kept, background=BackgroundTask(answer.aclose))
+            return Response(
+                b"",
+                ENDED[call],
+                {"content-type": request.headers.get("content-type", "application/x-protobuf")},
+            )
+        return StreamingResponse(
+            answer.aiter_raw(), code, kept, background=BackgroundTask(answer.aclose)
+        )
 
     def route(path: str, *ways: str) -> Route:
         async def to(request: Request) -> Response:
@@ -110,7 +142,13 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
 
         return Route(path, to, methods=list(ways))
 
-    return Starlette(routes=[route("/health", "GET", "HEAD"), *(route(f"/v1/fleet/{call}", "POST") for call in CALLS)], lifespan=lifespan)
+    return Starlette(
+        routes=[
+            route("/health", "GET", "HEAD"),
+            *(route(f"/v1/fleet/{call}", "POST") for call in CALLS),
+        ],
+        lifespan=lifespan,
+    )
 
 
 async def limited(parts: AsyncIterator[bytes], largest: int) -> AsyncIterator[bytes]:
@@ -125,17 +163,33 @@ async def limited(parts: AsyncIterator[bytes], largest: int) -> AsyncIterator[by
 
 def main(words: list[str] | None = None, serve: Callable[..., Any] = uvicorn.run) -> None:
     """Serve until ended."""
-    parser = argparse.ArgumentParser(prog="python -m bayflower.deploy.gate", description="Passes Flower's Fleet API on, and nothing else.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bayflower.deploy.gate",
+        description="Passes Flower's Fleet API on, and nothing else.",
+    )
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--superlink", required=True, help="host:port of the SuperLink")
     parser.add_argument("--certificate", required=True, help="what the gate shows to clients")
     parser.add_argument("--key", required=True)
     parser.add_argument("--authority", required=True, help="who vouches for the SuperLink")
-    parser.add_argument("--largest", type=int, default=LARGEST, help=f"bytes of one request [{LARGEST}]")
+    parser.add_argument(
+        "--largest", type=int, default=LARGEST, help=f"bytes of one request [{LARGEST}]"
+    )
     given = parser.parse_args(words)
-    app = make_app(f"https://{given.superlink}", ssl.create_default_context(cafile=given.authority), given.largest)
-    serve(app, host=given.host, port=given.port, ssl_certfile=given.certificate, ssl_keyfile=given.key, log_level="warning")
+    app = make_app(
+        f"https://{given.superlink}",
+        ssl.create_default_context(cafile=given.authority),
+        given.largest,
+    )
+    serve(
+        app,
+        host=given.host,
+        port=given.port,
+        ssl_certfile=given.certificate,
+        ssl_keyfile=given.key,
+        log_level="warning",
+    )
 
 
 if __name__ == "__main__":

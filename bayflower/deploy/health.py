@@ -1,4 +1,6 @@
-"""What a container's health check runs: `python -m bayflower.deploy.health URL [AUTHORITY]`. It imports nothing heavy."""
+"""What a container's health check runs: `python -m bayflower.deploy.health URL [AUTHORITY]`. It
+imports nothing heavy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Certificate authority, server certificates, node keys; each private key is made in the folder that needs it, for its owner alone."""
+"""Certificate authority, server certificates, node keys; each private key is made in the folder
+that needs it, for its owner alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..errors import BayflowerError, ConfigError
 
-HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?")
+HOST = re.compile(
+    r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?"
+)
 EARLIER = datetime.timedelta(hours=1)  # clocks of other machines may be behind
 
 
@@ -34,7 +38,9 @@ def new_file(path: Path, content: bytes, mode: int) -> None:
     try:
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already and is not overwritten; choose another folder, or remove it") from None
+        raise ConfigError(
+            f"{path} is there already and is not overwritten; choose another folder, or remove it"
+        ) from None
     with os.fdopen(number, "wb") as file:
         os.fchmod(number, mode)
         file.write(content)
@@ -44,7 +50,10 @@ def check_hosts(hosts: Sequence[str]) -> list[str]:
     """Return the hosts if each is a name or an address without a port."""
     for host in hosts:
         if not (is_address(host) or HOST.fullmatch(host)):
-            raise ConfigError(f"host {host!r} is neither a name nor an address; give it without https:// and without a port")
+            raise ConfigError(
+                f"host {host!r} is neither a name nor an address; give it without https:// and "
+                "without a port"
+            )
     return list(hosts)
 
 
@@ -64,7 +73,10 @@ def make_authority(folder: Path, name: str, days: int) -> Authority:
     certificate = (
         builder(subject, subject, key.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.KeyUsage(False, False, False, False, False, True, True, False, False), critical=True)
+        .add_extension(
+            x509.KeyUsage(False, False, False, False, False, True, True, False, False),
+            critical=True,
+        )
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA384())
     )
@@ -79,24 +91,39 @@ def load_authority(folder: Path) -> Authority:
         key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
     except (OSError, ValueError) as error:
-        raise BayflowerError(f"the authority in {folder} cannot be read ({error}); restore it from a back-up") from None
+        raise BayflowerError(
+            f"the authority in {folder} cannot be read ({error}); restore it from a back-up"
+        ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise BayflowerError(f"{folder / 'ca.key'} is not a key of ours; restore it from a back-up")
     return Authority(key, certificate)
 
 
-def make_certificate(authority: Authority, folder: Path, stem: str, hosts: Sequence[str], days: int) -> None:
-    """Write `stem`.key and `stem`.crt, a server certificate for all of `hosts`, the authority's certificate behind it."""
+def make_certificate(
+    authority: Authority, folder: Path, stem: str, hosts: Sequence[str], days: int
+) -> None:
+    """Write `stem`.key and `stem`.crt, a server certificate for all of `hosts`, the authority's
+    certificate behind it.
+    """
     key = ec.generate_private_key(ec.SECP384R1())
-    names = [x509.IPAddress(ipaddress.ip_address(host)) if is_address(host) else x509.DNSName(host) for host in dict.fromkeys(hosts)]
+    names = [
+        x509.IPAddress(ipaddress.ip_address(host)) if is_address(host) else x509.DNSName(host)
+        for host in dict.fromkeys(hosts)
+    ]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
     certificate = (
         builder(subject, authority.certificate.subject, key.public_key(), days)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.KeyUsage(True, False, False, False, False, False, False, False, False), critical=True)
+        .add_extension(
+            x509.KeyUsage(True, False, False, False, False, False, False, False, False),
+            critical=True,
+        )
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()),
+            critical=False,
+        )
         .sign(authority.key, hashes.SHA384())
     )
     new_file(folder / f"{stem}.key", private_pem(key), 0o600)
@@ -104,10 +131,18 @@ def make_certificate(authority: Authority, folder: Path, stem: str, hosts: Seque
 
 
 def make_node_key(folder: Path, comment: str) -> bytes:
-    """Write node.key and node.pub (P-384, as Flower's node authentication asks for); return the public key."""
+    """Write node.key and node.pub (P-384, as Flower's node authentication asks for); return the
+    public key.
+    """
     key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.OpenSSH,
+        serialization.NoEncryption(),
+    )
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
     line = public + f" {comment}\n".encode()
     new_file(folder / "node.key", private, 0o600)
     new_file(folder / "node.pub", line, 0o644)
@@ -129,11 +164,20 @@ def expiry(path: Path) -> datetime.datetime:
 
 def names_of(path: Path) -> list[str]:
     """Return the names and addresses a certificate is for."""
-    names = x509.load_pem_x509_certificate(path.read_bytes()).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return [*names.get_values_for_type(x509.DNSName), *(str(one) for one in names.get_values_for_type(x509.IPAddress))]
+    names = (
+        x509.load_pem_x509_certificate(path.read_bytes())
+        .extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        .value
+    )
+    return [
+        *names.get_values_for_type(x509.DNSName),
+        *(str(one) for one in names.get_values_for_type(x509.IPAddress)),
+    ]
 
 
-def builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
+def builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
     """Return what every certificate of ours has."""
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -154,4 +198,6 @@ def pem(certificate: x509.Certificate) -> bytes:
 
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     """Return a private key as text."""
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

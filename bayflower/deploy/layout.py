@@ -1,8 +1,11 @@
 """What lies where in a deployment's folder, and `bayflower deploy init`, which makes it.
 
-DIR/deployment.json  compose.yaml (everything on one machine)  ca/ (the authority; its key never leaves this folder)
-DIR/server/          what the server's machine needs: certificate and key, the clients' public keys, compose.yaml
-DIR/client-K/        what client K's machine needs: the authority's certificate, its own node key, compose.yaml, data/ (only read)
+DIR/deployment.json  compose.yaml (everything on one machine)  ca/ (the authority; its key never
+                                                               leaves this folder)
+DIR/server/          what the server's machine needs: certificate and key, the clients' public keys,
+                     compose.yaml
+DIR/client-K/        what client K's machine needs: the authority's certificate, its own node key,
+                     compose.yaml, data/ (only read)
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ class Deployment:
     def server(self) -> Path:
         """The folder of the server's machine."""
         if self.role == "client":
-            raise ConfigError(f"{self.folder} is a client's folder; give the server's, which is on the server's machine")
+            raise ConfigError(
+                f"{self.folder} is a client's folder; give the server's, which is on the server's "
+                "machine"
+            )
         return self.folder if self.role == "server" else self.folder / "server"
 
     def client_folders(self) -> dict[int, Path]:
@@ -49,7 +55,11 @@ class Deployment:
         if self.role == "client":
             assert self.client is not None
             return {self.client: self.folder}
-        return {client: self.folder / f"client-{client}" for client in range(self.clients)} if self.role == "all" else {}
+        return (
+            {client: self.folder / f"client-{client}" for client in range(self.clients)}
+            if self.role == "all"
+            else {}
+        )
 
     def has_server(self) -> bool:
         """Return whether the server is on this machine."""
@@ -69,12 +79,19 @@ def read(folder: Path) -> Deployment:
         facts["hosts"] = tuple(facts["hosts"])
         return Deployment(**facts, folder=folder.resolve())
     except FileNotFoundError:
-        raise ConfigError(f"{folder} is not a deployment: {path} is not there; make one with: bayflower deploy init {folder}") from None
+        raise ConfigError(
+            f"{folder} is not a deployment: {path} is not there; make one with: bayflower deploy "
+            f"init {folder}"
+        ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); restore it, or make a new deployment") from None
+        raise ConfigError(
+            f"{path} cannot be read ({error}); restore it, or make a new deployment"
+        ) from None
 
 
 def write(deployment: Deployment) -> None:
     """Write deployment.json into its folder."""
-    facts = {name: value for name, value in dataclasses.asdict(deployment).items() if name != "folder"}
+    facts = {
+        name: value for name, value in dataclasses.asdict(deployment).items() if name != "folder"
+    }
     keys.new_file(deployment.folder / FILE, (json.dumps(facts, indent=2) + "\n").encode(), 0o644)

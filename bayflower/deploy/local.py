@@ -1,7 +1,9 @@
-"""A deployment's programs as processes of this machine: TLS and node keys as in containers, without Docker.
+"""A deployment's programs as processes of this machine: TLS and node keys as in containers, without
+Docker.
 
-What they write is in DIR/local (database, results, logs) and, for a client, in its own folder (`state`). They go on when the command that
-started them has ended; each carries a mark in its environment by which `down` finds it.
+What they write is in DIR/local (database, results, logs) and, for a client, in its own folder
+(`state`). They go on when the command that started them has ended; each carries a mark in its
+environment by which `down` finds it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from .server import Server, register, write_connection
 START_SECONDS = 60.0
 AGAIN_SECONDS = 5.0  # between two starts of the same program
 WELCOME = "SuperNode ID"  # what a SuperNode prints once the SuperLink knows it
-JOIN_SECONDS = 150.0  # the SuperLink refuses a node's key until the node's last heartbeat is 60 s old
+# the SuperLink refuses a node's key until the node's last heartbeat is 60 s old
+JOIN_SECONDS = 150.0
 
 
 class Local:
@@ -36,22 +39,30 @@ class Local:
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.folder = deployment.folder / "local"
-        self.facts: dict[str, Any] = {"mark": uuid.uuid4().hex, "superlink": 0, "gate": 0, "pids": {}}
+        self.facts: dict[str, Any] = {
+            "mark": uuid.uuid4().hex,
+            "superlink": 0,
+            "gate": 0,
+            "pids": {},
+        }
         self.facts.update(read_json(self.folder / "local.json"))
         self.env = processes.environment(self.facts["mark"], self.folder / "home", "deployment")
         self.started: dict[str, float] = {}
 
-    # -- what is there -----------------------------------------------------------------------------------------------
+    # -- what is there ----------------------------------------------------------------------------
     def names(self) -> list[str]:
         """Return the programs this machine should run, in the order of their start."""
         server = ["superlink", "gate"] if self.deployment.has_server() else []
         return [*server, *(f"supernode-{client}" for client in self.deployment.client_folders())]
 
     def alive(self, name: str) -> bool:
-        """Return whether a program runs; a process of another life with the same number does not count."""
+        """Return whether a program runs; a process of another life with the same number does not
+        count.
+        """
         pid = self.facts["pids"].get(name)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid or -1, os.WNOHANG)  # one of our own that has ended would else remain as a zombie
+            # one of our own that has ended would else remain as a zombie
+            os.waitpid(pid or -1, os.WNOHANG)
         return pid in processes.marked(self.facts["mark"])
 
     def any_alive(self) -> bool:
@@ -66,7 +77,7 @@ class Local:
         """Return the last line a program printed."""
         return processes.last_line(self.folder / "logs" / f"{name}.log")
 
-    # -- up and down -------------------------------------------------------------------------------------------------
+    # -- up and down ------------------------------------------------------------------------------
     def up(self, note: Callable[[str], None]) -> None:
         """Start whatever is missing and return when all of it works."""
         self.folder.mkdir(exist_ok=True)
@@ -87,10 +98,17 @@ class Local:
             if not self.alive(port) and not self.facts[port]:
                 self.facts[port] = processes.free_port() if inner else self.deployment.port
         self.save()
-        write_connection(self.folder / "home", f"127.0.0.1:{self.facts['superlink']}", self.deployment.server / "ca.crt")
+        write_connection(
+            self.folder / "home",
+            f"127.0.0.1:{self.facts['superlink']}",
+            self.deployment.server / "ca.crt",
+        )
         for name in ("superlink", "gate"):
             if not self.alive(name):
-                note(f"starting the {'SuperLink' if name == 'superlink' else 'gate'} on port {self.facts[name]}")
+                note(
+                    f"starting the {'SuperLink' if name == 'superlink' else 'gate'} on port "
+                    f"{self.facts[name]}"
+                )
                 self.start(name)
                 self.wait_for_health(name)
         register(self.server(), note)
@@ -98,7 +116,9 @@ class Local:
     def start(self, name: str) -> None:
         """Start one program."""
         words = self.words(name)
-        process = processes.launch(words, self.env, self.folder, self.folder / "logs" / f"{name}.log")
+        process = processes.launch(
+            words, self.env, self.folder, self.folder / "logs" / f"{name}.log"
+        )
         self.facts["pids"][name] = process.pid
         self.started[name] = time.monotonic()
         self.save()
@@ -107,21 +127,69 @@ class Local:
         """Return a program's command line."""
         if name == "superlink":
             own = self.deployment.server
-            return [sys.executable, "-m", "bayflower.deploy.superlink", "--host", "127.0.0.1", "--port", str(self.facts["superlink"]),
-                    "--database", str(self.folder / "superlink.db"), "--enable-supernode-auth", "--ssl-ca-certfile", str(own / "ca.crt"),
-                    "--ssl-certfile", str(own / "server.crt"), "--ssl-keyfile", str(own / "server.key")]  # fmt: skip
+            return [
+                sys.executable,
+                "-m",
+                "bayflower.deploy.superlink",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.facts["superlink"]),
+                "--database",
+                str(self.folder / "superlink.db"),
+                "--enable-supernode-auth",
+                "--ssl-ca-certfile",
+                str(own / "ca.crt"),
+                "--ssl-certfile",
+                str(own / "server.crt"),
+                "--ssl-keyfile",
+                str(own / "server.key"),
+            ]
         if name == "gate":
             own = self.deployment.server
-            return [sys.executable, "-m", "bayflower.deploy.gate", "--host", "127.0.0.1" if self.deployment.role == "all" else "0.0.0.0",
-                    "--port", str(self.facts["gate"]), "--superlink", f"127.0.0.1:{self.facts['superlink']}",
-                    "--certificate", str(own / "server.crt"), "--key", str(own / "server.key"),
-                    "--authority", str(own / "ca.crt")]  # fmt: skip
+            return [
+                sys.executable,
+                "-m",
+                "bayflower.deploy.gate",
+                "--host",
+                "127.0.0.1" if self.deployment.role == "all" else "0.0.0.0",
+                "--port",
+                str(self.facts["gate"]),
+                "--superlink",
+                f"127.0.0.1:{self.facts['superlink']}",
+                "--certificate",
+                str(own / "server.crt"),
+                "--key",
+                str(own / "server.key"),
+                "--authority",
+                str(own / "ca.crt"),
+            ]
         client = int(name.split("-")[1])
         own = self.deployment.client_folders()[client]
-        address = f"127.0.0.1:{self.facts['gate']}" if self.deployment.role == "all" else self.deployment.address()
-        node = f'partition-id={client} num-partitions={self.deployment.clients} state-dir="{own / "state"}" data-dir="{own / "data"}"'
-        return ["flower-supernode", "--superlink", address, "--root-certificates", str(own / "ca.crt"), "--auth-supernode-private-key",
-                str(own / "node.key"), "--node-config", node, "--host", "127.0.0.1", "--port", str(processes.free_port())]  # fmt: skip
+        address = (
+            f"127.0.0.1:{self.facts['gate']}"
+            if self.deployment.role == "all"
+            else self.deployment.address()
+        )
+        node = (
+            f"partition-id={client} num-partitions={self.deployment.clients} "
+            f'state-dir="{own / "state"}" data-dir="{own / "data"}"'
+        )
+        return [
+            "flower-supernode",
+            "--superlink",
+            address,
+            "--root-certificates",
+            str(own / "ca.crt"),
+            "--auth-supernode-private-key",
+            str(own / "node.key"),
+            "--node-config",
+            node,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(processes.free_port()),
+        ]
 
     def save(self) -> None:
         """Write down what was started."""
@@ -135,11 +203,15 @@ class Local:
             if not self.alive(name):
                 raise BayflowerError(f"the {name} ended at its start: {self.said(name)}")
             try:
-                with urllib.request.urlopen(f"https://127.0.0.1:{self.facts[name]}/health", timeout=2, context=context):
+                with urllib.request.urlopen(
+                    f"https://127.0.0.1:{self.facts[name]}/health", timeout=2, context=context
+                ):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
-        raise BayflowerError(f"the {name} did not answer within {START_SECONDS:.0f} s: {self.said(name)}")
+        raise BayflowerError(
+            f"the {name} did not answer within {START_SECONDS:.0f} s: {self.said(name)}"
+        )
 
     def wait_for_nodes(self, note: Callable[[str], None]) -> None:
         """Return when every SuperNode is online."""
@@ -155,7 +227,8 @@ class Local:
             missing = self.server().missing()
         if missing:
             raise BayflowerError(
-                f"{missing[0]} did not come online within {JOIN_SECONDS:.0f} s: {self.said(missing[0].replace('client', 'supernode'))}"
+                f"{missing[0]} did not come online within {JOIN_SECONDS:.0f} s: "
+                f"{self.said(missing[0].replace('client', 'supernode'))}"
             )
 
     def wait_for_welcome(self, note: Callable[[str], None]) -> None:
@@ -165,20 +238,30 @@ class Local:
         deadline = time.monotonic() + JOIN_SECONDS
         while self.started.get(name) and WELCOME not in log.read_text(errors="replace"):
             if time.monotonic() > deadline:
-                raise BayflowerError(f"the server at {self.deployment.address()} did not accept the SuperNode: {self.said(name)}")
+                raise BayflowerError(
+                    f"the server at {self.deployment.address()} did not accept the SuperNode: "
+                    f"{self.said(name)}"
+                )
             self.keep_nodes()
             time.sleep(0.5)
 
     def keep_nodes(self) -> None:
         """Start SuperNodes and the gate that are gone again, now and then."""
         for name in self.names():
-            if name != "superlink" and not self.alive(name) and time.monotonic() - self.started.get(name, -AGAIN_SECONDS) >= AGAIN_SECONDS:
+            if (
+                name != "superlink"
+                and not self.alive(name)
+                and time.monotonic() - self.started.get(name, -AGAIN_SECONDS) >= AGAIN_SECONDS
+            ):
                 self.start(name)
 
     def watch(self) -> None:
         """Raise if the SuperLink is gone; start what else is gone."""
         if not self.alive("superlink"):
-            raise BayflowerError(f"the SuperLink ended: {self.said('superlink')}; go on with: bayflower deploy submit DIR --resume")
+            raise BayflowerError(
+                f"the SuperLink ended: {self.said('superlink')}; go on with: bayflower deploy "
+                "submit DIR --resume"
+            )
         self.keep_nodes()
 
     def down(self) -> int:

@@ -1,4 +1,6 @@
-"""Runs of a deployment: submitted, followed to their end with a true outcome, and resumed after whatever died."""
+"""Runs of a deployment: submitted, followed to their end with a true outcome, and resumed after
+whatever died.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +31,41 @@ def run_folder(server: Server, name: str) -> Path:
         return server.results / name
     found = sorted(server.results.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise ConfigError("no run was submitted yet; start one with: bayflower deploy submit DIR METHOD")
+        raise ConfigError(
+            "no run was submitted yet; start one with: bayflower deploy submit DIR METHOD"
+        )
     return found[-1].parent
 
 
-def config_of(server: Server, method: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], str, int]:
-    """Return the run-config, a name for the run, and how many clients it needs; wrong settings are found here."""
+def config_of(
+    server: Server, method: str, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], str, int]:
+    """Return the run-config, a name for the run, and how many clients it needs; wrong settings are
+    found here.
+    """
     from ..config import parse
     from ..flower.app import APP_KEYS
 
     ours = {key: value for key, value in given.items() if key in APP_KEYS}
-    settings = {"num_clients": server.deployment.clients, "device": "cpu", **{key: given[key] for key in given if key not in APP_KEYS}}
+    settings = {
+        "num_clients": server.deployment.clients,
+        "device": "cpu",
+        **{key: given[key] for key in given if key not in APP_KEYS},
+    }
     run = parse(method, settings)
     needed = int(ours.get("min_nodes") or run.data.total_clients)
     if needed > server.deployment.clients:
         raise ConfigError(
-            f"the run needs {needed} clients, the deployment has {server.deployment.clients}; lower num_clients, or add clients"
+            f"the run needs {needed} clients, the deployment has {server.deployment.clients}; "
+            "lower num_clients, or add clients"
         )
     name = f"{method}-{Path(run.data.dataset).stem}-{run.settings.seed}"
     return {**settings, **ours, "method": method}, name, needed
 
 
-def wait_for_clients(server: Server, needed: int, wait: float, note: Callable[[str], None], watch: Callable[[], None]) -> None:
+def wait_for_clients(
+    server: Server, needed: int, wait: float, note: Callable[[str], None], watch: Callable[[], None]
+) -> None:
     """Return when enough clients are online; say who is missing."""
     deadline = time.monotonic() + wait
     said: list[str] = []
@@ -62,7 +77,8 @@ def wait_for_clients(server: Server, needed: int, wait: float, note: Callable[[s
         text = f"{present} of {needed} clients are online; missing: {', '.join(missing)}"
         if time.monotonic() > deadline:
             raise BayflowerError(
-                f"{text}; start them on their machines (bayflower deploy up), or ask for fewer with --set num_clients={present}"
+                f"{text}; start them on their machines (bayflower deploy up), or ask for fewer "
+                f"with --set num_clients={present}"
             )
         if said != missing:
             note(f"{text}; waiting {deadline - time.monotonic():.0f} s for them")
@@ -72,18 +88,30 @@ def wait_for_clients(server: Server, needed: int, wait: float, note: Callable[[s
 
 
 def submit(
-    server: Server, method: str, given: Mapping[str, Any], *, name: str = "", resume: bool = False, wait: float = 120.0,
-    detach: bool = False, show: Callable[[dict[str, Any]], None] = lambda status: None, note: Callable[[str], None] = lambda text: None,
+    server: Server,
+    method: str,
+    given: Mapping[str, Any],
+    *,
+    name: str = "",
+    resume: bool = False,
+    wait: float = 120.0,
+    detach: bool = False,
+    show: Callable[[dict[str, Any]], None] = lambda status: None,
+    note: Callable[[str], None] = lambda text: None,
     watch: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:  # fmt: skip
-    """Run a method on the deployment's clients and return result.json's content; raise if the run failed, whatever Flower says."""
+) -> dict[str, Any]:
+    """Run a method on the deployment's clients and return result.json's content; raise if the run
+    failed, whatever Flower says.
+    """
     from ..files import checkpoint
 
     if resume:
         folder = run_folder(server, name)
         record = read_json(folder / RECORD)
         if not record:
-            raise ConfigError(f"there is nothing to resume in {folder.name}; start without --resume")
+            raise ConfigError(
+                f"there is nothing to resume in {folder.name}; start without --resume"
+            )
         config, needed = {**record["config"], **given}, int(record["needed"])
         finish(server, str(record["run"]))
         result = read_json(folder / "result.json")
@@ -102,7 +130,9 @@ def submit(
         run = processes.submit(server.flwr, app, {**config, "resume": resume, "out": str(folder)})
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    write_json(folder / RECORD, {"run": run, "name": folder.name, "needed": needed, "config": config})
+    write_json(
+        folder / RECORD, {"run": run, "name": folder.name, "needed": needed, "config": config}
+    )
     note(f"run {run} of {config['method']} started as {folder.name}")
     if detach:
         return {}
@@ -110,10 +140,21 @@ def submit(
     return json.loads((folder / "result.json").read_text())
 
 
-def follow(server: Server, folder: Path, run: str, show: Callable[[dict[str, Any]], None], watch: Callable[[], None]) -> None:
+def follow(
+    server: Server,
+    folder: Path,
+    run: str,
+    show: Callable[[dict[str, Any]], None],
+    watch: Callable[[], None],
+) -> None:
     """Return when a run has finished; raise if it failed."""
-    processes.follow(folder / "status.json", lambda: processes.run_status(server.flwr, run), show, watch,
-                     lambda: "see: bayflower deploy logs DIR; go on with: bayflower deploy submit DIR --resume")  # fmt: skip
+    processes.follow(
+        folder / "status.json",
+        lambda: processes.run_status(server.flwr, run),
+        show,
+        watch,
+        lambda: "see: bayflower deploy logs DIR; go on with: bayflower deploy submit DIR --resume",
+    )
 
 
 def finish(server: Server, run: str) -> None:
@@ -130,7 +171,9 @@ def finish(server: Server, run: str) -> None:
             server.flwr("stop", run, "bayflower")
             asked = True
         time.sleep(POLL_SECONDS)
-    raise BayflowerError(f"run {run} does not end; restart the SuperLink with: bayflower deploy down DIR, then up")
+    raise BayflowerError(
+        f"run {run} does not end; restart the SuperLink with: bayflower deploy down DIR, then up"
+    )
 
 
 def rounds_of(server: Server, method: str, name: str, resume: bool) -> int:
@@ -140,11 +183,17 @@ def rounds_of(server: Server, method: str, name: str, resume: bool) -> int:
     if not resume:
         return parse(method, {}).settings.rounds
     record = read_json(run_folder(server, name) / RECORD)
-    return int(record["config"].get("rounds") or parse(record["config"]["method"], {}).settings.rounds) if record else 0
+    return (
+        int(record["config"].get("rounds") or parse(record["config"]["method"], {}).settings.rounds)
+        if record
+        else 0
+    )
 
 
 def overview(server: Server) -> dict[str, Any]:
-    """Return what a person asks of a deployment: which clients are online, and what became of the newest run."""
+    """Return what a person asks of a deployment: which clients are online, and what became of the
+    newest run.
+    """
     facts: dict[str, Any] = {"name": server.deployment.name, "clients": server.nodes(), "run": None}
     try:
         folder = run_folder(server, "")
@@ -157,9 +206,15 @@ def overview(server: Server) -> dict[str, Any]:
         state = "unknown to the SuperLink"
     if status.get("state") in ("finished", "failed"):
         state = f"finished:{'completed' if status['state'] == 'finished' else 'failed'}"
-    facts["run"] = {"id": record["run"], "name": folder.name, "method": record["config"]["method"], "state": state,
-                    "round": status.get("completed") or last_round(folder), "rounds": record["config"].get("rounds"),
-                    "reason": status.get("reason")}  # fmt: skip
+    facts["run"] = {
+        "id": record["run"],
+        "name": folder.name,
+        "method": record["config"]["method"],
+        "state": state,
+        "round": status.get("completed") or last_round(folder),
+        "rounds": record["config"].get("rounds"),
+        "reason": status.get("reason"),
+    }
     return facts
 
 
@@ -172,4 +227,6 @@ def last_round(folder: Path) -> int | None:
 def failed(facts: Mapping[str, Any]) -> bool:
     """Return whether the newest run ended without a result."""
     run = facts["run"]
-    return run is not None and (run["state"] not in ("finished:completed", "pending", "starting", "running"))
+    return run is not None and (
+        run["state"] not in ("finished:completed", "pending", "starting", "running")
+    )

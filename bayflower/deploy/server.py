@@ -1,4 +1,6 @@
-"""Talking to a deployment's SuperLink through `flwr`: who is online, which node is which client, registration of node keys."""
+"""Talking to a deployment's SuperLink through `flwr`: who is online, which node is which client,
+registration of node keys.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,37 @@ class Server(NamedTuple):
 
     def nodes(self) -> dict[str, str]:
         """Return the status of every registered client by name: "online", "offline", …"""
-        known = {str(number): name for name, number in read_json(self.results / "nodes.json").items()}
+        known = {
+            str(number): name for name, number in read_json(self.results / "nodes.json").items()
+        }
         listed = self.flwr("supernode", "list")
         if not listed.get("success"):
-            raise BayflowerError(f"the SuperLink does not answer: {listed.get('error-message') or listed}")
-        online = {str(node["node-id"]): str(node["status"]) for node in listed["nodes"] if node["status"] != "unregistered"}
+            raise BayflowerError(
+                f"the SuperLink does not answer: {listed.get('error-message') or listed}"
+            )
+        online = {
+            str(node["node-id"]): str(node["status"])
+            for node in listed["nodes"]
+            if node["status"] != "unregistered"
+        }
         return {known.get(number, f"node {number}"): status for number, status in online.items()}
 
     def missing(self) -> list[str]:
         """Return the clients that are not online."""
         states = self.nodes()
-        if not (self.deployment.server / "nodes").exists():  # an insecure trial: nobody is registered, so nodes have no names
-            return [f"client-{k}" for k in range(sum(state == "online" for state in states.values()), self.deployment.clients)]
-        return [f"client-{k}" for k in range(self.deployment.clients) if states.get(f"client-{k}") != "online"]
+        # an insecure trial: nobody is registered, so nodes have no names
+        if not (self.deployment.server / "nodes").exists():
+            return [
+                f"client-{k}"
+                for k in range(
+                    sum(state == "online" for state in states.values()), self.deployment.clients
+                )
+            ]
+        return [
+            f"client-{k}"
+            for k in range(self.deployment.clients)
+            if states.get(f"client-{k}") != "online"
+        ]
 
 
 def inside() -> bool:
@@ -55,32 +75,51 @@ def server_inside(deployment: Deployment) -> Server:
     home = Path(os.environ.get("FLWR_HOME", "/tmp/flwr"))
     secure = (deployment.folder / "server.crt").exists()
     write_connection(home, "superlink:9091", deployment.folder / "ca.crt" if secure else None)
-    return Server(deployment, Path(os.environ[INSIDE]), Path("/tmp"), processes.environment("", home, "deployment"))
+    return Server(
+        deployment,
+        Path(os.environ[INSIDE]),
+        Path("/tmp"),
+        processes.environment("", home, "deployment"),
+    )
 
 
 def write_connection(home: Path, address: str, authority: Path | None) -> None:
     """Write Flower's configuration with one connection, named bayflower."""
     home.mkdir(parents=True, exist_ok=True)
     how = f'root-certificates = "{authority}"' if authority else "insecure = true"
-    (home / "config.toml").write_text(f'[superlink]\ndefault = "bayflower"\n\n[superlink.bayflower]\naddress = "{address}"\n{how}\n')
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "bayflower"\n\n[superlink.bayflower]\naddress = '
+        f'"{address}"\n{how}\n'
+    )
 
 
 def register(server: Server, note: Callable[[str], None]) -> None:
-    """Make every client's public key known to the SuperLink, once; which node is which client is kept in nodes.json."""
+    """Make every client's public key known to the SuperLink, once; which node is which client is
+    kept in nodes.json.
+    """
     path = server.results / "nodes.json"
     known: dict[str, Any] = read_json(path)
     listed = server.flwr("supernode", "list")
-    present = {str(node["node-id"]) for node in listed.get("nodes", []) if node["status"] != "unregistered"}
-    for key in sorted((server.deployment.server / "nodes").glob("client-*.pub"), key=lambda file: int(file.stem.split("-")[1])):
+    present = {
+        str(node["node-id"]) for node in listed.get("nodes", []) if node["status"] != "unregistered"
+    }
+    for key in sorted(
+        (server.deployment.server / "nodes").glob("client-*.pub"),
+        key=lambda file: int(file.stem.split("-")[1]),
+    ):
         if str(known.get(key.stem)) in present:
             continue
-        answer = server.flwr("supernode", "register", str(key), "bayflower", "--name", f"{key.stem}")
+        answer = server.flwr(
+            "supernode", "register", str(key), "bayflower", "--name", f"{key.stem}"
+        )
         if answer.get("success"):
             known[key.stem] = str(answer["node-id"])
             write_json(path, known)
             note(f"registered the key of {key.stem}")
         elif IN_USE not in str(answer):
-            raise BayflowerError(f"{key.name} cannot be registered: {answer.get('error-message') or answer}")
+            raise BayflowerError(
+                f"{key.name} cannot be registered: {answer.get('error-message') or answer}"
+            )
 
 
 def unregister(server: Server, client: int) -> None:
@@ -92,5 +131,7 @@ def unregister(server: Server, client: int) -> None:
         raise ConfigError(f"client {client} is not registered; see: bayflower deploy status")
     answer = server.flwr("supernode", "unregister", str(number), "bayflower")
     if not answer.get("success"):
-        raise BayflowerError(f"client {client} cannot be unregistered: {answer.get('error-message') or answer}")
+        raise BayflowerError(
+            f"client {client} cannot be unregistered: {answer.get('error-message') or answer}"
+        )
     write_json(path, known)

@@ -1,7 +1,8 @@
 """Flower's SuperLink with more patience for its own database.
 
-A write that waits longer than five seconds for another one fails in Flower ("database is locked"), and what failed is lost: a client's
-reply, the question for the next task, a run. A busy machine needs five seconds now and then; a minute is enough.
+A write that waits longer than five seconds for another one fails in Flower ("database is locked"),
+and what failed is lost: a client's reply, the question for the next task, a run. A busy machine
+needs five seconds now and then; a minute is enough.
 
     python -m bayflower.deploy.superlink …     as flower-superlink …
 """
@@ -17,7 +18,10 @@ def main() -> None:
     """Serve until ended."""
     from flwr.supercore import sql_mixin
 
-    pragmas = tuple((name, PATIENCE if name == "busy_timeout" else value) for name, value in sql_mixin.SQLITE_PRAGMAS)
+    pragmas = tuple(
+        (name, PATIENCE if name == "busy_timeout" else value)
+        for name, value in sql_mixin.SQLITE_PRAGMAS
+    )
     setattr(sql_mixin, "SQLITE_PRAGMAS", pragmas)  # noqa: B010  (its type has a fixed length)
     from flwr.superlink.cli import flower_superlink
 

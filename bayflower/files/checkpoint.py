@@ -1,6 +1,8 @@
-"""A run that can go on: server state, client states where they live in this process, and what was reported, in one file.
+"""A run that can go on: server state, client states where they live in this process, and what was
+reported, in one file.
 
-`<out>/checkpoint.safetensors`, written beside and renamed. The file does not depend on the engine: "server/…" and "client/<k>/…".
+`<out>/checkpoint.safetensors`, written beside and renamed. The file does not depend on the engine:
+"server/…" and "client/<k>/…".
 """
 
 from __future__ import annotations
@@ -20,8 +22,21 @@ from .records import RoundRecord
 
 FORMAT = "bayflower-run-1"
 FILE = "checkpoint.safetensors"
-FREE = {"rounds", "evaluate_every", "device", "max_fused", "stacking", "cuda_graphs", "tf32", "bf16", "checkpoint_every", "min_replies",
-        "data_dir", "download", *(field.name for field in fields(Limits))}  # may differ  # fmt: skip
+FREE = {
+    "rounds",
+    "evaluate_every",
+    "device",
+    "max_fused",
+    "stacking",
+    "cuda_graphs",
+    "tf32",
+    "bf16",
+    "checkpoint_every",
+    "min_replies",
+    "data_dir",
+    "download",
+    *(field.name for field in fields(Limits)),
+}  # may differ
 
 
 class Checkpoint(NamedTuple):
@@ -34,16 +49,25 @@ class Checkpoint(NamedTuple):
     clients: dict[int, Tensors]  # empty where clients keep their states themselves
     records: list[RoundRecord]
     faults: list[str]
-    roster: dict[str, Any] = {}  # who took part so far (`Roster.memory`); {} where clients never change
+    # who took part so far (`Roster.memory`); {} where clients never change
+    roster: dict[str, Any] = {}
 
 
 def make(
-    run: Run, name: str, round: int, server: Any, clients: dict[int, Any], records: list[RoundRecord], faults: list[str],
+    run: Run,
+    name: str,
+    round: int,
+    server: Any,
+    clients: dict[int, Any],
+    records: list[RoundRecord],
+    faults: list[str],
     roster: dict[str, Any] | None = None,
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     """Return the checkpoint of a run after `round`."""
     states = {client: flatten(state) for client, state in clients.items()}
-    return Checkpoint(name, round, run.flat(), flatten(server), states, records, faults, roster or {})
+    return Checkpoint(
+        name, round, run.flat(), flatten(server), states, records, faults, roster or {}
+    )
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
@@ -51,9 +75,18 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
     tensors = {f"server/{name}": tensor for name, tensor in checkpoint.server.items()}
     for client, state in checkpoint.clients.items():
         tensors.update({f"client/{client}/{name}": tensor for name, tensor in state.items()})
-    facts = {"run": checkpoint.run, "round": checkpoint.round, "config": checkpoint.config, "clients": sorted(checkpoint.clients),
-             "records": checkpoint.records, "faults": checkpoint.faults, "roster": checkpoint.roster}  # fmt: skip
-    save_tensors(folder / FILE, tensors, {"format": FORMAT, "facts": json.dumps(facts)}, sealed=True)
+    facts = {
+        "run": checkpoint.run,
+        "round": checkpoint.round,
+        "config": checkpoint.config,
+        "clients": sorted(checkpoint.clients),
+        "records": checkpoint.records,
+        "faults": checkpoint.faults,
+        "roster": checkpoint.roster,
+    }
+    save_tensors(
+        folder / FILE, tensors, {"format": FORMAT, "facts": json.dumps(facts)}, sealed=True
+    )
 
 
 def read(folder: Path) -> Checkpoint | None:
@@ -66,19 +99,35 @@ def read(folder: Path) -> Checkpoint | None:
     clients = {int(client): below(tensors, f"client/{client}") for client in facts["clients"]}
     records = [RoundRecord(record) for record in facts["records"]]
     server, roster = below(tensors, "server"), facts.get("roster", {})
-    return Checkpoint(facts["run"], facts["round"], facts["config"], server, clients, records, facts["faults"], roster)
+    return Checkpoint(
+        facts["run"],
+        facts["round"],
+        facts["config"],
+        server,
+        clients,
+        records,
+        facts["faults"],
+        roster,
+    )
 
 
 def to_resume(folder: Path, run: Run) -> Checkpoint:
-    """Return the checkpoint `run` goes on from; its settings must be the same where they decide the numbers."""
+    """Return the checkpoint `run` goes on from; its settings must be the same where they decide the
+    numbers.
+    """
     checkpoint = read(folder)
     if checkpoint is None:
-        raise ConfigError(f"there is nothing to resume: {folder / FILE} is not there; start without --resume")
+        raise ConfigError(
+            f"there is nothing to resume: {folder / FILE} is not there; start without --resume"
+        )
     now = run.flat()
     for key in sorted({*now, *checkpoint.config} - FREE):
         if now.get(key) != checkpoint.config.get(key):
             was = checkpoint.config.get(key)
-            raise ConfigError(f"{key} is {now.get(key)!r} but the run in {folder} has {was!r}; give the same settings, or another --out")
+            raise ConfigError(
+                f"{key} is {now.get(key)!r} but the run in {folder} has {was!r}; give the same "
+                "settings, or another --out"
+            )
     return checkpoint
 
 

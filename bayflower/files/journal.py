@@ -1,4 +1,6 @@
-"""What a run tells: faults for the result file, and log lines that name run, round and client as fields."""
+"""What a run tells: faults for the result file, and log lines that name run, round and client as
+fields.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,30 @@ class Journal:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, message, and run, round and client where a line has them."""
+    """One JSON object a line: time, level, message, and run, round and client where a line has
+    them.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-                "level": record.levelname.lower(), "message": one_line(record.getMessage())}  # fmt: skip
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "message": one_line(record.getMessage()),
+        }
         more = {name: getattr(record, name, None) for name in ("run", "round", "client")}
-        return json.dumps({**line, **{name: value for name, value in more.items() if value is not None}}, ensure_ascii=False)
+        return json.dumps(
+            {**line, **{name: value for name, value in more.items() if value is not None}},
+            ensure_ascii=False,
+        )
 
 
 def set_up() -> None:
     """Let the log be JSON lines on standard error if the environment says BAYFLOWER_LOG=json."""
-    if os.environ.get("BAYFLOWER_LOG", "").lower() != "json" or any(isinstance(one.formatter, JsonLines) for one in log.handlers):
+    if os.environ.get("BAYFLOWER_LOG", "").lower() != "json" or any(
+        isinstance(one.formatter, JsonLines) for one in log.handlers
+    ):
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())

@@ -17,19 +17,46 @@ class RoundRecord(dict[str, Any]):
 
     @classmethod
     def make(
-        cls, round: int, seconds: float, up: int, down: int, losses: Mapping[int, tuple[int, float]], report: Mapping[str, float]
+        cls,
+        round: int,
+        seconds: float,
+        up: int,
+        down: int,
+        losses: Mapping[int, tuple[int, float]],
+        report: Mapping[str, float],
     ) -> RoundRecord:
-        """Return the record of a round; `losses` holds (samples, mean loss) of each client that trained."""
+        """Return the record of a round; `losses` holds (samples, mean loss) of each client that
+        trained.
+        """
         weight = sum(count for count, _ in losses.values())
-        loss = sum(count * losses[client][1] for client in sorted(losses) for count in [losses[client][0]]) / weight if weight else None
-        return cls(round=round, seconds=seconds, bytes_up=up, bytes_down=down, train_loss=loss, num_clients=len(losses), **report)
+        loss = (
+            sum(
+                count * losses[client][1]
+                for client in sorted(losses)
+                for count in [losses[client][0]]
+            )
+            / weight
+            if weight
+            else None
+        )
+        return cls(
+            round=round,
+            seconds=seconds,
+            bytes_up=up,
+            bytes_down=down,
+            train_loss=loss,
+            num_clients=len(losses),
+            **report,
+        )
 
 
 Progress = Callable[[list[RoundRecord]], None]
 
 
 class Outcome(NamedTuple):
-    """All rounds, the tallies of the final test (training clients by view, new clients by view), and the last states."""
+    """All rounds, the tallies of the final test (training clients by view, new clients by view),
+    and the last states.
+    """
 
     rounds: list[RoundRecord]
     views: Views
@@ -38,10 +65,18 @@ class Outcome(NamedTuple):
     client_states: dict[int, Any]
     faults: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()  # what a person should know of how it was run
-    usage: Mapping[str, Any] | None = None  # seconds by part of a round, peak memory, utilisation of the device
+    # seconds by part of a round, peak memory, utilisation of the device
+    usage: Mapping[str, Any] | None = None
 
 
 def curve_point(views: Views) -> dict[str, Any]:
-    """Return a point of the accuracy curve: the personal model, and that before local training, on the clients that were tested."""
-    found = {view: metrics.summarise(views[view]) for view in ("personal", "before") if view in views}
-    return {view: {key: summary[key] for key in (*CURVE, "num_clients")} for view, summary in found.items()}
+    """Return a point of the accuracy curve: the personal model, and that before local training, on
+    the clients that were tested.
+    """
+    found = {
+        view: metrics.summarise(views[view]) for view in ("personal", "before") if view in views
+    }
+    return {
+        view: {key: summary[key] for key in (*CURVE, "num_clients")}
+        for view, summary in found.items()
+    }

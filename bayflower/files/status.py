@@ -1,4 +1,6 @@
-"""What a person or a monitor can watch while a run goes on: `status.json`, and the same numbers in Prometheus' text format."""
+"""What a person or a monitor can watch while a run goes on: `status.json`, and the same numbers in
+Prometheus' text format.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,31 @@ PROMETHEUS = "metrics.prom"
 
 
 def running(
-    *, method: str, run: str, rounds: int, records: Sequence[RoundRecord], present: Sequence[int], left: Sequence[int],
-    excluded: Sequence[int], faults: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    method: str,
+    run: str,
+    rounds: int,
+    records: Sequence[RoundRecord],
+    present: Sequence[int],
+    left: Sequence[int],
+    excluded: Sequence[int],
+    faults: Sequence[str],
+) -> dict[str, Any]:
     """Return the content of status.json during a run."""
     seconds = [float(record["seconds"]) for record in records]
     return {
-        "state": "running", "method": method, "run": run, "rounds": rounds, "completed": len(records), "updated": round(time.time(), 3),
+        "state": "running",
+        "method": method,
+        "run": run,
+        "rounds": rounds,
+        "completed": len(records),
+        "updated": round(time.time(), 3),
         "clients": {"present": list(present), "left": list(left), "excluded": list(excluded)},
         "seconds_per_round": sum(seconds[-10:]) / len(seconds[-10:]) if seconds else None,
-        "num_faults": len(faults), "faults": list(faults[-LAST:]), "records": [dict(record) for record in records[-2:]],
-    }  # fmt: skip
+        "num_faults": len(faults),
+        "faults": list(faults[-LAST:]),
+        "records": [dict(record) for record in records[-2:]],
+    }
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -47,17 +63,42 @@ def prometheus(content: Mapping[str, Any]) -> str:
             "clients",
             "gauge",
             "clients by state",
-            [(f'{{state="{state}"}}', len(clients[state])) for state in ("present", "left", "excluded")],
+            [
+                (f'{{state="{state}"}}', len(clients[state]))
+                for state in ("present", "left", "excluded")
+            ],
         ),
         ("round_seconds", "gauge", "seconds of the last round", [("", record.get("seconds"))]),
-        ("bytes_up", "gauge", "bytes of the replies of the last round", [("", record.get("bytes_up"))]),
-        ("bytes_down", "gauge", "bytes of the messages of the last round", [("", record.get("bytes_down"))]),
+        (
+            "bytes_up",
+            "gauge",
+            "bytes of the replies of the last round",
+            [("", record.get("bytes_up"))],
+        ),
+        (
+            "bytes_down",
+            "gauge",
+            "bytes of the messages of the last round",
+            [("", record.get("bytes_down"))],
+        ),
         ("train_loss", "gauge", "mean loss of the last round", [("", record.get("train_loss"))]),
-        ("faults_total", "counter", "replies that were not used and other faults", [("", content["num_faults"])]),
-        ("updated_seconds", "gauge", "when this was written, in seconds since 1970", [("", content["updated"])]),
+        (
+            "faults_total",
+            "counter",
+            "replies that were not used and other faults",
+            [("", content["num_faults"])],
+        ),
+        (
+            "updated_seconds",
+            "gauge",
+            "when this was written, in seconds since 1970",
+            [("", content["updated"])],
+        ),
     ]
     lines = []
     for name, kind, meaning, samples in values:
         lines += [f"# HELP bayflower_{name} {meaning}", f"# TYPE bayflower_{name} {kind}"]
-        lines += [f"bayflower_{name}{label} {value:.10g}" for label, value in samples if value is not None]
+        lines += [
+            f"bayflower_{name}{label} {value:.10g}" for label, value in samples if value is not None
+        ]
     return "\n".join(lines) + "\n"

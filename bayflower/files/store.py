@@ -1,8 +1,8 @@
-"""A client's durable state: what it knew after round r and r−1, and the reply it gave, so that a repeated message is answered
-again and not applied twice.
+"""A client's durable state: what it knew after round r and r−1, and the reply it gave, so that a
+repeated message is answered again and not applied twice.
 
-One file a round and client, `<root>/<run>/client-<k>/round-<r>.safetensors`, written beside and renamed; the two newest are kept.
-`test.safetensors` beside them is the reply to the last test.
+One file a round and client, `<root>/<run>/client-<k>/round-<r>.safetensors`, written beside and
+renamed; the two newest are kept. `test.safetensors` beside them is the reply to the last test.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Store(Protocol):
         """Keep `saved` and the newest one before it."""
 
     def drop(self, run: str, client: int, after: int) -> None:
-        """Forget the states of rounds later than `after`: they led to replies that were never used."""
+        """Forget the states of rounds later than `after`: they led
+        to replies that were never used.
+        """
 
     def load_test(self, run: str, client: int) -> Saved | None:
         """Return the last test, in which `state` and `update` are empty."""
@@ -90,13 +92,17 @@ class DiskStore:
         self.root = Path(root)
 
     def folder(self, run: str, client: int) -> Path:
-        """Return the folder of a client; `run` comes over the network, so it must be a plain word."""
+        """Return the folder of a client; `run` comes over the network, so
+        it must be a plain word.
+        """
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
             raise BayflowerError(f"run must be 1 to 64 letters, digits, - or _, got {run!r}")
         return self.root / run / f"client-{client}"
 
     def load(self, run: str, client: int) -> list[Saved]:
-        """Return what is known of a client, newest first; a file that is damaged is set aside and said so."""
+        """Return what is known of a client, newest first; a file that is damaged is set aside and
+        said so.
+        """
         found = []
         for path in rounds(self.folder(run, client))[:KEPT]:
             try:
@@ -104,7 +110,12 @@ class DiskStore:
             except BayflowerError as error:
                 with suppress(OSError):
                     path.rename(path.with_suffix(".damaged"))
-                log.warning("client %d: %s; set aside as %s", client, error, path.with_suffix(".damaged").name)
+                log.warning(
+                    "client %d: %s; set aside as %s",
+                    client,
+                    error,
+                    path.with_suffix(".damaged").name,
+                )
         return found
 
     def save(self, run: str, client: int, saved: Saved) -> None:
@@ -145,8 +156,17 @@ def rounds(folder: Path) -> list[Path]:
 
 def write(path: Path, saved: Saved) -> None:
     """Write one file of a client."""
-    parts = {f"{part}/{name}": tensor for part in ("state", "update", "tally") for name, tensor in getattr(saved, part).items()}
-    head = {"format": FORMAT, "round": str(saved.round), "cause": saved.cause, "numbers": json.dumps(saved.numbers)}
+    parts = {
+        f"{part}/{name}": tensor
+        for part in ("state", "update", "tally")
+        for name, tensor in getattr(saved, part).items()
+    }
+    head = {
+        "format": FORMAT,
+        "round": str(saved.round),
+        "cause": saved.cause,
+        "numbers": json.dumps(saved.numbers),
+    }
     save_tensors(path, parts, head, sealed=True)
 
 

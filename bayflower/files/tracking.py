@@ -1,4 +1,6 @@
-"""Metrics of each round to wherever you keep them: TensorBoard, or any function of (round, numbers)."""
+"""Metrics of each round to wherever you keep them: TensorBoard, or any function of (round,
+numbers).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,22 @@ Track = Callable[[int, dict[str, float]], None]
 
 
 def each_round(track: Track) -> Callable[[list[Any]], None]:
-    """Return a `progress` for a strategy or an engine that calls track(round, numbers) once for every new number of a round.
+    """Return a `progress` for a strategy or an engine that calls track(round, numbers) once for
+    every new number of a round.
 
-    A test of round r travels with the replies of round r + 1, so its numbers come a little later than the losses, under their round.
+    A test of round r travels with the replies of round r + 1, so its numbers come a little later
+    than the losses, under their round.
     """
     told: dict[int, set[str]] = {}
 
     def progress(records: list[Any]) -> None:
         for record in records[-2:]:
             known = told.setdefault(int(record["round"]), set())
-            numbers = {name: value for name, value in flat(record).items() if name not in known and name != "round"}
+            numbers = {
+                name: value
+                for name, value in flat(record).items()
+                if name not in known and name != "round"
+            }
             if numbers:
                 known.update(numbers)
                 track(int(record["round"]), numbers)
@@ -51,13 +59,18 @@ def together(*progresses: Callable[[list[Any]], None]) -> Callable[[list[Any]], 
 
 
 class TensorBoard:
-    """A tracker that writes TensorBoard's files to a folder; a context manager. Needs the extra `tensorboard`."""
+    """A tracker that writes TensorBoard's files to a folder; a context manager. Needs the extra
+    `tensorboard`.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError:
-            raise ConfigError("TensorBoard is not installed; install it with: pip install 'bayflower[tensorboard]'") from None
+            raise ConfigError(
+                "TensorBoard is not installed; install it with: pip install "
+                "'bayflower[tensorboard]'"
+            ) from None
         self.writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
 
     def __call__(self, round: int, numbers: dict[str, float]) -> None:

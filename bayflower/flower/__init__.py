@@ -1,1 +1,3 @@
-"""Talking through Flower: messages out and replies in, who takes part, Flower's own programs. Few others import flwr."""
+"""Talking through Flower: messages out and replies in, who takes part, Flower's own programs. Few
+others import flwr.
+"""

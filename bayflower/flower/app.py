@@ -1,4 +1,6 @@
-"""The app under Flower itself: from a run-config to settings, sites and results. Used by `flwr run .`, ray and deployment alike."""
+"""The app under Flower itself: from a run-config to settings, sites and results. Used by `flwr run
+.`, ray and deployment alike.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +51,30 @@ APP_KEYS = {
 
 
 def run_of(config: Mapping[str, Any], method: str) -> Run:
-    """Return the settings of `method` in a run-config; settings that only other methods of the run have are left out."""
+    """Return the settings of `method` in a run-config; settings that only other methods of the run
+    have are left out.
+    """
     known = {field.name for kind in groups(method).values() for field in dataclasses.fields(kind)}
-    elsewhere = {field.name for name in methods.METHODS for kind in groups(name).values() for field in dataclasses.fields(kind)}
-    given = {key.replace("-", "_"): value for key, value in config.items() if value != "" and key not in APP_KEYS}
+    elsewhere = {
+        field.name
+        for name in methods.METHODS
+        for kind in groups(name).values()
+        for field in dataclasses.fields(kind)
+    }
+    given = {
+        key.replace("-", "_"): value
+        for key, value in config.items()
+        if value != "" and key not in APP_KEYS
+    }
     if unknown := sorted(set(given) - elsewhere):
         parse(method, {unknown[0]: given[unknown[0]]})  # raises with a hint
     return parse(method, {key: value for key, value in given.items() if key in known})
 
 
 def serve(grid: Grid, config: Mapping[str, Any]) -> None:
-    """Run every method of the run-config in turn; results go to `out`/result.json, or `out`/METHOD/result.json for several."""
+    """Run every method of the run-config in turn; results go to `out`/result.json, or
+    `out`/METHOD/result.json for several.
+    """
     with single_threaded():
         serve_all(grid, config)
 
@@ -69,17 +84,26 @@ def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
     names = [name.strip() for name in str(config.get("method") or "fedmap").split(",")]
     out = Path(str(config.get("out") or Path.home() / "bayflower-runs" / "-".join(names)))
     if not out.is_absolute():
-        raise ConfigError(f"out must be a full path, got {str(out)!r}; the ServerApp does not run in your folder")
+        raise ConfigError(
+            f"out must be a full path, got {str(out)!r}; the ServerApp does not run in your folder"
+        )
     status = out / "status.json"
     journal.set_up()
     try:
         roll = None
         for name in names:
-            roll = serve_method(grid, config, name, out / name if len(names) > 1 else out, status, roll)
+            roll = serve_method(
+                grid, config, name, out / name if len(names) > 1 else out, status, roll
+            )
         write_json(status, {"state": "finished", "methods": names})
     except Exception as error:
         write_json(
-            status, {"state": "failed", "reason": " ".join(str(error).split()) or type(error).__name__, "kind": type(error).__name__}
+            status,
+            {
+                "state": "failed",
+                "reason": " ".join(str(error).split()) or type(error).__name__,
+                "kind": type(error).__name__,
+            },
         )
         traceback.print_exc()
         raise
@@ -89,19 +113,25 @@ def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
 def single_threaded() -> Iterator[None]:
     """Compute with one thread, torch and numpy alike.
 
-    Flower's simulation starts Ray's processes while the ServerApp already runs. OpenBLAS stops its threads whenever the process forks, and
-    a product of matrices that is waiting for them then waits for ever.
+    Flower's simulation starts Ray's processes while the ServerApp already runs. OpenBLAS stops its
+    threads whenever the process forks, and a product of matrices that is waiting for them then
+    waits for ever.
     """
     torch.set_num_threads(1)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for a second OpenBLAS (scipy's) that is loaded later
+    # for a second OpenBLAS (scipy's) that is loaded later
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with threadpool_limits(1, user_api="blas"):
         yield
 
 
-def serve_method(grid: Grid, config: Mapping[str, Any], method: str, folder: Path, status: Path, roll: Any) -> Any:
-    """Run one method on the grid's nodes and write its result; return who was there, so that the next need not ask.
+def serve_method(
+    grid: Grid, config: Mapping[str, Any], method: str, folder: Path, status: Path, roll: Any
+) -> Any:
+    """Run one method on the grid's nodes and write its result; return who was there, so that the
+    next need not ask.
 
-    The server has no data: clients say what an input looks like and how many classes there are, and the network follows from the settings.
+    The server has no data: clients say what an input looks like and how many classes there are, and
+    the network follows from the settings.
     """
     run = run_of(config, method)
     wait = float(config.get("wait") or 300)
@@ -118,23 +148,42 @@ def serve_method(grid: Grid, config: Mapping[str, Any], method: str, folder: Pat
 
     def save(strategy: BayflowerStrategy, round: int, forced: bool) -> None:
         s = strategy
-        checkpoint.write(folder, checkpoint.make(run, s.run, round, s.state, {}, s.records, s.faults, s.roster.memory()))
+        checkpoint.write(
+            folder,
+            checkpoint.make(run, s.run, round, s.state, {}, s.records, s.faults, s.roster.memory()),
+        )
 
     def progress(rounds: list[RoundRecord]) -> None:
         roster = strategy.roster
-        status_file.write(status, status_file.running(
-            method=method, run=strategy.run, rounds=run.settings.rounds, records=rounds, present=roster.present(),
-            left=sorted(roster.left), excluded=sorted(roster.excluded), faults=strategy.faults,
-        ))  # fmt: skip
+        status_file.write(
+            status,
+            status_file.running(
+                method=method,
+                run=strategy.run,
+                rounds=run.settings.rounds,
+                records=rounds,
+                present=roster.present(),
+                left=sorted(roster.left),
+                excluded=sorted(roster.excluded),
+                faults=strategy.faults,
+            ),
+        )
 
     strategy = make_strategy(run, progress, after_round=save, resume=start, roll=roll)
     strategy.faults.extend(notes.faults)
     params, buffers = halves.initial
-    strategy.start(grid, records.to_arrays({**params, **buffers}), num_rounds=run.settings.rounds,
-                   timeout=float(config.get("timeout") or 3600))  # fmt: skip
+    strategy.start(
+        grid,
+        records.to_arrays({**params, **buffers}),
+        num_rounds=run.settings.rounds,
+        timeout=float(config.get("timeout") or 3600),
+    )
     assert strategy.outcome is not None
     engine = os.environ.get("BAYFLOWER_ENGINE", "flower")
-    write_json(folder / "result.json", result(run, engine, strategy.roster.summary(run.data.dataset), halves, strategy.outcome))
+    write_json(
+        folder / "result.json",
+        result(run, engine, strategy.roster.summary(run.data.dataset), halves, strategy.outcome),
+    )
     return strategy.roll
 
 
@@ -143,19 +192,25 @@ def same_network(halves: Halves, run: Run, roll: Roll) -> None:
     if halves.model.anatomy != roll.common.anatomy:
         shape, classes = tuple(roll.common.input_shape), roll.common.num_classes
         raise BayflowerError(
-            f"clients {listed(sorted(roll.members))} have another network than model={run.settings.model} gives for inputs of shape "
-            f"{shape} and {classes} classes; use one version of Bayflower everywhere, or start a strategy with your own initial_arrays"
+            f"clients {listed(sorted(roll.members))} have another network than "
+            f"model={run.settings.model} gives for inputs of shape "
+            f"{shape} and {classes} classes; use one version of Bayflower everywhere, or start a "
+            "strategy with your own initial_arrays"
         )
 
 
 def site_of(context: Context) -> Site:
-    """Return the client this node is: its data by partition id, in `data-dir` of the node if it has one, its states under `state-dir`."""
+    """Return the client this node is: its data by partition id, in `data-dir` of the node if it has
+    one, its states under `state-dir`.
+    """
     config = context.run_config
     journal.set_up()
     method = str(config.get("method") or "fedmap").split(",")[0].strip()
     run = run_of(config, method)
     client = int(context.node_config["partition-id"])
-    root = context.node_config.get("state-dir") or (Path(str(config["out"])) / "state" if config.get("out") else None)
+    root = context.node_config.get("state-dir") or (
+        Path(str(config["out"])) / "state" if config.get("out") else None
+    )
     if root is None:
         root = Path.home() / "bayflower-runs" / "state"
     device = run.settings.torch_device()
@@ -164,20 +219,39 @@ def site_of(context: Context) -> Site:
     source = run.data
     if context.node_config.get("data-dir"):
         source = dataclasses.replace(source, data_dir=str(context.node_config["data-dir"]))
-    data, model = client_data(source, run.settings.seed, client, str(device), run.settings.dtype, network)
+    data, model = client_data(
+        source, run.settings.seed, client, str(device), run.settings.dtype, network
+    )
     model.bf16 = run.settings.bf16
     origin = describe(source, run.settings.seed)
     prepare = partial(client_scaling, source, run.settings.seed, client)
-    return Site(client, client >= run.data.num_clients, model, data, DiskStore(Path(str(root))), origin, prepare)
+    return Site(
+        client,
+        client >= run.data.num_clients,
+        model,
+        data,
+        DiskStore(Path(str(root))),
+        origin,
+        prepare,
+    )
 
 
 @lru_cache(maxsize=64)
 def client_data(
-    settings: DataSettings, seed: int, client: int, device: str, dtype: str, network: tuple[str, int]
+    settings: DataSettings,
+    seed: int,
+    client: int,
+    device: str,
+    dtype: str,
+    network: tuple[str, int],
 ) -> tuple[solo.Samples, Model]:
-    """Return a client's samples on its device and the network for them; kept, because a process may serve many messages."""
+    """Return a client's samples on its device and the network for them; kept, because a process may
+    serve many messages.
+    """
     data = load_client(settings, seed, client)
     classes = num_classes(settings, seed)
-    samples = solo.samples(data, torch.device(device), torch.float64 if dtype == "float64" else torch.float32)
+    samples = solo.samples(
+        data, torch.device(device), torch.float64 if dtype == "float64" else torch.float32
+    )
     name, features = network
     return samples, build(name, tuple(data.x_train.shape[1:]), classes, features)

@@ -1,10 +1,12 @@
-"""How far one client may move what all share: bounds on a well-formed update, beyond which it is not used.
+"""How far one client may move what all share: bounds on a well-formed update, beyond which it is
+not used.
 
-A weighted mean has no defence of its own: one count, one precision or one enormous number can make it anybody's. These bounds keep an
-update within what training can give; they do not make the mean robust against a client that lies within them (`SECURITY.md`). What only one
-method can say is in optional functions of its server half: bounds(state, client, update, limits, training), the reason or None; and, for
-what counts by its size next to that of others, claims(state, update), sizes by name, with reduced(state, update, factors), the update with
-some of them cut down.
+A weighted mean has no defence of its own: one count, one precision or one enormous number can make
+it anybody's. These bounds keep an update within what training can give; they do not make the mean
+robust against a client that lies within them (`SECURITY.md`). What only one method can say is in
+optional functions of its server half: bounds(state, client, update, limits, training), the reason
+or None; and, for what counts by its size next to that of others, claims(state, update), sizes by
+name, with reduced(state, update, factors), the update with some of them cut down.
 """
 
 from __future__ import annotations
@@ -24,14 +26,31 @@ MODELS = ("params", "extra")  # fields that are a model, or a part of one, like 
 SLOPES = ("control_change", "pace")  # fields that are a gradient of the model
 
 
-def problem(half: ServerHalf, state: Any, client: int, update: Any, declared: int, limits: Limits, training: Any) -> str | None:
-    """Return why an update goes beyond what a client may claim, or None; `declared` is its number of samples when it joined."""
+def problem(
+    half: ServerHalf,
+    state: Any,
+    client: int,
+    update: Any,
+    declared: int,
+    limits: Limits,
+    training: Any,
+) -> str | None:
+    """Return why an update goes beyond what a client may claim, or None; `declared` is its number
+    of samples when it joined.
+    """
     count = int(update.num_examples)
     if count > limits.max_examples:
         return f"num_examples must be at most max_examples = {limits.max_examples}, got {count}"
     if count > 2 * declared:
-        return f"num_examples is {count}, more than twice the {declared} that the client had when it joined"
-    found = too_large(update, limits.max_value) or too_far(half, state, update, limits.max_change) or negative_variance(update)
+        return (
+            f"num_examples is {count}, more than twice the {declared} that the client had when "
+            "it joined"
+        )
+    found = (
+        too_large(update, limits.max_value)
+        or too_far(half, state, update, limits.max_change)
+        or negative_variance(update)
+    )
     own = getattr(half, "bounds", None)
     return found or (None if own is None else own(state, client, update, limits, training))
 
@@ -43,10 +62,17 @@ def too_large(update: Any, most: float) -> str | None:
             continue
         low, high = (float(value) for value in leaf.aminmax())
         bound = (
-            WHOLE if not leaf.is_floating_point() else math.sqrt(most) if name.endswith("triangle") else most
+            WHOLE
+            if not leaf.is_floating_point()
+            else math.sqrt(most)
+            if name.endswith("triangle")
+            else most
         )  # its square is what counts
         if max(-low, high) > bound:
-            return f"{name!r} has a number of size {max(-low, high):.3g}, more than {bound:.3g} (max_value)"
+            return (
+                f"{name!r} has a number of size {max(-low, high):.3g}, more than {bound:.3g} "
+                "(max_value)"
+            )
     return None
 
 
@@ -58,9 +84,14 @@ def too_far(half: ServerHalf, state: Any, update: Any, most: float) -> str | Non
         if not tensors:
             continue
         own = getattr(state, field, None)
-        old: Mapping[str, torch.Tensor] = own if isinstance(own, dict) and tensors.keys() <= own.keys() and field in MODELS else shared
+        old: Mapping[str, torch.Tensor] = (
+            own
+            if isinstance(own, dict) and tensors.keys() <= own.keys() and field in MODELS
+            else shared
+        )
         size = away = 0.0
-        for name, tensor in tensors.items():  # one at a time: together they would take four models' memory
+        # one at a time: together they would take four models' memory
+        for name, tensor in tensors.items():
             change = tensor.double()
             if name in old:
                 before = old[name].double()
@@ -69,12 +100,17 @@ def too_far(half: ServerHalf, state: Any, update: Any, most: float) -> str | Non
             away += float(change.square().sum())
         bound = most * (1 + math.sqrt(size))
         if math.sqrt(away) > bound:
-            return f"{field!r} changed by {math.sqrt(away):.3g}, more than {bound:.3g} (max_change = {most:g})"
+            return (
+                f"{field!r} changed by {math.sqrt(away):.3g}, more than {bound:.3g} "
+                f"(max_change = {most:g})"
+            )
     return None
 
 
 def negative_variance(update: Any) -> str | None:
-    """Return which running variance of a normalisation layer is negative: its root would be no number on every client."""
+    """Return which running variance of a normalisation layer is negative: its root would be no
+    number on every client.
+    """
     buffers: Tensors = getattr(update, "buffers", {})
     for name, value in buffers.items():
         if name.rpartition(".")[2] == "running_var" and value.numel() and float(value.min()) < 0:
@@ -83,7 +119,9 @@ def negative_variance(update: Any) -> str | None:
 
 
 def level(sizes: Iterable[float], share: float) -> float:
-    """Return the largest size to which larger ones can be cut so that none has more than `share` of the sum."""
+    """Return the largest size to which larger ones can be cut so that none has more than `share` of
+    the sum.
+    """
     ordered = sorted(sizes, reverse=True)
     most = ordered[-1]  # with 1/share clients or fewer, equal weights are the best there is
     if share * len(ordered) > 1:
@@ -97,7 +135,9 @@ def level(sizes: Iterable[float], share: float) -> float:
 
 
 def caps(sizes: Mapping[int, int], share: float) -> dict[int, int]:
-    """Return how many samples each client of a round may count for, so that none has more than `share` of all; only those cut off."""
+    """Return how many samples each client of a round may count for, so that none has more than
+    `share` of all; only those cut off.
+    """
     most = max(int(level(sizes.values(), share)), 1) if sizes else 0
     return {client: most for client, size in sizes.items() if size > most}
 
@@ -110,11 +150,17 @@ class Cut(NamedTuple):
     factor: float
 
 
-def reduce(half: ServerHalf, state: Any, updates: Mapping[int, Any], share: float) -> tuple[dict[int, Any], list[Cut]]:
-    """Return the updates of a round with nobody's claim above `share` of what all claim under that name, and what was cut down."""
+def reduce(
+    half: ServerHalf, state: Any, updates: Mapping[int, Any], share: float
+) -> tuple[dict[int, Any], list[Cut]]:
+    """Return the updates of a round with nobody's claim above `share` of what all claim under that
+    name, and what was cut down.
+    """
     found = {client: half.claims(state, update) for client, update in sorted(updates.items())}  # type: ignore[attr-defined]
-    most = {name: level([claims[name] for claims in found.values() if name in claims], share)
-            for name in {name for claims in found.values() for name in claims}}  # fmt: skip
+    most = {
+        name: level([claims[name] for claims in found.values() if name in claims], share)
+        for name in {name for claims in found.values() for name in claims}
+    }
     kept, cuts = {}, []
     for client, claims in found.items():
         factors = {name: most[name] / size for name, size in claims.items() if size > most[name]}

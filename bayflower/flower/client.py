@@ -1,4 +1,6 @@
-"""Any client half as a Flower ClientApp: identity, training with the test of the model before it, and tests alone."""
+"""Any client half as a Flower ClientApp: identity, training with the test of the model before it,
+and tests alone.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,25 @@ log = logging.getLogger("bayflower")
 
 
 class Site(NamedTuple):
-    """What one client has: its name (the partition id), whether it never trains, its network, its data, its durable memory."""
+    """What one client has: its name (the partition id), whether it never trains, its network, its
+    data, its durable memory.
+    """
 
     client: int
     new: bool
     model: Model
     data: solo.Samples
     store: Store
-    origin: Mapping[str, Any] = {}  # "dataset", "note", "partition": how the data came about, for the result file; {} says nothing
-    scaling: Callable[[], Scaling | None] | None = None  # how raw rows became these data, for the personal model
+    # "dataset", "note", "partition": how the data came about, for the result file; {} says nothing
+    origin: Mapping[str, Any] = {}
+    # how raw rows became these data, for the personal model
+    scaling: Callable[[], Scaling | None] | None = None
 
 
 def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> ClientApp:
-    """Return the ClientApp that serves any method for the site `site_of` finds in Flower's context; `mods` are Flower's, for training."""
+    """Return the ClientApp that serves any method for the site `site_of` finds in Flower's context;
+    `mods` are Flower's, for training.
+    """
     app = ClientApp()
 
     @app.query()
@@ -58,7 +66,7 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        return answer(message, site_of(context), test_reply)
+        return answer(message, site_of(context), evaluate_reply)
 
     return app
 
@@ -66,31 +74,56 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
 def facts_of(site: Site) -> Facts:
     """Return what a server learns of a site before the first round."""
     train, test = site.data
-    return Facts(site.model.anatomy, tuple(train.x.shape[1:]), site.model.num_classes, len(train.y), len(test.y), dict(site.origin))
+    return Facts(
+        site.model.anatomy,
+        tuple(train.x.shape[1:]),
+        site.model.num_classes,
+        len(train.y),
+        len(test.y),
+        dict(site.origin),
+    )
 
 
-def answer(message: Message, site: Site, work: Callable[[Message, dict[str, Any], Site], RecordDict]) -> Message:
+def answer(
+    message: Message, site: Site, work: Callable[[Message, dict[str, Any], Site], RecordDict]
+) -> Message:
     """Return the reply; an error is raised again with client, round and stage in its text."""
-    head = records.header(message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions"))
-    if not is_whole(head["round"], 0, 2**40) or head["purpose"] not in ("finetune", "new"):  # the round becomes part of a file's name
-        raise records.WireError(f"round {str(head['round'])[:80]!r} or purpose {str(head['purpose'])[:80]!r} cannot be")
+    head = records.header(
+        message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions")
+    )
+    # the round becomes part of a file's name
+    if not is_whole(head["round"], 0, 2**40) or head["purpose"] not in ("finetune", "new"):
+        raise records.WireError(
+            f"round {str(head['round'])[:80]!r} or purpose {str(head['purpose'])[:80]!r} cannot be"
+        )
     started = time.perf_counter()
     fields = {"run": head["run"], "round": head["round"], "client": site.client}
     try:
         with solo.one_thread():
             content = work(message, head, site)
-        log.info("%s answered in %.2f s", message.metadata.message_type, time.perf_counter() - started, extra=fields)
+        log.info(
+            "%s answered in %.2f s",
+            message.metadata.message_type,
+            time.perf_counter() - started,
+            extra=fields,
+        )
     except Exception as error:
         where = f"client {site.client}, round {head['round']}, {message.metadata.message_type}"
         reason = " ".join(str(error).split())
         log.debug("%s", traceback.format_exc(), extra=fields)
         raise BayflowerError(f"{where}: {type(error).__name__}: {reason}") from error
-    content[records.HEADER] = ConfigRecord(reply_header(method=head["method"], run=head["run"], round=head["round"], client=site.client))
+    content[records.HEADER] = ConfigRecord(
+        reply_header(
+            method=head["method"], run=head["run"], round=head["round"], client=site.client
+        )
+    )
     return Message(content, reply_to=message)
 
 
 def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
-    """Return the update of a round, and the test of the model before it where asked; an old reply if the message is a repetition."""
+    """Return the update of a round, and the test of the model before it where asked; an old reply
+    if the message is a repetition.
+    """
     half = make_half(head, site.model)
     broadcast = sent(half, message, head, site)
     cause, round = digest(broadcast), int(head["round"])
@@ -102,7 +135,9 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
     keys = {"seed": int(head["seed"]), "client": site.client}
     tally: Tensors = {}
     if head["evaluate"]:
-        tally = flat_tallies(tested(half, state, broadcast, site, "finetune", round=round - 1, **keys))
+        tally = flat_tallies(
+            tested(half, state, broadcast, site, "finetune", round=round - 1, **keys)
+        )
     trained = solo.train(half, state, broadcast, site.data.train, round=round, **keys)
     numbers = reply_numbers(len(site.data.train.y), trained.loss)
     saved = Saved(round, cause, flatten(trained.state), half.pack(trained.update), tally, numbers)
@@ -110,8 +145,11 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
     return reply_records(saved, order_of(message, head))
 
 
-def test_reply(message: Message, head: dict[str, Any], site: Site, formats: tuple[str, ...] = ()) -> RecordDict:  # noqa: PT028 (no test of pytest's)
-    """Return the test of every view after the last round, an old reply if the message is a repetition.
+def evaluate_reply(
+    message: Message, head: dict[str, Any], site: Site, formats: tuple[str, ...] = ()
+) -> RecordDict:
+    """Return the test of every view after the last round, an old reply if the message is a
+    repetition.
 
     Where clients keep files, the personal model is saved beside the state.
     """
@@ -119,8 +157,18 @@ def test_reply(message: Message, head: dict[str, Any], site: Site, formats: tupl
     broadcast = sent(half, message, head, site)
     known = site.store.load(head["run"], site.client)
     state = state_of(half, last_state(known, head, int(head["round"])), head, site)
-    keys: dict[str, Any] = {"seed": int(head["seed"]), "client": site.client, "round": int(head["round"])}
-    cause = " ".join([digest(broadcast), digest(state), *(str(head[name]) for name in ("seed", "purpose", "instructions"))])
+    keys: dict[str, Any] = {
+        "seed": int(head["seed"]),
+        "client": site.client,
+        "round": int(head["round"]),
+    }
+    cause = " ".join(
+        [
+            digest(broadcast),
+            digest(state),
+            *(str(head[name]) for name in ("seed", "purpose", "instructions")),
+        ]
+    )
     done = site.store.load_test(head["run"], site.client)
     if done is not None and (done.round, done.cause) == (keys["round"], cause):
         return test_records(done)
@@ -128,26 +176,51 @@ def test_reply(message: Message, head: dict[str, Any], site: Site, formats: tupl
     views = solo.test(half, adapted, broadcast, site.data.test, **keys)
     if isinstance(site.store, DiskStore):
         folder = site.store.folder(head["run"], site.client) / "personal"
-        end: dict[str, Any] = {"method": head["method"], "half": half, "state": adapted, "broadcast": broadcast, "data": site.data, **keys}
-        end |= {"new": site.new, "tally": views["personal"], "dataset": str(site.origin.get("dataset", ""))}
+        end: dict[str, Any] = {
+            "method": head["method"],
+            "half": half,
+            "state": adapted,
+            "broadcast": broadcast,
+            "data": site.data,
+            **keys,
+        }
+        end |= {
+            "new": site.new,
+            "tally": views["personal"],
+            "dataset": str(site.origin.get("dataset", "")),
+        }
         save_personal(folder, {**end, "scaling": site.scaling() if site.scaling else None}, formats)
-    done = Saved(keys["round"], cause, {}, {}, flat_tallies(views), numbers_of_test(views["personal"]))
+    done = Saved(
+        keys["round"], cause, {}, {}, flat_tallies(views), numbers_of_test(views["personal"])
+    )
     try:
         site.store.save_test(head["run"], site.client, done)
-    except BayflowerError as error:  # a disk that is full must not cost the server this client's test
+    # a disk that is full must not cost the server this client's test
+    except BayflowerError as error:
         log.warning("%s", error)
     return test_records(done)
 
 
 def test_records(done: Saved) -> RecordDict:
     """Return the reply to evaluate that was saved."""
-    return RecordDict({records.TALLY: records.to_arrays(done.tally), records.METRICS: MetricRecord(dict(done.numbers))})
+    return RecordDict(
+        {
+            records.TALLY: records.to_arrays(done.tally),
+            records.METRICS: MetricRecord(dict(done.numbers)),
+        }
+    )
 
 
 def numbers_of_test(tally: Tally) -> dict[str, Any]:
-    """Return the personal model's metrics for functions that aggregate metrics; a tally says the same, and more."""
+    """Return the personal model's metrics for functions that aggregate metrics; a tally says the
+    same, and more.
+    """
     number = int(tally.num_examples)
-    return {records.NUM_EXAMPLES: number, "accuracy": float(tally.correct) / max(number, 1), "nll": float(tally.nll) / max(number, 1)}
+    return {
+        records.NUM_EXAMPLES: number,
+        "accuracy": float(tally.correct) / max(number, 1),
+        "nll": float(tally.nll) / max(number, 1),
+    }
 
 
 def save_personal(folder: Path, end: dict[str, Any], formats: tuple[str, ...]) -> None:
@@ -157,10 +230,25 @@ def save_personal(folder: Path, end: dict[str, Any], formats: tuple[str, ...]) -
     try:
         keep(folder, Kept(**end), ("safetensors", *formats))
     except Exception as error:
-        log.warning("the personal model of client %d was not saved in %s: %s", end["client"], folder, " ".join(str(error).split()))
+        log.warning(
+            "the personal model of client %d was not saved in %s: %s",
+            end["client"],
+            folder,
+            " ".join(str(error).split()),
+        )
 
 
-def tested(half: ClientHalf, state: Any, broadcast: Any, site: Site, purpose: Any, *, seed: int, client: int, round: int) -> dict[str, Any]:
+def tested(
+    half: ClientHalf,
+    state: Any,
+    broadcast: Any,
+    site: Site,
+    purpose: Any,
+    *,
+    seed: int,
+    client: int,
+    round: int,
+) -> dict[str, Any]:
     """Return the tally of every view, after the adaptation of `purpose`."""
     keys = {"seed": seed, "client": client, "round": round}
     adapted = solo.adapt(half, state, broadcast, site.data.train, purpose, **keys)
@@ -171,7 +259,11 @@ def make_half(head: dict[str, Any], model: Model) -> ClientHalf:
     """Return the client half the server asks for, with its settings."""
     row = methods.get(head["method"])
     told = json.loads(head["instructions"])
-    return row.client(convert_fields(row.config, told["options"]), convert_fields(Training, told["training"]), model)
+    return row.client(
+        convert_fields(row.config, told["options"]),
+        convert_fields(Training, told["training"]),
+        model,
+    )
 
 
 def sent(half: ClientHalf, message: Message, head: dict[str, Any], site: Site) -> Any:
@@ -180,12 +272,18 @@ def sent(half: ClientHalf, message: Message, head: dict[str, Any], site: Site) -
     flat = records.to_tensors(records.only_arrays(message))
     if head.get("plain"):
         groups = {"params": site.model.anatomy.trainable, "buffers": site.model.anatomy.buffers}
-        flat = {f"{group}/{name}": flat[name] for group, names in groups.items() for name in sorted(names)}
+        flat = {
+            f"{group}/{name}": flat[name]
+            for group, names in groups.items()
+            for name in sorted(names)
+        }
     return to(half.unpack(kind, flat), site.data.train.x.device)
 
 
 def order_of(message: Message, head: dict[str, Any]) -> list[str]:
-    """Return the names of the arrays that were sent, where the reply must have the same; [] if it is an update as usual."""
+    """Return the names of the arrays that were sent, where the reply must have the same; [] if it
+    is an update as usual.
+    """
     return list(records.only_arrays(message)) if head.get("plain") else []
 
 
@@ -197,7 +295,9 @@ def start_of_round(known: list[Saved], head: dict[str, Any], site: Site) -> Save
 
 
 def last_state(known: list[Saved], head: dict[str, Any], round: int) -> Saved | None:
-    """Return the client after its last round up to `round` that the server knows of: a reply that was not used never happened."""
+    """Return the client after its last round up to `round` that the server knows of: a reply that
+    was not used never happened.
+    """
     last = min(round, int(head.get("accepted", round)))
     return next((saved for saved in known if saved.round <= last), None)
 
@@ -208,13 +308,18 @@ def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site:
     if before is None:
         return to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
     state: Any = to(unflatten(half.state_type, before.state), device)
-    behind = "accepted" in head and before.round != int(head["accepted"])  # its last state was damaged, and this is an older one
+    # its last state was damaged, and this is an older one
+    behind = "accepted" in head and before.round != int(head["accepted"])
     return half.rejoined(state) if head.get("returned") or behind else state
 
 
 def flat_tallies(views: dict[str, Any]) -> Tensors:
     """Return the tallies by "view/field"."""
-    return {f"{view}/{name}": leaf for view, tally in views.items() for name, leaf in flatten(tally).items()}
+    return {
+        f"{view}/{name}": leaf
+        for view, tally in views.items()
+        for name, leaf in flatten(tally).items()
+    }
 
 
 def reply_records(saved: Saved, order: Sequence[str] = ()) -> RecordDict:
@@ -223,7 +328,12 @@ def reply_records(saved: Saved, order: Sequence[str] = ()) -> RecordDict:
     if order:
         own = {name.split("/", 1)[1]: value for name, value in update.items() if "/" in name}
         update = {name: own[name] for name in order}
-    content = RecordDict({records.UPDATE: records.to_arrays(update), records.METRICS: MetricRecord(dict(saved.numbers))})
+    content = RecordDict(
+        {
+            records.UPDATE: records.to_arrays(update),
+            records.METRICS: MetricRecord(dict(saved.numbers)),
+        }
+    )
     if saved.tally and not order:
         content[records.TALLY] = records.to_arrays(saved.tally)
     return content

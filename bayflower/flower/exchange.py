@@ -1,9 +1,11 @@
 """Messages to and from nodes: who is there, what is asked, and replies as they come.
 
-A message or a reply can vanish without a word, for instance when a client's network fails in the middle of it: Flower drops it and tells
-nobody. So a node that is online but silent, or was started anew after it was asked, is asked again. A SuperNode works on one message after
-the other and clients answer a repeated one from what they kept, so asking too early costs a client some seconds and changes nothing.
-A run that ended in the wrong moment leaves a SuperNode one reply behind (`deploy/gate.py`); where that shows, it is asked twice at once.
+A message or a reply can vanish without a word, for instance when a client's network fails in the
+middle of it: Flower drops it and tells nobody. So a node that is online but silent, or was started
+anew after it was asked, is asked again. A SuperNode works on one message after the other and
+clients answer a repeated one from what they kept, so asking too early costs a client some seconds
+and changes nothing. A run that ended in the wrong moment leaves a SuperNode one reply behind
+(`deploy/gate.py`); where that shows, it is asked twice at once.
 """
 
 from __future__ import annotations
@@ -24,13 +26,20 @@ from . import records
 log = logging.getLogger("bayflower")
 POLL_SECONDS = 0.2
 AT_ONCE = 4  # replies asked for in one request: more would be held in memory together
-LOST = {3, 4, 5, 8}  # Flower's codes for a message, reply, node or ClientApp process that is gone: asking again may help
+# Flower's codes for a message, reply, node or ClientApp process that is gone: asking again may help
+LOST = {3, 4, 5, 8}
 LOOK_SECONDS = 2.0  # between two looks at who is online
-BEHIND_SECONDS = 10.0  # a SuperNode looks for messages every three seconds, and sends what it has when it gets one
-CLOCKS = 600.0  # seconds by which a client's clock may be ahead of ours: it takes a message that has expired for one that was never there
-SIMULATION = "InMemoryGrid"  # the grid of Flower's simulation: it loses nothing, and two messages for one client would run side by side
+# a SuperNode looks for messages every three seconds, and sends what it has when it gets one
+BEHIND_SECONDS = 10.0
+# seconds by which a client's clock may be ahead of ours: it takes a message that has expired for
+# one that was never there
+CLOCKS = 600.0
+# the grid of Flower's simulation: it loses nothing, and two messages for one client would run side
+# by side
+SIMULATION = "InMemoryGrid"
 
-Ask = Callable[[list[int], float], Iterable[Message]]  # (nodes, seconds until it expires) -> a message for each node
+# (nodes, seconds until it expires) -> a message for each node
+Ask = Callable[[list[int], float], Iterable[Message]]
 
 
 class Member(NamedTuple):
@@ -53,16 +62,22 @@ class Request(NamedTuple):
 
 
 class Line:
-    """What one exchange teaches the next: how long each node takes, and which repeated messages may still be answered in vain."""
+    """What one exchange teaches the next: how long each node takes, and which repeated messages may
+    still be answered in vain.
+    """
 
     def __init__(self, again: float) -> None:
         self.again = again  # seconds of silence after which a node is asked again; 0 = never
         self.slowest: dict[int, float] = {}  # by node: seconds until its reply came, at most
-        self.spare: dict[str, float] = {}  # messages whose replies are no longer wanted, and when they expire
-        self.behind: set[int] = set()  # nodes that send a reply when the next message comes, and not before
+        # messages whose replies are no longer wanted, and when they expire
+        self.spare: dict[str, float] = {}
+        # nodes that send a reply when the next message comes, and not before
+        self.behind: set[int] = set()
 
     def patience(self, node: int) -> float:
-        """Return the seconds for which a node may be silent: twice what it is known to take, if that is more."""
+        """Return the seconds for which a node may be silent: twice what it is known to take, if
+        that is more.
+        """
         return max(self.again, 2 * self.slowest.get(node, 0.0))
 
     def sweep(self, grid: Grid) -> None:
@@ -71,15 +86,26 @@ class Line:
         for start in range(0, len(numbers), AT_ONCE):
             for reply in grid.pull_messages(numbers[start : start + AT_ONCE]):
                 self.spare.pop(reply.metadata.reply_to_message_id, None)
-        self.spare = {number: until for number, until in self.spare.items() if until > time.monotonic()}
+        self.spare = {
+            number: until for number, until in self.spare.items() if until > time.monotonic()
+        }
 
 
-def query(grid: Grid, nodes: list[int], timeout: float, line: Line, refused: Callable[[int, str], None]) -> Iterator[Member]:
-    """Yield who each node says it is; `refused` is told the node and the reason where that cannot be used."""
+def query(
+    grid: Grid, nodes: list[int], timeout: float, line: Line, refused: Callable[[int, str], None]
+) -> Iterator[Member]:
+    """Yield who each node says it is; `refused` is told the node and the reason where that cannot
+    be used.
+    """
 
     def ask(those: list[int], ttl: float) -> Iterator[Message]:
         for node in those:
-            yield Message(RecordDict({records.HEADER: records.make_header()}), dst_node_id=node, message_type=MessageType.QUERY, ttl=ttl)
+            yield Message(
+                RecordDict({records.HEADER: records.make_header()}),
+                dst_node_id=node,
+                message_type=MessageType.QUERY,
+                ttl=ttl,
+            )
 
     asked: dict[str, int] = {}
     for reply in stream(grid, nodes, ask, timeout, line, asked):
@@ -91,7 +117,10 @@ def query(grid: Grid, nodes: list[int], timeout: float, line: Line, refused: Cal
         try:
             head = records.header(reply, ("client", "new"))
             if not is_whole(head["client"], 0, MAX_CLIENT - 1):
-                raise records.WireError(f"client must be a whole number below {MAX_CLIENT}, got {str(head['client'])[:80]!r}")
+                raise records.WireError(
+                    f"client must be a whole number below {MAX_CLIENT}, got "
+                    f"{str(head['client'])[:80]!r}"
+                )
             member = Member(head["client"], node, bool(head["new"]), from_header(head))
         except Exception as error:  # whatever a node answers, it must not end the others' run
             refused(node, str(error) or type(error).__name__)
@@ -101,17 +130,28 @@ def query(grid: Grid, nodes: list[int], timeout: float, line: Line, refused: Cal
 
 def reason(reply: Message) -> str:
     """Return why a client failed, in one line: the last that has words."""
-    lines = [line.strip() for line in (reply.error.reason or "").splitlines() if any(letter.isalpha() for letter in line)]
+    lines = [
+        line.strip()
+        for line in (reply.error.reason or "").splitlines()
+        if any(letter.isalpha() for letter in line)
+    ]
     return lines[-1] if lines else f"error code {reply.error.code}"
 
 
 def stream(
-    grid: Grid, nodes: Iterable[int], ask: Ask, timeout: float, line: Line, asked: dict[str, int] | None = None
-) -> Iterator[Message]:  # fmt: skip
-    """Yield one reply of each node as they come, in any order, until all are there or `timeout` seconds have passed.
+    grid: Grid,
+    nodes: Iterable[int],
+    ask: Ask,
+    timeout: float,
+    line: Line,
+    asked: dict[str, int] | None = None,
+) -> Iterator[Message]:
+    """Yield one reply of each node as they come, in any order, until all are there or `timeout`
+    seconds have passed.
 
-    Flower's grid returns all replies that have come at once, so few are asked for at a time. `asked` learns which node each message went
-    to, because a reply that Flower makes up for a lost one does not say it. Errors of nodes that stay lost come last.
+    Flower's grid returns all replies that have come at once, so few are asked for at a time.
+    `asked` learns which node each message went to, because a reply that Flower makes up for a lost
+    one does not say it. Errors of nodes that stay lost come last.
     """
     talk = Talk(grid, ask, time.monotonic() + timeout, line, {} if asked is None else asked)
     talk.push(list(nodes))
@@ -120,7 +160,9 @@ def stream(
         came = False
         numbers = list(talk.sent)
         for start in range(0, len(numbers), AT_ONCE):
-            for reply in grid.pull_messages([number for number in numbers[start : start + AT_ONCE] if number in talk.sent]):
+            for reply in grid.pull_messages(
+                [number for number in numbers[start : start + AT_ONCE] if number in talk.sent]
+            ):
                 came = True
                 if talk.takes(reply):
                     yield reply
@@ -134,13 +176,18 @@ def stream(
 
 
 class Talk:
-    """One question to several nodes: which messages are under way, and who is to be asked again, with a message made anew."""
+    """One question to several nodes: which messages are under way, and who is to be asked again,
+    with a message made anew.
+    """
 
-    def __init__(self, grid: Grid, ask: Ask, deadline: float, line: Line, asked: dict[str, int]) -> None:
+    def __init__(
+        self, grid: Grid, ask: Ask, deadline: float, line: Line, asked: dict[str, int]
+    ) -> None:
         self.grid, self.ask, self.deadline, self.line, self.asked = grid, ask, deadline, line, asked
         self.sent: dict[str, tuple[int, float]] = {}  # message: its node, and when it was sent
         self.settled: set[str] = set()  # messages whose node has answered another one
-        self.lost: dict[int, Message] = {}  # nodes whose only message was lost, and what Flower said
+        # nodes whose only message was lost, and what Flower said
+        self.lost: dict[int, Message] = {}
         self.revived: set[int] = set()  # nodes of which that was so once
         self.last: dict[int, float] = {}  # when a node was asked last
         self.waits: dict[int, float] = {}  # how long it may then be silent
@@ -150,7 +197,8 @@ class Talk:
 
     def push(self, nodes: list[int]) -> None:
         """Send a message to each of the nodes."""
-        outgoing = list(self.ask(nodes, self.deadline - time.monotonic() + CLOCKS))  # Flower's grid goes over them twice
+        # Flower's grid goes over them twice
+        outgoing = list(self.ask(nodes, self.deadline - time.monotonic() + CLOCKS))
         to = [message.metadata.dst_node_id for message in outgoing]
         if not outgoing:
             return
@@ -160,7 +208,9 @@ class Talk:
                 self.sent[number], self.asked[number], self.last[node] = (node, now), node, now
 
     def takes(self, reply: Message) -> bool:
-        """Return whether a reply counts: not if its node has answered, or may still answer, another message."""
+        """Return whether a reply counts: not if its node has answered, or may still answer, another
+        message.
+        """
         number = reply.metadata.reply_to_message_id
         if number in self.settled:
             return False
@@ -184,7 +234,9 @@ class Talk:
         return True
 
     def revive(self) -> bool:
-        """Ask nodes again whose message was lost and that are online; return whether there are any."""
+        """Ask nodes again whose message was lost and that are
+        online; return whether there are any.
+        """
         back = sorted(self.lost.keys() & set(self.grid.get_node_ids())) if self.lost else []
         for node in back:
             log.info("node %d: %s; asked again", node, reason(self.lost.pop(node)))
@@ -193,9 +245,11 @@ class Talk:
         return bool(back)
 
     def look(self) -> None:
-        """Ask again whoever was lost and is back, was started anew since it was asked, or has been silent for too long.
+        """Ask again whoever was lost and is back, was started anew since it was asked, or has been
+        silent for too long.
 
-        Silence is counted from the last reply of any node: while replies come, whoever is missing does not hold up the round.
+        Silence is counted from the last reply of any node: while replies come, whoever is missing
+        does not hold up the round.
         """
         now = time.monotonic()
         if not self.again or now - self.looked < LOOK_SECONDS:
@@ -208,14 +262,23 @@ class Talk:
             wait = self.waits.setdefault(node, self.line.patience(node))
             late = now - max(self.heard, self.last[node]) >= wait
             if late or now - self.last[node] > begun[node]:
-                log.info("node %d %s; asked again", node, f"has been silent for {wait:.0f} s" if late else "was started anew")
+                log.info(
+                    "node %d %s; asked again",
+                    node,
+                    f"has been silent for {wait:.0f} s" if late else "was started anew",
+                )
                 self.push([node])
                 self.waits[node] = 2 * wait if late else wait
 
 
 def started(grid: Grid) -> dict[int, float]:
-    """Return for each node that is online for how many seconds it has been so, for ever where the grid does not say."""
+    """Return for each node that is online for how many seconds it has been so, for ever where the
+    grid does not say.
+    """
     try:
-        return {info.node_id: time.time() - datetime.fromisoformat(info.last_activated_at).timestamp() for info in grid.get_nodes()}
+        return {
+            info.node_id: time.time() - datetime.fromisoformat(info.last_activated_at).timestamp()
+            for info in grid.get_nodes()
+        }
     except (NotImplementedError, AttributeError, TypeError, ValueError):
         return dict.fromkeys(grid.get_node_ids(), math.inf)

@@ -1,4 +1,6 @@
-"""The loop engine: an in-process Flower `Grid` with real messages; clients answer one after another. The reference, and for debugging."""
+"""The loop engine: an in-process Flower `Grid` with real messages; clients answer one after
+another. The reference, and for debugging.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
-from flwr.supercore.task_identity import TaskIdentity  # the one internal import: Message() asks for it
+
+# the one internal import: Message() asks for it
+from flwr.supercore.task_identity import TaskIdentity
 
 from ..config import Run
 from ..data import Federation
@@ -32,12 +36,20 @@ FIRST_NODE = 1000
 
 
 class InProcessGrid(Grid):
-    """A grid whose nodes live here. A message is worked on when its reply is pulled, one at a time, so replies never pile up."""
+    """A grid whose nodes live here. A message is worked on when its reply is pulled, one at a time,
+    so replies never pile up.
+    """
 
-    def __init__(self, app: ClientApp, contexts: Iterable[Context], fail: Callable[[Message], Message | None] | None = None) -> None:
+    def __init__(
+        self,
+        app: ClientApp,
+        contexts: Iterable[Context],
+        fail: Callable[[Message], Message | None] | None = None,
+    ) -> None:
         self.app = app
         self.contexts = {context.node_id: context for context in contexts}
-        self.fail = fail  # tests only: what a message is answered with instead; None leaves it unanswered
+        # tests only: what a message is answered with instead; None leaves it unanswered
+        self.fail = fail
         self.inbox: dict[str, Message] = {}
         self._run = FlowerRun.create_empty(1)
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SERVER_NODE, 1
@@ -51,9 +63,18 @@ class InProcessGrid(Grid):
         """Return the run this grid belongs to."""
         return self._run
 
-    def create_message(self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None) -> Message:
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
         """Return a message to a node."""
-        return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
+        return Message(
+            content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl
+        )
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes."""
@@ -77,7 +98,9 @@ class InProcessGrid(Grid):
                 return [] if reply is None else [reply]
         return []
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         """Return the replies to all messages."""
         ids = list(self.push_messages(messages))
         return [reply for number in ids for reply in self.pull_messages([number])]
@@ -102,7 +125,16 @@ class InProcessGrid(Grid):
 def contexts(clients: Iterable[int]) -> list[Context]:
     """Return Flower contexts of nodes that hold these partitions."""
     known = list(clients)
-    return [Context(1, FIRST_NODE + client, {"partition-id": client, "num-partitions": len(known)}, RecordDict(), {}) for client in known]
+    return [
+        Context(
+            1,
+            FIRST_NODE + client,
+            {"partition-id": client, "num-partitions": len(known)},
+            RecordDict(),
+            {},
+        )
+        for client in known
+    ]
 
 
 def federation_app(run: Run, federation: Federation, halves: Halves, store: Store) -> ClientApp:
@@ -115,16 +147,23 @@ def federation_app(run: Run, federation: Federation, halves: Halves, store: Stor
     def site_of(context: Context) -> Site:
         client = int(context.node_config["partition-id"])
         if client not in loaded:
-            loaded[client] = solo.samples(everyone[client], settings.torch_device(), settings.torch_dtype())
+            loaded[client] = solo.samples(
+                everyone[client], settings.torch_device(), settings.torch_dtype()
+            )
         return Site(client, client in new, halves.model, loaded[client], store)
 
     return client_app(site_of)
 
 
 def run_loop(
-    run: Run, federation: Federation, halves: Halves, progress: Progress | None = None, out: Path | None = None,
-    resume: Checkpoint | None = None, store: Store | None = None,
-) -> Outcome:  # fmt: skip
+    run: Run,
+    federation: Federation,
+    halves: Halves,
+    progress: Progress | None = None,
+    out: Path | None = None,
+    resume: Checkpoint | None = None,
+    store: Store | None = None,
+) -> Outcome:
     """Return the outcome of all rounds and the final test; checkpoints go to `out`."""
     settings = run.settings
     memory = store or MemoryStore()
@@ -132,16 +171,35 @@ def run_loop(
         for client, state in resume.clients.items():
             memory.save(resume.run, client, Saved(resume.round, "", state, {}, {}, {}))
     app = federation_app(run, federation, halves, memory)
-    grid = InProcessGrid(app, contexts(data.client for data in (*federation.clients, *federation.new_clients)))
+    grid = InProcessGrid(
+        app, contexts(data.client for data in (*federation.clients, *federation.new_clients))
+    )
 
     def save(strategy: BayflowerStrategy, round: int, forced: bool) -> None:
         every = settings.checkpoint_every
         if out is not None and every and (forced or round % every == 0 or round == settings.rounds):
             fresh = flatten(halves.client.init(*halves.initial))
-            known = {data.client: memory.load(strategy.run, data.client) for data in federation.clients}
+            known = {
+                data.client: memory.load(strategy.run, data.client) for data in federation.clients
+            }
             last = {client: strategy.roster.state_round(client, round) for client in known}
-            clients = {client: next((one.state for one in saved if one.round <= last[client]), fresh) for client, saved in known.items()}
-            write(out, make(run, strategy.run, round, strategy.state, clients, strategy.records, strategy.faults, strategy.roster.memory()))
+            clients = {
+                client: next((one.state for one in saved if one.round <= last[client]), fresh)
+                for client, saved in known.items()
+            }
+            write(
+                out,
+                make(
+                    run,
+                    strategy.run,
+                    round,
+                    strategy.state,
+                    clients,
+                    strategy.records,
+                    strategy.faults,
+                    strategy.roster.memory(),
+                ),
+            )
 
     strategy = make_strategy(run, progress, after_round=save, resume=resume)
     params, buffers = halves.initial

@@ -1,4 +1,6 @@
-"""A client half behind a user's own network and data: the ClientApp in one call, or two calls around a training loop of the user's own."""
+"""A client half behind a user's own network and data: the ClientApp in one call, or two calls
+around a training loop of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ LOADING = threading.Lock()
 NEED_BASE = ("fedper", "fedrep", "lgfedavg", "pfedvmp")  # a head, and something before it
 
 
-def make_client_app(method: str, *, model: Callable[[], nn.Module], data: Callable[[Context], Any], **options: Any) -> ClientApp:
-    """Return a Flower ClientApp that runs `method` on your network and data; the options are those of `Plug`."""
+def make_client_app(
+    method: str, *, model: Callable[[], nn.Module], data: Callable[[Context], Any], **options: Any
+) -> ClientApp:
+    """Return a Flower ClientApp that runs `method` on your network and data; the options are those
+    of `Plug`.
+    """
     return Plug(method, model=model, data=data, **options).app()
 
 
@@ -47,29 +53,49 @@ class Plug:
     """Your network and data as a client of `method`.
 
     model   a function without arguments that returns a torch.nn.Module: the class, or a lambda
-    data    a function from Flower's Context to (train, test): pairs (x, y) of tensors or arrays, data sets, or loaders
-    head    the layers of the classifier, by name; one, or a list of prefixes; else an attribute called head, else the last Linear
+    data    a function from Flower's Context to (train, test): pairs (x, y) of tensors or arrays,
+            data sets, or loaders
+    head    the layers of the classifier, by name; one, or a list of prefixes; else an attribute
+            called head, else the last Linear
     layer   MetaVD and SNIP: the linear layer that will be named as dropout_layer on the strategy
-    state   folder for the client's state; else state-dir of the node's configuration, else bayflower-runs/state at home
+    state   folder for the client's state; else state-dir of the node's configuration, else
+            bayflower-runs/state at home
     device  cpu, cuda or cuda:N; auto = a GPU if there is one
     mods    Flower's mods around training, such as its clipping
     export  what the personal model is saved as after the last round, besides safetensors: pt2, onnx
     """
 
     def __init__(
-        self, method: str, *, model: Callable[[], nn.Module], data: Callable[[Context], Any], head: str | Sequence[str] | None = None,
-        layer: str = "", state: Path | str | None = None, device: str = "auto", export: Sequence[str] = ("pt2",),
+        self,
+        method: str,
+        *,
+        model: Callable[[], nn.Module],
+        data: Callable[[Context], Any],
+        head: str | Sequence[str] | None = None,
+        layer: str = "",
+        state: Path | str | None = None,
+        device: str = "auto",
+        export: Sequence[str] = ("pt2",),
         mods: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.row = methods.get(method)
-        self.model, self.data, self.head, self.layer, self.state, self.device = model, data, head, layer, state, device
+        self.model, self.data, self.head, self.layer, self.state, self.device = (
+            model,
+            data,
+            head,
+            layer,
+            state,
+            device,
+        )
         self.export, self.mods = tuple(export), list(mods)
         if unknown := sorted(set(export) - {"pt2", "onnx"}):
             raise ConfigError(f"export must name pt2 or onnx, got {unknown[0]!r}")
-        self.name = uuid.uuid4().hex  # in a simulation every message brings a copy of this object: the copies share what is loaded
+        # in a simulation every message brings a copy of this object: the copies share what is
+        # loaded
+        self.name = uuid.uuid4().hex
         self.plain = client.client_app(self.site)
 
-    # -- what Flower calls -----------------------------------------------------------------------------------------
+    # -- what Flower calls ------------------------------------------------------------------------
     def app(self) -> ClientApp:
         """Return the ClientApp that answers everything a strategy of Bayflower asks."""
         app = ClientApp()
@@ -79,7 +105,9 @@ class Plug:
         return app
 
     def query(self, message: Message, context: Context) -> Message:
-        """Return who this client is; its network is rehearsed first, so that a wrong one is refused before any training."""
+        """Return who this client is; its network is rehearsed first, so that a wrong one is refused
+        before any training.
+        """
         site = self.site(context)
         rehearse(self.row, site, self.layer)
         return self.plain(message, context)
@@ -90,27 +118,37 @@ class Plug:
         return client.answer(message, self.site(context), client.train_reply)
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Return the test of the personal model after the last round; the model is saved beside the client's state."""
+        """Return the test of the personal model after the last round; the model is saved beside the
+        client's state.
+        """
         self.check(message)
-        return client.answer(message, self.site(context), partial(client.test_reply, formats=self.export))
+        return client.answer(
+            message, self.site(context), partial(client.evaluate_reply, formats=self.export)
+        )
 
     def begin(self, message: Message, context: Context) -> Job:
         """Return the round as a job for a training loop of your own; `Job.reply` ends it."""
         self.check(message)
         return Job(message, self.site(context))
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
     def check(self, message: Message) -> None:
         """Raise if the server runs another method."""
         asked = str(records.header(message, ("method",))["method"])
         if methods.get(asked).stem != self.row.stem:
-            raise ConfigError(f"this client was made for {self.row.name}, the server runs {asked}; name the same method on both sides")
+            raise ConfigError(
+                f"this client was made for {self.row.name}, the server runs {asked}; name the "
+                "same method on both sides"
+            )
 
     def site(self, context: Context) -> Site:
         """Return what this client has; data are loaded once in a process."""
         config: Mapping[str, Any] = context.node_config
         if "partition-id" not in config:
-            raise ConfigError("the node's configuration has no partition-id; start it with --node-config 'partition-id=0 num-partitions=N'")
+            raise ConfigError(
+                "the node's configuration has no partition-id; start it with --node-config "
+                "'partition-id=0 num-partitions=N'"
+            )
         client = int(config["partition-id"])
         with LOADING:
             if (self.name, client) not in SITES:
@@ -124,14 +162,24 @@ class Plug:
         parts = self.data(context)
         if not isinstance(parts, (tuple, list)) or len(parts) != 2:
             raise ConfigError(
-                f"data must return (train, test), got {type(parts).__name__}; e.g. return (x_train, y_train), (x_test, y_test)"
+                f"data must return (train, test), got {type(parts).__name__}; e.g. return "
+                "(x_train, y_train), (x_test, y_test)"
             )
         device = named_device(self.device)
-        train, test = (batch(part, what, device) for part, what in zip(parts, ("train", "test"), strict=True))
+        train, test = (
+            batch(part, what, device) for part, what in zip(parts, ("train", "test"), strict=True)
+        )
         if len(test.y) and test.x.shape[1:] != train.x.shape[1:]:
-            raise ConfigError(f"train has samples of shape {tuple(train.x.shape[1:])}, test of {tuple(test.x.shape[1:])}; they must agree")
+            raise ConfigError(
+                f"train has samples of shape {tuple(train.x.shape[1:])}, test of "
+                f"{tuple(test.x.shape[1:])}; they must agree"
+            )
         model = given(self.model, train.x, torch.cat([train.y, test.y]), self.head)
-        root = self.state or context.node_config.get("state-dir") or Path.home() / "bayflower-runs" / "state"
+        root = (
+            self.state
+            or context.node_config.get("state-dir")
+            or Path.home() / "bayflower-runs" / "state"
+        )
         new = str(context.node_config.get("new-client", "false")).lower() in ("true", "1")
         return Site(client, new, model, solo.Samples(train, test), DiskStore(Path(str(root))))
 
@@ -139,38 +187,52 @@ class Plug:
 class Job:
     """One round of one client for a training loop of your own.
 
-    `model` is your network with what the server sent, in training mode; `train` and `test` are your data. Optimise `parameters()` on
-    `loss(x, y)`, which has the method's own terms, then return `reply()`. A loss of your own on `model` leaves those terms out.
+    `model` is your network with what the server sent, in training mode; `train` and `test` are your
+    data. Optimise `parameters()` on `loss(x, y)`, which has the method's own terms, then return
+    `reply()`. A loss of your own on `model` leaves those terms out.
     """
 
     def __init__(self, message: Message, site: Site) -> None:
         self.message, self.site = message, site
-        self.head = records.header(message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions"))
+        self.head = records.header(
+            message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions")
+        )
         self.train, self.test = site.data
         self.half = client.make_half(self.head, site.model)
         self.phase = only_phase(self.half, self.head["method"])
         broadcast = client.sent(self.half, message, self.head, site)
         self.cause, self.round = digest(broadcast), int(self.head["round"])
         known = site.store.load(self.head["run"], site.client)
-        self.repeated = next((one for one in known if (one.round, one.cause) == (self.round, self.cause)), None)
+        self.repeated = next(
+            (one for one in known if (one.round, one.cause) == (self.round, self.cause)), None
+        )
         before = (
-            client.start_of_round(known, self.head, site) if self.repeated is None else client.last_state(known, self.head, self.round - 1)
+            client.start_of_round(known, self.head, site)
+            if self.repeated is None
+            else client.last_state(known, self.head, self.round - 1)
         )
         self.state = client.state_of(self.half, before, self.head, site)
         self.tally: Tensors = {}
         keys: dict[str, Any] = {"seed": int(self.head["seed"]), "client": site.client}
         if self.head["evaluate"] and self.repeated is None:
-            views = client.tested(self.half, self.state, broadcast, site, "finetune", round=self.round - 1, **keys)
+            views = client.tested(
+                self.half, self.state, broadcast, site, "finetune", round=self.round - 1, **keys
+            )
             self.tally = client.flat_tallies(views)
         self.work: Work = self.half.begin(self.state, broadcast, self.train)
         self.model = site.model.module(self.work.params, self.work.buffers).train()
         own = dict(self.model.named_parameters())
-        self.moving = {name: own[name] if name in own else nn.Parameter(value.clone()) for name, value in self.work.params.items()}
+        self.moving = {
+            name: own[name] if name in own else nn.Parameter(value.clone())
+            for name, value in self.work.params.items()
+        }
         self.keys = {**keys, "round": self.round, "stage": f"train/{self.phase.name}"}
         self.steps, self.total, self.seen = 0, 0.0, 0
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what to optimise: your network's parameters, and those that the method adds to them."""
+        """Return what to optimise: your network's parameters, and those that the method adds to
+        them.
+        """
         return list(self.moving.values())
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -178,34 +240,53 @@ class Job:
         mask = torch.ones(len(y), dtype=self.train.mask.dtype, device=self.train.mask.device)
         group = Batch(x.to(mask.device), y.to(mask.device), mask)
         shapes = self.half.noise(self.phase.name, max(len(y), self.phase.batch_size))
-        noise = batches.noise(shapes, **self.keys, step=self.steps, dtype=mask.dtype, device=mask.device)
+        noise = batches.noise(
+            shapes, **self.keys, step=self.steps, dtype=mask.dtype, device=mask.device
+        )
         loss, buffers = self.half.loss(dict(self.moving), self._now(), group, noise, self.phase)
         own = dict(self.model.named_buffers())
         with torch.no_grad():
             for name, value in buffers.items():
                 own[name].copy_(value.detach())
-        self.steps, self.seen, self.total = self.steps + 1, self.seen + len(y), self.total + float(loss.detach()) * len(y)
+        self.steps, self.seen, self.total = (
+            self.steps + 1,
+            self.seen + len(y),
+            self.total + float(loss.detach()) * len(y),
+        )
         return loss
 
     def _now(self) -> Work:
         """Return the work with the numbers as they are."""
         known = dict(self.model.named_buffers())
         buffers = {name: known[name].detach().clone() for name in self.work.buffers}
-        return self.work._replace(params={name: value.detach() for name, value in self.moving.items()}, buffers=buffers)
+        return self.work._replace(
+            params={name: value.detach() for name, value in self.moving.items()}, buffers=buffers
+        )
 
     def reply(self, train_loss: float | None = None) -> Message:
-        """Return the reply to the server, after the client's state is on disk; to a message that came twice, the first reply."""
+        """Return the reply to the server, after the client's state is on disk; to a message that
+        came twice, the first reply.
+        """
         saved = self.repeated
         if saved is None:
             with solo.one_thread():
                 work = solo.surveyed(self.half, self._now(), self.train)
-                state, update = (solo.detach(part) for part in self.half.finish(self.state, work, self.train))
+                state, update = (
+                    solo.detach(part) for part in self.half.finish(self.state, work, self.train)
+                )
             mean = self.total / self.seen if self.seen else 0.0
             numbers = reply_numbers(len(self.train.y), mean if train_loss is None else train_loss)
-            saved = Saved(self.round, self.cause, flatten(state), self.half.pack(update), self.tally, numbers)
+            saved = Saved(
+                self.round, self.cause, flatten(state), self.half.pack(update), self.tally, numbers
+            )
             self.site.store.save(self.head["run"], self.site.client, saved)
         content = client.reply_records(saved, client.order_of(self.message, self.head))
-        head = reply_header(method=self.head["method"], run=self.head["run"], round=self.round, client=self.site.client)
+        head = reply_header(
+            method=self.head["method"],
+            run=self.head["run"],
+            round=self.round,
+            client=self.site.client,
+        )
         content[records.HEADER] = records.ConfigRecord(head)
         return Message(content, reply_to=self.message)
 
@@ -218,25 +299,52 @@ def batch(source: Any, what: str, device: torch.device) -> Batch:
 
 
 def only_phase(half: ClientHalf, method: str) -> Any:
-    """Return the one stretch of training of a round; raise if the method's training is more than descending a loss."""
+    """Return the one stretch of training of a round; raise if the method's training is more than
+    descending a loss.
+    """
     phases = half.phases("train")
-    plain = type(half).step is ClientHalf.step and (type(half).gradient is ClientHalf.gradient or isinstance(half, AddOn))
-    if len(phases) != 1 or phases[0].batches != 1 or not plain or getattr(half.config, "alpha_rate", 1) != 1:
-        raise ConfigError(f"{method} trains in a way of its own, which is no loss to descend; use make_client_app")
+    plain = type(half).step is ClientHalf.step and (
+        type(half).gradient is ClientHalf.gradient or isinstance(half, AddOn)
+    )
+    if (
+        len(phases) != 1
+        or phases[0].batches != 1
+        or not plain
+        or getattr(half.config, "alpha_rate", 1) != 1
+    ):
+        raise ConfigError(
+            f"{method} trains in a way of its own, which is no loss to descend; use make_client_app"
+        )
     return phases[0]
 
 
 def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
-    """Do one step of a round on a few samples and forget it; raise ConfigError if the network cannot be trained by the method."""
+    """Do one step of a round on a few samples and forget it; raise ConfigError if the network
+    cannot be trained by the method.
+    """
     model, train = site.model, site.data.train
-    chosen, kind, training = {**row.defaults, **({"dropout_layer": layer} if layer else {})}, row.config, Training()
-    config = kind(**{field.name: chosen[field.name] for field in dataclasses.fields(kind) if field.name in chosen})
+    chosen, kind, training = (
+        {**row.defaults, **({"dropout_layer": layer} if layer else {})},
+        row.config,
+        Training(),
+    )
+    config = kind(
+        **{
+            field.name: chosen[field.name]
+            for field in dataclasses.fields(kind)
+            if field.name in chosen
+        }
+    )
     if row.stem in NEED_BASE and model.head_names == frozenset(model.shapes):
         raise ConfigError(
-            f"the head {', '.join(model.head_layers)} is the whole network; {row.name} needs layers before it: name a smaller head"
+            f"the head {', '.join(model.head_layers)} is the whole network; {row.name} needs "
+            "layers before it: name a smaller head"
         )
     few = Batch(*(tensor[:FEW] for tensor in train))
-    initial = [{name: value.to(few.mask.device) for name, value in part.items()} for part in model.initial(0, few.mask.dtype)]
+    initial = [
+        {name: value.to(few.mask.device) for name, value in part.items()}
+        for part in model.initial(0, few.mask.dtype)
+    ]
     try:
         half, server = row.client(config, training, model), row.server(config, model.anatomy)
         sent = server.broadcast(server.init(initial[0], initial[1], (site.client,)), site.client)
@@ -246,7 +354,10 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
             for phase in half.phases("train"):
                 work = solo.fresh_optimizer(phase, work)
                 shapes = half.noise(phase.name, phase.batch_size).items()
-                noise = {name: torch.zeros(shape, dtype=few.mask.dtype, device=few.mask.device) for name, shape in shapes}
+                noise = {
+                    name: torch.zeros(shape, dtype=few.mask.dtype, device=few.mask.device)
+                    for name, shape in shapes
+                }
                 work, _ = half.step(phase, work, (few,) * phase.batches, noise)
             half.finish(state, solo.surveyed(half, work, few), few)
     except ConfigError:
@@ -257,4 +368,6 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{row.name} cannot train model {model.name}: {type(error).__name__}: {reason}") from error
+        raise ConfigError(
+            f"{row.name} cannot train model {model.name}: {type(error).__name__}: {reason}"
+        ) from error

@@ -1,7 +1,9 @@
-"""The ray and deployment engines: Flower's own programs, started, watched and stopped around one run.
+"""The ray and deployment engines: Flower's own programs, started, watched and stopped around one
+run.
 
-Everything happens in a folder of its own, so that Flower's workers cannot pick up another app by accident, on ports that were free, with
-no installation at run time. All processes carry a mark in their environment, by which whatever outlives its parent is found and ended.
+Everything happens in a folder of its own, so that Flower's workers cannot pick up another app by
+accident, on ports that were free, with no installation at run time. All processes carry a mark in
+their environment, by which whatever outlives its parent is found and ended.
 """
 
 from __future__ import annotations
@@ -37,9 +39,13 @@ ASK_SECONDS = 20.0  # between two questions to Flower: each starts a Python that
 
 
 class Flower:
-    """A SuperLink on loopback and, for deployment, one SuperNode a client; a context manager that leaves nothing behind."""
+    """A SuperLink on loopback and, for deployment, one SuperNode a client; a context manager that
+    leaves nothing behind.
+    """
 
-    def __init__(self, engine: str, clients: int, out: Path, port: int = 0, state_dir: Path | None = None) -> None:
+    def __init__(
+        self, engine: str, clients: int, out: Path, port: int = 0, state_dir: Path | None = None
+    ) -> None:
         self.engine, self.clients, self.out = engine, clients, out
         self.state_dir = state_dir or out / "state"
         self.port = check_port(port) if port else free_port()
@@ -50,23 +56,36 @@ class Flower:
         self.restarts: dict[int, int] = {}
         self.env = {
             **environment(self.mark, self.folder / "home", engine),
-            "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.folder), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        }  # fmt: skip
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": str(self.folder),
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        }
 
     def __enter__(self) -> Flower:
         try:
             note = self.out / "logs" / "mark"
-            if note.exists():  # a run in this folder that was killed may have left processes, which would write to it
+            # a run in this folder that was killed may have left processes, which would write to it
+            if note.exists():
                 end(note.read_text().strip())
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(self.mark)
             (self.folder / "home").mkdir()
             (self.folder / "home" / "config.toml").write_text(
-                f'[superlink]\ndefault = "bayflower"\n\n[superlink.bayflower]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+                '[superlink]\ndefault = "bayflower"\n\n[superlink.bayflower]\naddress = '
+                f'"127.0.0.1:{self.port}"\ninsecure = true\n'
             )
             extra = ["--simulation"] if self.engine == "ray" else []
             self.superlink = self.start(
-                "superlink", ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port), *extra]
+                "superlink",
+                [
+                    "flower-superlink",
+                    "--insecure",
+                    "--host",
+                    "127.0.0.1",
+                    "--port",
+                    str(self.port),
+                    *extra,
+                ],
             )
             self.wait_for_superlink()
             if self.engine == "deployment":
@@ -77,18 +96,37 @@ class Flower:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
-        """Return the started program, which ends with this process; what it prints goes to a log in the run's folder."""
-        return launch(words, self.env, self.folder, self.out / "logs" / f"{name}.log", end_with_parent)
+        """Return the started program, which ends with this process; what it prints goes to a log in
+        the run's folder.
+        """
+        return launch(
+            words, self.env, self.folder, self.out / "logs" / f"{name}.log", end_with_parent
+        )
 
     def start_supernode(self, client: int) -> None:
         """Start the SuperNode of a client."""
         node = f'partition-id={client} num-partitions={self.clients} state-dir="{self.state_dir}"'
-        words = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}", "--node-config", node,
-                 "--host", "127.0.0.1", "--port", str(free_port())]  # fmt: skip
+        words = [
+            "flower-supernode",
+            "--insecure",
+            "--superlink",
+            f"127.0.0.1:{self.port}",
+            "--node-config",
+            node,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(free_port()),
+        ]
         self.supernodes[client] = self.start(f"supernode-{client}", words)
 
     def wait_for_superlink(self) -> None:
@@ -97,13 +135,18 @@ class Flower:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.superlink.poll() is not None:
-                raise BayflowerError(f"the SuperLink ended at its start (code {self.superlink.returncode}): {self.tail('superlink')}")
+                raise BayflowerError(
+                    f"the SuperLink ended at its start (code {self.superlink.returncode}): "
+                    f"{self.tail('superlink')}"
+                )
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
-        raise BayflowerError(f"the SuperLink did not answer within {START_SECONDS:.0f} s: {self.tail('superlink')}")
+        raise BayflowerError(
+            f"the SuperLink did not answer within {START_SECONDS:.0f} s: {self.tail('superlink')}"
+        )
 
     def tail(self, name: str) -> str:
         """Return the last line of a log, and where the log is."""
@@ -112,12 +155,17 @@ class Flower:
     def watch(self) -> None:
         """Raise if the SuperLink is gone; start a SuperNode that is gone again."""
         if self.superlink is not None and self.superlink.poll() is not None:
-            raise BayflowerError(f"the SuperLink ended (code {self.superlink.returncode}): {self.tail('superlink')}")
+            raise BayflowerError(
+                f"the SuperLink ended (code {self.superlink.returncode}): {self.tail('superlink')}"
+            )
         for client, process in list(self.supernodes.items()):
             if process.poll() is not None:
                 self.restarts[client] = self.restarts.get(client, 0) + 1
                 if self.restarts[client] > RESTARTS:
-                    raise BayflowerError(f"the SuperNode of client {client} ended {RESTARTS + 1} times: {self.tail(f'supernode-{client}')}")
+                    raise BayflowerError(
+                        f"the SuperNode of client {client} ended {RESTARTS + 1} times: "
+                        f"{self.tail(f'supernode-{client}')}"
+                    )
                 self.start_supernode(client)
 
     def flwr(self, *words: str) -> Any:
@@ -126,7 +174,11 @@ class Flower:
 
     def submit(self, app: Path, config: Mapping[str, Any]) -> str:
         """Start a run of `app` with `config`; return its id."""
-        words = ["--federation-config", f"num-supernodes={self.clients} client-resources-num-cpus=1"] if self.engine == "ray" else []
+        words = (
+            ["--federation-config", f"num-supernodes={self.clients} client-resources-num-cpus=1"]
+            if self.engine == "ray"
+            else []
+        )
         return submit(self.flwr, app, config, *words)
 
     def status(self, run: str) -> str:
@@ -134,7 +186,9 @@ class Flower:
         return run_status(self.flwr, run)
 
     def stop(self) -> None:
-        """End every process of this run: asked first, then forced, found by its mark if it has left its parent."""
+        """End every process of this run: asked first, then forced, found by its mark if it has left
+        its parent.
+        """
         started = [*self.supernodes.values(), *([self.superlink] if self.superlink else [])]
         for process in started:
             if process.poll() is None:
@@ -151,26 +205,50 @@ class Flower:
 
 
 def run_app(
-    engine: str, config: Mapping[str, Any], clients: int, out: Path, port: int, show: Callable[[dict[str, Any]], None],
+    engine: str,
+    config: Mapping[str, Any],
+    clients: int,
+    out: Path,
+    port: int,
+    show: Callable[[dict[str, Any]], None],
     app: Path | None = None,
-) -> None:  # fmt: skip
-    """Run our app under Flower to its end; `show` is told of its progress. Raises if the run failed, whatever Flower's exit code."""
+) -> None:
+    """Run our app under Flower to its end; `show` is told of its progress. Raises if the run
+    failed, whatever Flower's exit code.
+    """
     if engine == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError("engine ray needs Ray, which is not installed; install it with: pip install 'bayflower[simulation]'")
+        raise ConfigError(
+            "engine ray needs Ray, which is not installed; install it with: pip install "
+            "'bayflower[simulation]'"
+        )
     out = out.resolve()
     status_file = out / "status.json"
     status_file.unlink(missing_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that being asked to end leaves nothing behind either
+    # so that being asked to end leaves nothing behind either
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with Flower(engine, clients, out, port) as flower:
-        run = flower.submit(app or write_app(flower.folder / "app", config), {**config, "out": str(out)})
-        follow(status_file, lambda: flower.status(run), show, flower.watch, lambda: flower.tail("superlink"))
+        run = flower.submit(
+            app or write_app(flower.folder / "app", config), {**config, "out": str(out)}
+        )
+        follow(
+            status_file,
+            lambda: flower.status(run),
+            show,
+            flower.watch,
+            lambda: flower.tail("superlink"),
+        )
 
 
 def follow(
-    status_file: Path, state_of: Callable[[], str], show: Callable[[dict[str, Any]], None], watch: Callable[[], None],
+    status_file: Path,
+    state_of: Callable[[], str],
+    show: Callable[[dict[str, Any]], None],
+    watch: Callable[[], None],
     said: Callable[[], str],
-) -> None:  # fmt: skip
-    """Return when the run has finished; raise if it failed, by its own word in `status_file` or Flower's (`state_of`)."""
+) -> None:
+    """Return when the run has finished; raise if it failed, by its own word in `status_file` or
+    Flower's (`state_of`).
+    """
     asked = begun = time.monotonic()
     while True:
         watch()
@@ -185,63 +263,109 @@ def follow(
                 raise BayflowerError(f"Flower does not answer ({error}): {said()}") from None
             asked = time.monotonic()
             if not known and state != "running" and time.monotonic() - begun > SILENT_SECONDS:
-                raise BayflowerError(f"the ServerApp did not start within {SILENT_SECONDS:.0f} s: {said()}")
-            if state.startswith("finished") and read_json(status_file).get("state") not in ("finished", "failed"):
+                raise BayflowerError(
+                    f"the ServerApp did not start within {SILENT_SECONDS:.0f} s: {said()}"
+                )
+            if state.startswith("finished") and read_json(status_file).get("state") not in (
+                "finished",
+                "failed",
+            ):
                 raise BayflowerError(f"the run ended as {state} without a result: {said()}")
         time.sleep(0.3)
     if known["state"] == "failed":
-        raise (ConfigError if known.get("kind") == "ConfigError" else BayflowerError)(known["reason"])
+        raise (ConfigError if known.get("kind") == "ConfigError" else BayflowerError)(
+            known["reason"]
+        )
     show(known)
 
 
 def environment(mark: str, home: Path, engine: str) -> dict[str, str]:
-    """Return the environment of Flower's programs: this Python's, marked, without telemetry or installations."""
+    """Return the environment of Flower's programs: this Python's, marked, without telemetry or
+    installations.
+    """
     return {
-        **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}", MARK: mark,
-        "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "BAYFLOWER_ENGINE": engine, "OPENBLAS_NUM_THREADS": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "PYTHONWARNINGS": "ignore",
-    }  # fmt: skip
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        MARK: mark,
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "BAYFLOWER_ENGINE": engine,
+        "OPENBLAS_NUM_THREADS": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def launch(
-    words: list[str], env: Mapping[str, str], folder: Path, log_file: Path, before: Callable[[], None] | None = None
+    words: list[str],
+    env: Mapping[str, str],
+    folder: Path,
+    log_file: Path,
+    before: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Return a started program in a session of its own; what it prints is added to `log_file`."""
     program = shutil.which(words[0], path=env["PATH"])
     if program is None:
-        raise ConfigError(f"{words[0]} is not installed; install Flower with: pip install 'bayflower[simulation]'")
+        raise ConfigError(
+            f"{words[0]} is not installed; install Flower with: pip install 'bayflower[simulation]'"
+        )
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as log:
         return subprocess.Popen(
-            [program, *words[1:]], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            [program, *words[1:]],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
             preexec_fn=before,
-        )  # fmt: skip
+        )
 
 
 def last_line(path: Path) -> str:
     """Return the last line of a log, and where the log is."""
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.exists() else []
+    lines = (
+        [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        if path.exists()
+        else []
+    )
     return f"{lines[-1].strip() if lines else 'nothing was printed'} (see {path})"
 
 
 def flwr_json(words: Sequence[str], env: Mapping[str, str], folder: Path) -> Any:
     """Return the JSON a flwr command prints."""
     done = subprocess.run(
-        [shutil.which("flwr", path=env["PATH"]) or "flwr", *words, "--format", "json"], cwd=folder, env=env,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [shutil.which("flwr", path=env["PATH"]) or "flwr", *words, "--format", "json"],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     start = done.stdout.find("{")
     try:
         return json.loads(done.stdout[start:])
     except ValueError:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise BayflowerError(f"flwr {words[0]} failed (code {done.returncode}): {said[-1] if said else 'nothing was printed'}") from None
+        raise BayflowerError(
+            f"flwr {words[0]} failed (code {done.returncode}): "
+            f"{said[-1] if said else 'nothing was printed'}"
+        ) from None
 
 
 def submit(flwr: Callable[..., Any], app: Path, config: Mapping[str, Any], *more: str) -> str:
     """Start a run of `app` with `config` through `flwr`; return its id."""
-    answer = flwr("run", str(app), "bayflower", *more, "--run-config", " ".join(f"{key}={toml(value)}" for key, value in config.items()))
+    answer = flwr(
+        "run",
+        str(app),
+        "bayflower",
+        *more,
+        "--run-config",
+        " ".join(f"{key}={toml(value)}" for key, value in config.items()),
+    )
     if not answer.get("success"):
         raise BayflowerError(f"Flower refused the run: {answer.get('error-message') or answer}")
     return str(answer["run-id"])
@@ -251,7 +375,9 @@ def run_status(flwr: Callable[..., Any], run: str) -> str:
     """Return e.g. "running", "finished:completed" or "finished:failed"."""
     answer = flwr("list", "--run-id", run)
     if not answer.get("runs"):
-        raise BayflowerError(f"flwr list does not know run {run}: {answer.get('error-message') or 'no answer'}")
+        raise BayflowerError(
+            f"flwr list does not know run {run}: {answer.get('error-message') or 'no answer'}"
+        )
     return str(answer["runs"][0]["status"])
 
 
@@ -264,7 +390,8 @@ def write_app(folder: Path, config: Mapping[str, Any]) -> Path:
         '[project]\nname = "bayflower-run"\nversion = "1.0.0"\ndescription = "A run of Bayflower"\n'
         'license = "Apache-2.0"\ndependencies = []\n\n'
         '[tool.flwr.app]\npublisher = "bayflower"\n\n'
-        '[tool.flwr.app.components]\nserverapp = "bayflower.server_app:app"\nclientapp = "bayflower.client_app:app"\n\n'
+        '[tool.flwr.app.components]\nserverapp = "bayflower.server_app:app"\nclientapp = '
+        '"bayflower.client_app:app"\n\n'
         f"[tool.flwr.app.config]\n{keys}"
     )
     return folder
@@ -295,7 +422,10 @@ def check_port(port: int) -> int:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("127.0.0.1", port))
         except OSError as error:
-            raise ConfigError(f"port {port} cannot be used ({error.strerror}); choose another with --port, or 0 for any free one") from None
+            raise ConfigError(
+                f"port {port} cannot be used ({error.strerror}); choose another with --port, or 0 "
+                "for any free one"
+            ) from None
     return port
 
 
@@ -322,7 +452,10 @@ def marked(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+            if (
+                f"{MARK}={mark}".encode() in (folder / "environ").read_bytes()
+                and int(folder.name) != os.getpid()
+            ):
                 found.append(int(folder.name))
         except (OSError, ValueError):
             continue

@@ -1,4 +1,6 @@
-"""Records ↔ states: what a Flower message carries, and every check of what arrives. The names are in `protocol.py`."""
+"""Records ↔ states: what a Flower message carries, and every check of what arrives. The names are
+in `protocol.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,32 @@ from torch import Tensor
 from ..errors import WireError
 from ..metrics import Tally, possible, zero
 from ..tree import Shapes, Tensors, flatten, matching
-from ..wire.protocol import BROADCAST, HEADER, METRICS, NUM_EXAMPLES, PROTOCOL, TALLY, TRAIN_LOSS, UPDATE, content_bytes
+from ..wire.protocol import (
+    BROADCAST,
+    HEADER,
+    METRICS,
+    NUM_EXAMPLES,
+    PROTOCOL,
+    TALLY,
+    TRAIN_LOSS,
+    UPDATE,
+    content_bytes,
+)
 
 MOST_VIEWS = 8  # models that a client tests
 MOST_AXES = 16  # of an array
-__all__ = ["BROADCAST", "HEADER", "METRICS", "NUM_EXAMPLES", "PROTOCOL", "TALLY", "TRAIN_LOSS", "UPDATE", "WireError", "matching"]
+__all__ = [
+    "BROADCAST",
+    "HEADER",
+    "METRICS",
+    "NUM_EXAMPLES",
+    "PROTOCOL",
+    "TALLY",
+    "TRAIN_LOSS",
+    "UPDATE",
+    "WireError",
+    "matching",
+]
 
 
 def to_arrays(tree: Any) -> ArrayRecord:
@@ -34,33 +57,48 @@ def to_array(tensor: Tensor) -> Array:
 
 
 def to_tensors(record: ArrayRecord, consume: bool = False) -> Tensors:
-    """Return the arrays by name; with `consume` each is taken out of the record as it is read, so that it is never held twice."""
+    """Return the arrays by name; with `consume` each is taken out of the record as it is read, so
+    that it is never held twice.
+    """
     tensors = {}
     for name in list(record):
         array = record.pop(name) if consume else record[name]
         try:
-            tensors[name] = torch.from_numpy(block(array)).clone()  # torch's own alignment: it decides how sums are split, hence bits
+            # torch's own alignment: it decides how sums are split, hence bits
+            tensors[name] = torch.from_numpy(block(array)).clone()
         except (ValueError, TypeError, EOFError, SyntaxError) as error:
             raise WireError(f"array {name!r} cannot be read ({str(error)[:200]})") from None
     return tensors
 
 
 def block(array: Array) -> np.ndarray:
-    """Return a copy of an array's numbers; its header must tell the truth before anything is allocated."""
+    """Return a copy of an array's numbers; its header must tell the truth before anything is
+    allocated.
+    """
     if array.stype != "numpy.ndarray":
         raise ValueError(f"serialised as {array.stype[:80]!r}, expected numpy.ndarray")
     file = io.BytesIO(array.data)
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} of the .npy format is not known")
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    read = (
+        np.lib.format.read_array_header_1_0
+        if version == (1, 0)
+        else np.lib.format.read_array_header_2_0
+    )
     shape, fortran, dtype = read(file)
     if dtype.kind not in "biuf":
         raise ValueError(f"it holds {dtype}, not numbers")
     start, size = file.tell(), math.prod(shape) * dtype.itemsize
     if min(shape, default=1) < 0 or size != len(array.data) - start:
-        raise ValueError(f"it should have {size} bytes of numbers and has {len(array.data) - start}")
-    return np.frombuffer(array.data, dtype, offset=start).reshape(shape, order="F" if fortran else "C").copy()
+        raise ValueError(
+            f"it should have {size} bytes of numbers and has {len(array.data) - start}"
+        )
+    return (
+        np.frombuffer(array.data, dtype, offset=start)
+        .reshape(shape, order="F" if fortran else "C")
+        .copy()
+    )
 
 
 def only_arrays(message: Message) -> ArrayRecord:
@@ -83,9 +121,14 @@ def header(message: Message, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the message's header, which must have `names` and speak our protocol."""
     record = message.content.get(HEADER)
     if not isinstance(record, ConfigRecord):
-        raise WireError(f"the ConfigRecord {HEADER!r} is missing; the other side does not run Bayflower")
+        raise WireError(
+            f"the ConfigRecord {HEADER!r} is missing; the other side does not run Bayflower"
+        )
     if record.get("protocol") != PROTOCOL:
-        raise WireError(f"protocol {record.get('protocol')!r} is not {PROTOCOL}; both sides need the same version of Bayflower")
+        raise WireError(
+            f"protocol {record.get('protocol')!r} is not {PROTOCOL}; both sides need the same "
+            "version of Bayflower"
+        )
     if missing := [name for name in names if name not in record]:
         raise WireError(f"header key {missing[0]!r} is missing")
     return dict(record)
@@ -98,42 +141,70 @@ def make_header(**values: Any) -> ConfigRecord:
 
 def tallies_to_arrays(views: Mapping[str, Tally]) -> ArrayRecord:
     """Return the tallies of all views as one record."""
-    return to_arrays({view: dict(zip(tally._fields, tally, strict=True)) for view, tally in views.items()})
+    return to_arrays(
+        {view: dict(zip(tally._fields, tally, strict=True)) for view, tally in views.items()}
+    )
 
 
 def arrays_to_tallies(flat: Mapping[str, Tensor], num_classes: int) -> dict[str, Tally]:
     """Return the tallies by view, which must be what a test with `num_classes` classes can give."""
     views = sorted({name.split("/", 1)[0] for name in flat})
-    if len(views) > MOST_VIEWS or not all(re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", view) for view in views):
-        raise WireError(f"test results must be of at most {MOST_VIEWS} models with plain names, got {str(views)[:80]}")
+    if len(views) > MOST_VIEWS or not all(
+        re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", view) for view in views
+    ):
+        raise WireError(
+            f"test results must be of at most {MOST_VIEWS} models with plain names, got "
+            f"{str(views)[:80]}"
+        )
     result = {}
     for view in views:
-        own = {name.split("/", 1)[1]: value for name, value in flat.items() if name.startswith(view + "/")}
+        own = {
+            name.split("/", 1)[1]: value
+            for name, value in flat.items()
+            if name.startswith(view + "/")
+        }
         tally = matching(own, zero(num_classes))
         if not possible(tally):
-            raise WireError(f"the test result {view!r} contradicts itself: counts are negative or do not add up")
+            raise WireError(
+                f"the test result {view!r} contradicts itself: counts are negative or do not add up"
+            )
         result[view] = tally
     return result
 
 
 def weigh(content: RecordDict, most: int) -> None:
-    """Raise if a message holds more than `most` million bytes, or arrays that say they are larger than they are."""
+    """Raise if a message holds more than `most` million bytes, or arrays that say they are larger
+    than they are.
+    """
     total = 0
     for record in content.values():
         for name, value in record.items():
             total += len(name)
             if isinstance(value, Array):
                 total += len(value.data)
-                if len(value.shape) > MOST_AXES or math.prod(value.shape) * np.dtype(value.dtype).itemsize > len(value.data):
-                    raise WireError(f"array {name[:80]!r} says it has shape {str(value.shape)[:80]}, more than its {len(value.data)} bytes")
+                if len(value.shape) > MOST_AXES or math.prod(value.shape) * np.dtype(
+                    value.dtype
+                ).itemsize > len(value.data):
+                    raise WireError(
+                        f"array {name[:80]!r} says it has shape {str(value.shape)[:80]}, more "
+                        f"than its {len(value.data)} bytes"
+                    )
             else:
-                total += len(value) if isinstance(value, (str, bytes)) else 8 * len(value) if isinstance(value, list) else 8
+                total += (
+                    len(value)
+                    if isinstance(value, (str, bytes))
+                    else 8 * len(value)
+                    if isinstance(value, list)
+                    else 8
+                )
     if total > most * 1_000_000:
         raise WireError(f"the message has {total} bytes, more than max_message_mb = {most} allows")
 
 
 def copy_content(content: RecordDict) -> RecordDict:
-    """Return the records in new containers, the immutable arrays shared: what a receiver changes is not the sender's."""
+    """Return the records in new containers, the immutable arrays shared: what a receiver changes is
+    not the sender's.
+    """
     return RecordDict({name: type(record)(dict(record)) for name, record in content.items()})  # type: ignore[arg-type]
 
 
@@ -144,7 +215,9 @@ def num_bytes(content: RecordDict) -> int:
     metrics: dict[str, Any] = {}
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
-            arrays[name] = tuple((key, tuple(array.shape), array.dtype) for key, array in record.items())
+            arrays[name] = tuple(
+                (key, tuple(array.shape), array.dtype) for key, array in record.items()
+            )
         elif isinstance(record, ConfigRecord):
             configs[name] = dict(record)
         else:

@@ -1,4 +1,6 @@
-"""The check of every reply, before anything of it reaches a sum: who sent it, for which round, and whether its content can be true."""
+"""The check of every reply, before anything of it reaches a sum: who sent it, for which round, and
+whether its content can be true.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Expected(NamedTuple):
     limits: Limits
     training: Any  # settings of local training
     caps: Mapping[int, int]  # clients that count for fewer samples than they have
-    plain: bool = False  # whether updates come as plain arrays, because another strategy is around this one
+    # whether updates come as plain arrays, because another strategy is around this one
+    plain: bool = False
 
 
 class Accepted(NamedTuple):
@@ -42,13 +45,19 @@ class Accepted(NamedTuple):
 
 
 def sender(reply: Message, expected: Expected) -> int:
-    """Return the client a reply comes from; raise if it is too large, or not a reply to what was asked in this round."""
+    """Return the client a reply comes from; raise if it is too large, or not a reply to what was
+    asked in this round.
+    """
     if reply.has_error():
         raise records.WireError(f"the client failed: {reason(reply)}")
     records.weigh(reply.content, expected.limits.max_message_mb)
     head = records.header(reply, ("method", "run", "round", "client"))
     client = head["client"]
-    member = expected.members.get(client) if isinstance(client, int) and not isinstance(client, bool) else None
+    member = (
+        expected.members.get(client)
+        if isinstance(client, int) and not isinstance(client, bool)
+        else None
+    )
     if member is None:
         raise records.WireError(f"client {repr(client)[:80]} is not known")
     if member.node != reply.metadata.src_node_id:
@@ -57,19 +66,30 @@ def sender(reply: Message, expected: Expected) -> int:
         raise records.WireError(f"client {client} was not asked in this round")
     for name in ("round", "run", "method"):
         if head[name] != getattr(expected, name):
-            raise records.WireError(f"the reply is for {name} {repr(head[name])[:80]}, not {getattr(expected, name)!r}")
+            raise records.WireError(
+                f"the reply is for {name} {repr(head[name])[:80]}, not {getattr(expected, name)!r}"
+            )
     return int(client)
 
 
-def accept(reply: Message, expected: Expected, half: ServerHalf, state: Any, done: Container[int]) -> Accepted:
+def accept(
+    reply: Message, expected: Expected, half: ServerHalf, state: Any, done: Container[int]
+) -> Accepted:
     """Return the content of a reply to train that can be used; raise with the reason otherwise."""
     client = sender(reply, expected)
     if client in done:
         raise records.WireError("a second reply in the same round")
     declared = expected.members[client].facts.train_size
     flat = records.arrays(reply, records.UPDATE, consume=True)
-    update = half.unpack(state, wrapped.to_flat(flat, state, metric(reply, records.NUM_EXAMPLES)) if expected.plain else flat)
-    why = half.check(state, client, update) or bounds.problem(half, state, client, update, declared, expected.limits, expected.training)
+    update = half.unpack(
+        state,
+        wrapped.to_flat(flat, state, metric(reply, records.NUM_EXAMPLES))
+        if expected.plain
+        else flat,
+    )
+    why = half.check(state, client, update) or bounds.problem(
+        half, state, client, update, declared, expected.limits, expected.training
+    )
     if why:
         raise records.WireError(why)
     tallies = tallies_of(reply, expected, client) if records.TALLY in reply.content else {}
@@ -86,13 +106,16 @@ def tested(reply: Message, expected: Expected) -> tuple[int, dict[str, Tally]]:
 
 
 def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Tally]:
-    """Return the tallies of a reply by view, which must be what a test of this client's data can give."""
+    """Return the tallies of a reply by view, which must be what a test of this client's data can
+    give.
+    """
     tallies = records.arrays_to_tallies(records.arrays(reply, records.TALLY), expected.num_classes)
     most = 2 * expected.members[client].facts.test_size
     for view, tally in tallies.items():
         if int(tally.num_examples) > most:
             raise records.WireError(
-                f"the test result {view!r} is of {int(tally.num_examples)} samples, more than twice what the client had"
+                f"the test result {view!r} is of {int(tally.num_examples)} samples, more than "
+                "twice what the client had"
             )
     if "personal" not in tallies:
         raise records.WireError("the test result of the personal model is missing")
@@ -103,7 +126,10 @@ def train_loss(reply: Message) -> float:
     """Return the mean loss of local training that a reply reports."""
     loss = metric(reply, records.TRAIN_LOSS)
     if not isinstance(loss, (int, float)) or not math.isfinite(loss) or abs(loss) > LARGEST_LOSS:
-        raise records.WireError(f"{records.TRAIN_LOSS} must be a finite number of size up to {LARGEST_LOSS:g}, got {str(loss)[:80]}")
+        raise records.WireError(
+            f"{records.TRAIN_LOSS} must be a finite number of size up to {LARGEST_LOSS:g}, got "
+            f"{str(loss)[:80]}"
+        )
     return float(loss)
 
 
@@ -115,4 +141,6 @@ def metric(reply: Message, name: str) -> Any:
 
 def metrics_of(reply: Message) -> RecordDict:
     """Return the metrics of a reply without its arrays."""
-    return RecordDict({name: MetricRecord(dict(record)) for name, record in reply.content.metric_records.items()})
+    return RecordDict(
+        {name: MetricRecord(dict(record)) for name, record in reply.content.metric_records.items()}
+    )

@@ -1,8 +1,9 @@
-"""Who takes part: clients that come late, go, come back, or must be left out. Known by the number each reports, never by its node.
+"""Who takes part: clients that come late, go, come back, or must be left out. Known by the number
+each reports, never by its node.
 
 present    asked in a round, if it is drawn
-left       its node is gone, or it was silent for `leave_after` rounds: no longer part of any total, welcome back
-           (if it was silent and its node is still there, after as many rounds)
+left       its node is gone, or it was silent for `leave_after` rounds: no longer part of any total,
+           welcome back (if it was silent and its node is still there, after as many rounds)
 excluded   `max_faults` replies in a row could not be used: not asked again in this run
 """
 
@@ -33,7 +34,9 @@ class Roll(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Clients that train and have come for the first time, and those that are no longer part of any total."""
+    """Clients that train and have come for the first time, and those that are no longer part of any
+    total.
+    """
 
     joined: list[int]
     left: list[int]
@@ -55,13 +58,16 @@ class Roster:
         self.unused: set[int] = set()  # asked since then, without a reply that was used
         self.faults: dict[int, int] = {}  # replies in a row that could not be used
         self.silent: dict[int, int] = {}  # rounds in a row without any reply
-        self.moderated: set[tuple[int, str]] = set()  # clients and claims of which it was said that they were cut down
-        self.capped: set[int] = set()  # clients of which it was said that they count for fewer samples than they have
-        self.pause: dict[int, int] = {}  # rounds for which a client that left in silence is not asked, though its node is there
+        # clients and claims of which it was said that they were cut down
+        self.moderated: set[tuple[int, str]] = set()
+        # clients of which it was said that they count for fewer samples than they have
+        self.capped: set[int] = set()
+        # rounds for which a client that left in silence is not asked, though its node is there
+        self.pause: dict[int, int] = {}
         self.refused: dict[int, int] = {}  # by node: how often it could not say who it is
         self.claims: dict[int, int] = {}  # by node: the client it says it is, which another node is
 
-    # -- reading -----------------------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------
     def present(self) -> list[int]:
         """Return all clients that can be asked, in order."""
         return sorted(set(self.members) - self.left - self.excluded)
@@ -72,7 +78,9 @@ class Roster:
 
     def client_at(self, node: int) -> int | None:
         """Return the client that a node is."""
-        return next((member.client for member in self.members.values() if member.node == node), None)
+        return next(
+            (member.client for member in self.members.values() if member.node == node), None
+        )
 
     def nodes(self, clients: Iterable[int]) -> list[int]:
         """Return where the clients are."""
@@ -84,36 +92,50 @@ class Roster:
         return Roll({client: self.members[client] for client in self.present()}, self.common)
 
     def summary(self, dataset: str) -> Summary:
-        """Return the federation as a result file describes it: everyone who took part, those included that have left."""
+        """Return the federation as a result file describes it: everyone who took part, those
+        included that have left.
+        """
         facts = {client: member.facts for client, member in self.members.items()}
         new = {client: fact for client, fact in facts.items() if self.members[client].new}
-        return summary({client: fact for client, fact in facts.items() if client not in new}, new, dataset)
+        return summary(
+            {client: fact for client, fact in facts.items() if client not in new}, new, dataset
+        )
 
     def told(self, client: int) -> dict[str, Any]:
-        """Return what a client must be told besides its work: which of its states counts, and that it had been dropped."""
-        found: dict[str, Any] = {"accepted": self.accepted.get(client, 0)} if client in self.unused else {}
+        """Return what a client must be told besides its work: which of its states counts, and that
+        it had been dropped.
+        """
+        found: dict[str, Any] = (
+            {"accepted": self.accepted.get(client, 0)} if client in self.unused else {}
+        )
         return {**found, "returned": True} if client in self.returned else found
 
     def state_round(self, client: int, round: int) -> int:
         """Return the last round up to `round` whose state of a client counts."""
         return self.accepted.get(client, 0) if client in self.unused else round
 
-    # -- who is there --------------------------------------------------------------------------------------------------
+    # -- who is there -----------------------------------------------------------------------------
     def gather(self, grid: Grid, least: int, wait: float) -> None:
         """Wait for `least` nodes and learn who they are; all must agree on the network."""
         deadline = time.monotonic() + wait
         while len(nodes := sorted(grid.get_node_ids())) < least:
             if time.monotonic() > deadline:
-                raise BayflowerError(f"{len(nodes)} of {least} clients came within {wait:.0f} s; start the others")
+                raise BayflowerError(
+                    f"{len(nodes)} of {least} clients came within {wait:.0f} s; start the others"
+                )
             time.sleep(POLL_SECONDS)
         for member in query(grid, nodes, wait, self.line, self._refuse):
             known = self.members.get(member.client)
             if known is not None and known.node != member.node:
-                raise BayflowerError(f"two nodes say they are client {member.client}; give each its own partition-id")
+                raise BayflowerError(
+                    f"two nodes say they are client {member.client}; give each its own partition-id"
+                )
             self.members[member.client] = member
         if not self.training():
             faults = self.journal.faults
-            raise BayflowerError(f"no client answered the first query. Last: {faults[-1] if faults else 'no reply'}")
+            raise BayflowerError(
+                f"no client answered the first query. Last: {faults[-1] if faults else 'no reply'}"
+            )
         self.common = agreed({client: member.facts for client, member in self.members.items()})
 
     def take(self, roll: Roll) -> None:
@@ -121,7 +143,9 @@ class Roster:
         self.members, self.common = dict(roll.members), roll.common
 
     def muster(self, grid: Grid, timeout: float) -> Change:
-        """Look who has come and gone since the last round; nodes are queried only if there are unknown ones."""
+        """Look who has come and gone since the last round; nodes are queried only if there are
+        unknown ones.
+        """
         before, admitted = set(self.present()), set(self.admitted)
         nodes = set(grid.get_node_ids())
         gone = [client for client in self.present() if self.members[client].node not in nodes]
@@ -131,7 +155,11 @@ class Roster:
         for client in gone:
             if self.members[client].node not in nodes:
                 self._leave(client, "its node is gone")
-        self.pause = {client: rounds - 1 for client, rounds in self.pause.items() if rounds > 1 and self.members[client].node in nodes}
+        self.pause = {
+            client: rounds - 1
+            for client, rounds in self.pause.items()
+            if rounds > 1 and self.members[client].node in nodes
+        }
         self._meet(grid, self._unknown(nodes), min(timeout, QUERY_SECONDS), nodes)
         joined = [client for client in self.training() if client not in admitted]
         self.admitted.update(joined)
@@ -140,8 +168,9 @@ class Roster:
     def find(self, grid: Grid, lost: Iterable[int], timeout: float) -> None:
         """Wait until the lost clients are back, perhaps as other nodes, and learn where they are.
 
-        A node that is online again under its number is who it was. Only others are queried, and with patience: a machine that has just come
-        back may be slow, and a second query would only wait behind the first.
+        A node that is online again under its number is who it was. Only others are queried, and
+        with patience: a machine that has just come back may be slow, and a second query would only
+        wait behind the first.
         """
         deadline = time.monotonic() + timeout
         missing, answered = set(lost), set[int]()
@@ -150,10 +179,14 @@ class Roster:
             missing = {client for client in missing if self.members[client].node not in nodes}
             if not missing:
                 return
-            taken = {member.node for member in self.members.values() if member.client not in missing}
+            taken = {
+                member.node for member in self.members.values() if member.client not in missing
+            }
             unknown = sorted(nodes - taken - answered - set(self._hopeless()))
             left = deadline - time.monotonic()
-            for member in query(grid, unknown, min(QUERY_SECONDS, max(left, 1.0)), self.line, self._refuse):
+            for member in query(
+                grid, unknown, min(QUERY_SECONDS, max(left, 1.0)), self.line, self._refuse
+            ):
                 answered.add(member.node)
                 if member.client in missing and self._fits(member):
                     self.members[member.client] = member
@@ -164,8 +197,12 @@ class Roster:
                 return
             time.sleep(POLL_SECONDS)
 
-    def settle(self, round: int, asked: Iterable[int], used: Mapping[int, Any], answered: set[int]) -> list[int]:
-        """Take note of who of those `asked` gave a reply that was `used`, or `answered` at all; return who is no longer part of totals."""
+    def settle(
+        self, round: int, asked: Iterable[int], used: Mapping[int, Any], answered: set[int]
+    ) -> list[int]:
+        """Take note of who of those `asked` gave a reply that was `used`, or `answered` at all;
+        return who is no longer part of totals.
+        """
         dropped = []
         for client in asked:
             if client in used:
@@ -180,8 +217,12 @@ class Roster:
                 self.faults[client] = self.faults.get(client, 0) + 1
                 if self.faults[client] >= self.limits.max_faults:
                     self.excluded.add(client)
-                    self.journal.fault(f"client {client}: {self.faults[client]} replies in a row were not used; excluded from the run "
-                                       f"(max_faults is {self.limits.max_faults})", client)  # fmt: skip
+                    self.journal.fault(
+                        f"client {client}: {self.faults[client]} replies in a row were not used; "
+                        "excluded from the run "
+                        f"(max_faults is {self.limits.max_faults})",
+                        client,
+                    )
                     dropped.append(client)
             else:
                 self.silent[client] = self.silent.get(client, 0) + 1
@@ -192,36 +233,59 @@ class Roster:
         return dropped
 
     def caps(self, chosen: Iterable[int]) -> dict[int, int]:
-        """Return for how many samples the clients count that would have more than `max_share` of the round, and say so once."""
-        share, sizes = self.limits.max_share, {client: self.members[client].facts.train_size for client in chosen}
+        """Return for how many samples the clients count that would have more than `max_share` of
+        the round, and say so once.
+        """
+        share, sizes = (
+            self.limits.max_share,
+            {client: self.members[client].facts.train_size for client in chosen},
+        )
         found = bounds.caps(sizes, share) if share < 1 else {}
         for client in sorted(set(found) - self.capped):
-            self.journal.fault(f"client {client} has {sizes[client]} samples and counts for {found[client]} (max_share is {share:g})")
+            self.journal.fault(
+                f"client {client} has {sizes[client]} samples and counts for {found[client]} "
+                f"(max_share is {share:g})"
+            )
         self.capped |= set(found)
         return found
 
     def moderate(self, half: ServerHalf, state: Any, updates: dict[int, Any]) -> dict[int, Any]:
-        """Return the updates of a round with nobody's claims above `max_share` of all, and say once whose were cut down."""
+        """Return the updates of a round with nobody's claims above `max_share` of all, and say once
+        whose were cut down.
+        """
         if not updates:
             return {}
         kept, cuts = bounds.reduce(half, state, updates, self.limits.max_share)
         for client in sorted({cut.client for cut in cuts}):
-            new = [cut for cut in cuts if cut.client == client and (client, cut.name) not in self.moderated]
+            new = [
+                cut
+                for cut in cuts
+                if cut.client == client and (client, cut.name) not in self.moderated
+            ]
             self.moderated |= {(client, cut.name) for cut in new}
             if new:
                 least = min(cut.factor for cut in new)
-                self.journal.fault(f"client {client} counts for less than it claims, {least:.2g} of it at the least, of "
-                                   f"{', '.join(cut.name for cut in new)} (max_share is {self.limits.max_share:g})")  # fmt: skip
+                self.journal.fault(
+                    f"client {client} counts for less than it claims, {least:.2g} of it at the "
+                    "least, of "
+                    f"{', '.join(cut.name for cut in new)} (max_share is {self.limits.max_share:g})"
+                )
         return kept
 
-    # -- memory ----------------------------------------------------------------------------------------------------
+    # -- memory -----------------------------------------------------------------------------------
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run must know, in JSON's types."""
-        return {"admitted": sorted(self.admitted), "left": sorted(self.left | self.excluded), "unused": sorted(self.unused),
-                "accepted": {str(client): round for client, round in sorted(self.accepted.items())}}  # fmt: skip
+        return {
+            "admitted": sorted(self.admitted),
+            "left": sorted(self.left | self.excluded),
+            "unused": sorted(self.unused),
+            "accepted": {str(client): round for client, round in sorted(self.accepted.items())},
+        }
 
     def remember(self, memory: Mapping[str, Any]) -> Change:
-        """Go on from what `memory` returned; return who is new since then, and who of those that took part is not there."""
+        """Go on from what `memory` returned; return who is new since then, and who of those that
+        took part is not there.
+        """
         here = set(self.training())
         if not memory:  # written by an engine whose clients never change
             self.admitted = set(here)
@@ -238,30 +302,49 @@ class Roster:
         self.admitted |= here
         return Change(joined, absent)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
     def _unknown(self, nodes: set[int]) -> list[int]:
-        """Return the nodes to ask who they are: not known, not hopeless, and not one that says it is a client that is there."""
-        known = {member.node for client, member in self.members.items() if client not in self.left or client in self.pause}
+        """Return the nodes to ask who they are: not known, not hopeless, and not one that says it
+        is a client that is there.
+        """
+        known = {
+            member.node
+            for client, member in self.members.items()
+            if client not in self.left or client in self.pause
+        }
         waiting = {node for node, client in self.claims.items() if client not in self.left}
         return sorted(nodes - known - waiting - set(self._hopeless()))
 
     def _hopeless(self) -> list[int]:
         excluded = [self.members[client].node for client in self.excluded if client in self.members]
-        return [*excluded, *(node for node, times in self.refused.items() if times >= self.limits.max_faults)]
+        return [
+            *excluded,
+            *(node for node, times in self.refused.items() if times >= self.limits.max_faults),
+        ]
 
     def _meet(self, grid: Grid, unknown: list[int], timeout: float, nodes: set[int]) -> None:
         for member in query(grid, unknown, timeout, self.line, self._refuse):
             self._welcome(member, nodes)
 
     def _welcome(self, member: Member, nodes: set[int]) -> None:
-        """Take in a client that came late, came back or moved to another node; refuse one that is somebody else."""
+        """Take in a client that came late, came back or moved to another node; refuse one that is
+        somebody else.
+        """
         client, known = member.client, self.members.get(member.client)
         if client in self.excluded:
             self.refused[member.node] = self.limits.max_faults
             return
-        if known is not None and client not in self.left and known.node != member.node and known.node in nodes:
+        if (
+            known is not None
+            and client not in self.left
+            and known.node != member.node
+            and known.node in nodes
+        ):
             if self.claims.get(member.node) != client:
-                self.journal.fault(f"node {member.node} says it is client {client}, which node {known.node} is; left out")
+                self.journal.fault(
+                    f"node {member.node} says it is client {client}, which node {known.node} is; "
+                    "left out"
+                )
             self.claims[member.node] = client
             return
         if not self._fits(member):
@@ -290,4 +373,7 @@ class Roster:
     def _leave(self, client: int, why: str) -> None:
         self.left.add(client)
         self.silent.pop(client, None)
-        self.journal.fault(f"client {client} has left: {why}; it is not part of the totals until it is back", client)
+        self.journal.fault(
+            f"client {client} has left: {why}; it is not part of the totals until it is back",
+            client,
+        )

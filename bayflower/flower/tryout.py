@@ -1,4 +1,6 @@
-"""Any Flower app in one process, without Flower's programs: for a first look, and for debugging with breakpoints."""
+"""Any Flower app in one process, without Flower's programs: for a first look, and for debugging
+with breakpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,22 @@ from ..errors import BayflowerError, ConfigError
 from .loop import InProcessGrid, contexts
 
 
-def try_app(folder: Path, clients: int, changes: Mapping[str, Any] | None = None, node: Mapping[str, Any] | None = None) -> None:
-    """Run the ServerApp of the app in `folder` on `clients` nodes that live here; `changes` go to its run-config, `node` to each node's."""
+def try_app(
+    folder: Path,
+    clients: int,
+    changes: Mapping[str, Any] | None = None,
+    node: Mapping[str, Any] | None = None,
+) -> None:
+    """Run the ServerApp of the app in `folder` on `clients` nodes that live here; `changes` go to
+    its run-config, `node` to each node's.
+    """
     components, config = read(folder)
     for key, value in (changes or {}).items():
         if key not in config:
-            raise ConfigError(f"the app in {folder} has no run-config key {key!r}; it has {', '.join(config) or 'none'}")
+            raise ConfigError(
+                f"the app in {folder} has no run-config key {key!r}; it has "
+                f"{', '.join(config) or 'none'}"
+            )
         config[key] = like(key, config[key], value)
     with importable(folder):
         server, client = (load(components[name]) for name in ("serverapp", "clientapp"))
@@ -33,13 +45,18 @@ def try_app(folder: Path, clients: int, changes: Mapping[str, Any] | None = None
 
 
 def read(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the components and the run-config in an app's pyproject.toml, nested tables joined by dots."""
+    """Return the components and the run-config in an app's pyproject.toml, nested tables joined by
+    dots.
+    """
     path = folder / "pyproject.toml"
     try:
         app = tomllib.loads(path.read_text())["tool"]["flwr"]["app"]
         components = {name: str(app["components"][name]) for name in ("serverapp", "clientapp")}
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} is no Flower app ({type(error).__name__}: {error}); it needs [tool.flwr.app.components]") from None
+        raise ConfigError(
+            f"{path} is no Flower app ({type(error).__name__}: {error}); it needs "
+            "[tool.flwr.app.components]"
+        ) from None
     return components, flat(app.get("config", {}))
 
 
@@ -47,7 +64,9 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested tables as one, keys joined by dots, as Flower does it."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        found |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return found
 
 

@@ -1,8 +1,10 @@
-"""A strategy inside another one, such as Flower's wrappers for differential privacy: plain arrays in, plain arrays out.
+"""A strategy inside another one, such as Flower's wrappers for differential privacy: plain arrays
+in, plain arrays out.
 
-A wrapper runs Flower's own loop. It changes replies before they are aggregated (clipping) and arrays before they are sent (noise), and it
-takes a reply for one ArrayRecord with the arrays it sent, in their order. So a message carries the arrays as they are, and one ConfigRecord
-with our header in it. That is possible where the averaged model is all that a server keeps.
+A wrapper runs Flower's own loop. It changes replies before they are aggregated (clipping) and
+arrays before they are sent (noise), and it takes a reply for one ArrayRecord with the arrays it
+sent, in their order. So a message carries the arrays as they are, and one ConfigRecord with our
+header in it. That is possible where the averaged model is all that a server keeps.
 """
 
 from __future__ import annotations
@@ -24,10 +26,21 @@ def refusal(row: Method) -> str | None:
     half: Any = row.server
     plain = fedavg.Server
     if issubclass(half, plain) and half.is_shared is not plain.is_shared:
-        return f"{row.title} shares a part of the network only, and a wrapper clips and disturbs whole models"
-    if not issubclass(half, plain) or half.finalise is not plain.finalise or half.statistic is not plain.statistic:
+        return (
+            f"{row.title} shares a part of the network only, and a wrapper clips and disturbs "
+            "whole models"
+        )
+    if (
+        not issubclass(half, plain)
+        or half.finalise is not plain.finalise
+        or half.statistic is not plain.statistic
+    ):
         more = [name for name in half.state_type._fields if name not in ("params", "buffers")]
-        what = f"keeps more than an averaged model ({', '.join(more)})" if more else "does not average models by sample count"
+        what = (
+            f"keeps more than an averaged model ({', '.join(more)})"
+            if more
+            else "does not average models by sample count"
+        )
         return f"{row.title} {what}, and a wrapper's clipping and noise would cover the model alone"
     return None
 
@@ -35,7 +48,9 @@ def refusal(row: Method) -> str | None:
 def adopted(state: fedavg.State, arrays: ArrayRecord) -> fedavg.State:
     """Return the state with the arrays that the outer strategy wants to be sent."""
     given = records.to_tensors(arrays)
-    return fedavg.State(*({name: given[name].to(old.dtype) for name, old in part.items()} for part in state))
+    return fedavg.State(
+        *({name: given[name].to(old.dtype) for name, old in part.items()} for part in state)
+    )
 
 
 def counters(state: fedavg.State) -> list[str]:
@@ -44,13 +59,23 @@ def counters(state: fedavg.State) -> list[str]:
 
 
 def to_flat(given: Tensors, state: fedavg.State, count: Any) -> Tensors:
-    """Return an update's tensors by name from the plain arrays of a reply and the number of samples beside them."""
+    """Return an update's tensors by name from the plain arrays of a reply and the number of samples
+    beside them.
+    """
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**40:
-        raise records.WireError(f"{records.NUM_EXAMPLES} must be a positive whole number, got {str(count)[:80]}")
-    groups = {**{name: "params" for name in state.params}, **{name: "buffers" for name in state.buffers}}
+        raise records.WireError(
+            f"{records.NUM_EXAMPLES} must be a positive whole number, got {str(count)[:80]}"
+        )
+    groups = {
+        **{name: "params" for name in state.params},
+        **{name: "buffers" for name in state.buffers},
+    }
     return {
         "num_examples": torch.tensor(count),
-        **{f"{groups[name]}/{name}" if name in groups else name: value for name, value in given.items()},
+        **{
+            f"{groups[name]}/{name}" if name in groups else name: value
+            for name, value in given.items()
+        },
     }
 
 

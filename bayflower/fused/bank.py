@@ -1,8 +1,10 @@
-"""Where the fused engine keeps the clients' states between rounds: stacked on the device, or on disk with only a round's clients in memory.
+"""Where the fused engine keeps the clients' states between rounds: stacked on the device, or on
+disk with only a round's clients in memory.
 
-On disk every round adds one file, `<folder>/round-<r>-<part>.safetensors`, with the states of the clients that trained in it; a
-client's state is in the newest file that has it. So a checkpoint needs no copy of ten thousand states, and a run that goes on
-from round r simply does not look at later files. Files without any newest state are removed at checkpoints, and many are made one.
+On disk every round adds one file, `<folder>/round-<r>-<part>.safetensors`, with the states of the
+clients that trained in it; a client's state is in the newest file that has it. So a checkpoint
+needs no copy of ten thousand states, and a run that goes on from round r simply does not look at
+later files. Files without any newest state are removed at checkpoints, and many are made one.
 """
 
 from __future__ import annotations
@@ -46,11 +48,15 @@ class DeviceBank:
     def __init__(self, fresh: Any, clients: Sequence[int], device: torch.device) -> None:
         self.rows = Rows(clients, device)
         self.device = device
-        self.tree = map_tree(lambda leaf: leaf.to(device).expand(len(clients), *leaf.shape).clone(), fresh)
+        self.tree = map_tree(
+            lambda leaf: leaf.to(device).expand(len(clients), *leaf.shape).clone(), fresh
+        )
 
     def load(self, known: Mapping[int, Any]) -> None:
         """Take over states from a checkpoint."""
-        self.put(sorted(known), to(stack([known[client] for client in sorted(known)]), self.device), 0)
+        self.put(
+            sorted(known), to(stack([known[client] for client in sorted(known)]), self.device), 0
+        )
 
     def take(self, chosen: Sequence[int]) -> Any:
         """Return the stacked states of some clients."""
@@ -99,10 +105,14 @@ class DiskBank:
                 found[client] = self.fresh
         for path, clients in by_file.items():
             with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                # not a dict
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 for client in clients:
                     place = self.home[client][1]
-                    found[client] = unflatten(type(self.fresh), {name: part[place : place + 1][0] for name, part in slices.items()})
+                    found[client] = unflatten(
+                        type(self.fresh),
+                        {name: part[place : place + 1][0] for name, part in slices.items()},
+                    )
         return to(stack([found[client] for client in chosen]), self.device)
 
     def put(self, chosen: Sequence[int], states: Any, round: int) -> None:
@@ -129,12 +139,16 @@ class DiskBank:
         parts: list[dict[str, Tensor]] = []
         clients: list[int] = []
         for path in old:
-            own = sorted((place, client) for client, (home, place) in self.home.items() if home == path)
+            own = sorted(
+                (place, client) for client, (home, place) in self.home.items() if home == path
+            )
             tensors, _ = load_tensors(path, FORMAT, "client states")
             places = torch.tensor([place for place, _ in own])
             parts.append({name: tensor[places] for name, tensor in tensors.items()})
             clients += [client for _, client in own]
-        self._write(old[-1], clients, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+        self._write(
+            old[-1], clients, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        )
         for path in old[:-1]:
             path.unlink()
 

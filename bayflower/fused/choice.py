@@ -1,4 +1,6 @@
-"""Two choices of the fused engine: how many clients fit into memory, which is measured, and whether stacking pays on a CPU."""
+"""Two choices of the fused engine: how many clients fit into memory, which is measured, and whether
+stacking pays on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,14 @@ log = logging.getLogger("bayflower")
 SHARE = 0.7  # of free memory that a stack may take
 SURE = 0.02  # of free memory: what is surely smaller is not measured
 CROWD = 3  # clients that must train in the mean step for a stack of them to pay on a CPU
-COPIES = 12  # of a network's parameters that a client surely needs less than: parameters, gradients, optimiser, messages, data apart
+# of a network's parameters that a client surely needs less than: parameters, gradients, optimiser,
+# messages, data apart
+COPIES = 12
 
 
-def clients_that_fit(engine: Fused, ordered: Sequence[int], sent: Callable[[list[int]], Any]) -> int:
+def clients_that_fit(
+    engine: Fused, ordered: Sequence[int], sent: Callable[[list[int]], Any]
+) -> int:
     """Return how many of the clients fit into memory at once; 0 = all.
 
     Where it might matter this is measured: the memory one step of one client and of two takes.
@@ -36,8 +42,13 @@ def clients_that_fit(engine: Fused, ordered: Sequence[int], sent: Callable[[list
     free = free_memory(engine.device)
     largest = max(int(engine.stack.sizes.max()), 1)
     sample = engine.stack.train.x[0].numel() * engine.stack.train.x.element_size()
-    batch = max((phase.batch_size * phase.batches for phase in engine.half.phases("train")), default=1)
-    least = engine.half.model.num_parameters * engine.stack.train.x.element_size() * COPIES + sample * (largest + 64 * batch)
+    batch = max(
+        (phase.batch_size * phase.batches for phase in engine.half.phases("train")), default=1
+    )
+    least = (
+        engine.half.model.num_parameters * engine.stack.train.x.element_size() * COPIES
+        + sample * (largest + 64 * batch)
+    )
     if least * len(ordered) < SURE * free:
         return 0
     try:
@@ -48,14 +59,23 @@ def clients_that_fit(engine: Fused, ordered: Sequence[int], sent: Callable[[list
         return 0  # the network cannot be stacked; the first round finds that out, too, and says why
     fits = max(1, int(SHARE * free / each))
     if fits < len(ordered):
-        log.info("%d clients at a time: one takes about %.0f MB of %.0f MB that are free", fits, each / 1e6, free / 1e6)
+        log.info(
+            "%d clients at a time: one takes about %.0f MB of %.0f MB that are free",
+            fits,
+            each / 1e6,
+            free / 1e6,
+        )
     return 0 if fits >= len(ordered) else fits
 
 
 def free_memory(device: torch.device) -> float:
     """Return the bytes that can be had on the device."""
     if device.type != "cuda":
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if "SC_AVPHYS_PAGES" in os.sysconf_names else 4e9
+        return (
+            float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            if "SC_AVPHYS_PAGES" in os.sysconf_names
+            else 4e9
+        )
     free, _ = torch.cuda.mem_get_info(device)
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
@@ -66,15 +86,19 @@ def memory_of_one(engine: Fused, client: int, sent: Callable[[list[int]], Any]) 
     for number in (1, 2):
         some = [client] * number
         states = engine.bank.take(some)
-        peaks.append(peak(lambda: step(engine, states, sent(some), some)(), engine.device))  # noqa: B023 (called at once)
+        # called at once
+        peaks.append(peak(lambda: step(engine, states, sent(some), some)(), engine.device))  # noqa: B023
     states_and_copies = engine.half.model.num_parameters * engine.stack.train.x.element_size() * 4
     return max(peaks[1] - peaks[0], 0) + states_and_copies
 
 
-def why_apart(engine: Fused, states: Any, broadcast: Any, chosen: Sequence[int], round: int) -> str | None:
+def why_apart(
+    engine: Fused, states: Any, broadcast: Any, chosen: Sequence[int], round: int
+) -> str | None:
     """Return why the clients are better trained one by one on a CPU; None if stacking is better.
 
-    A clock decides `stacking=measured` only: rounding is not the same both ways, so two runs with a seed would not have the same numbers.
+    A clock decides `stacking=measured` only: rounding is not the same both ways, so two runs with a
+    seed would not have the same numbers.
     """
     phases = engine.half.phases("train")
     if len(chosen) < 2 or not phases:
@@ -84,32 +108,55 @@ def why_apart(engine: Fused, states: Any, broadcast: Any, chosen: Sequence[int],
     if engine.measured:
         return slower(engine, states, broadcast, chosen, lengths)
     if any(len(shape) > 2 for shape in engine.half.model.shapes.values()):
-        return "clients were trained one by one, as is usually faster for convolutions on a CPU (stacking=measured tries both ways)"
+        return (
+            "clients were trained one by one, as is usually faster for convolutions on a CPU "
+            "(stacking=measured tries both ways)"
+        )
     if int(lengths.sum()) < CROWD * int(lengths.max()):
-        return f"clients were trained one by one, because fewer than {CROWD} train in the mean step (stacking=measured tries both ways)"
+        return (
+            f"clients were trained one by one, because fewer than {CROWD} train in the mean "
+            "step (stacking=measured tries both ways)"
+        )
     return None
 
 
-def slower(engine: Fused, states: Any, broadcast: Any, chosen: Sequence[int], lengths: np.ndarray) -> str | None:
-    """Return that stacking is slower than one by one, from the time of a few steps; None if it is faster."""
+def slower(
+    engine: Fused, states: Any, broadcast: Any, chosen: Sequence[int], lengths: np.ndarray
+) -> str | None:
+    """Return that stacking is slower than one by one, from the time of a few steps; None if it is
+    faster.
+    """
 
     def sent(places: list[int]) -> Any:
         return take(broadcast, torch.tensor(places)) if engine.per_client else broadcast
 
     def stacked(number: int) -> float:
         places = list(range(number))
-        return seconds(step(engine, map_tree(lambda leaf: leaf[:number], states), sent(places), list(chosen[:number])))
+        return seconds(
+            step(
+                engine,
+                map_tree(lambda leaf: leaf[:number], states),
+                sent(places),
+                list(chosen[:number]),
+            )
+        )
 
     many, one = stacked(len(chosen)), stacked(1)
     slope = (many - one) / (len(chosen) - 1)
-    together = sum(times * (one + slope * (size - 1)) for size, times in segments(lengths, range(1, len(chosen) + 1)))
+    together = sum(
+        times * (one + slope * (size - 1))
+        for size, times in segments(lengths, range(1, len(chosen) + 1))
+    )
     own = take(broadcast, 0) if engine.per_client else broadcast
     with solo.one_thread():
         apart = float(lengths.sum()) * seconds(single(engine, take(states, 0), own, chosen[0]))
     log.info("a round takes about %.2f s stacked and %.2f s one by one", together, apart)
     if together <= apart:
         return None
-    return f"clients were trained one by one, which is {together / apart:.1f} times faster than stacked on this CPU"
+    return (
+        f"clients were trained one by one, which is {together / apart:.1f} times faster than "
+        "stacked on this CPU"
+    )
 
 
 def step(engine: Fused, states: Any, broadcast: Any, chosen: list[int]) -> Callable[[], Any]:
@@ -121,18 +168,25 @@ def step(engine: Fused, states: Any, broadcast: Any, chosen: list[int]) -> Calla
     work = vmap(lambda one: solo.fresh_optimizer(phase, one))(work)
     width = min(phase.batch_size, data.y.shape[1])
     groups = tuple(map_tree(lambda leaf: leaf[:, :width], data) for _ in range(phase.batches))
-    noise = {name: torch.zeros(len(chosen), *shape, dtype=engine.dtype, device=engine.device)
-             for name, shape in engine.half.noise(phase.name, phase.batch_size).items()}  # fmt: skip
+    noise = {
+        name: torch.zeros(len(chosen), *shape, dtype=engine.dtype, device=engine.device)
+        for name, shape in engine.half.noise(phase.name, phase.batch_size).items()
+    }
     return lambda: vmap(lambda w, g, n: engine.half.step(phase, w, g, n))(work, groups, noise)
 
 
 def single(engine: Fused, state: Any, broadcast: Any, client: int) -> Callable[[], Any]:
-    """Return a function that does one step of the first phase for one client, the plain way, and forgets it."""
+    """Return a function that does one step of the first phase for one client, the plain way, and
+    forgets it.
+    """
     phase = engine.plain.phases("train")[0]
     data = engine.stack.alone(client)
     work = solo.fresh_optimizer(phase, engine.plain.begin(state, broadcast, data))
     batch = Batch(*(leaf[: phase.batch_size] for leaf in data))
-    noise = {name: torch.zeros(*shape, dtype=engine.dtype) for name, shape in engine.plain.noise(phase.name, phase.batch_size).items()}
+    noise = {
+        name: torch.zeros(*shape, dtype=engine.dtype)
+        for name, shape in engine.plain.noise(phase.name, phase.batch_size).items()
+    }
     return lambda: engine.plain.step(phase, work, (batch,) * phase.batches, noise)
 
 

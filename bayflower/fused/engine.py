@@ -1,8 +1,10 @@
-"""The fused engine: all clients of a round are trained together, as one stack of networks under `torch.func.vmap`.
+"""The fused engine: all clients of a round are trained together, as one stack of networks under
+`torch.func.vmap`.
 
-No Flower object is made; bytes are computed from the shapes that would travel. States and data stay on the device. `stacks.py` has the
-training itself, `replay.py` what makes it fast on a GPU, `bank.py` the states. Networks that cannot be stacked (dropout draws its own
-random numbers; a layer may refuse) are trained one by one, and the result says why.
+No Flower object is made; bytes are computed from the shapes that would travel. States and data stay
+on the device. `stacks.py` has the training itself, `replay.py` what makes it fast on a GPU,
+`bank.py` the states. Networks that cannot be stacked (dropout draws its own random numbers; a layer
+may refuse) are trained one by one, and the result says why.
 """
 
 from __future__ import annotations
@@ -32,16 +34,28 @@ from .phases import Course, Stack, Sweep
 
 log = logging.getLogger("bayflower")
 DROPOUT = "clients were trained one by one because the model draws its own random numbers (dropout)"
-SMALL_MODEL = 100_000  # parameters; below it a CPU's second thread waits more than it works, most of all on a busy machine
+# parameters; below it a CPU's second thread waits more than it works, most of all on a busy machine
+SMALL_MODEL = 100_000
 TEST_PIECE = 256  # test samples of a client in one pass
 
 
 class Fused:
     """All clients of one kind (training, or new), and what is kept for them between rounds."""
 
-    def __init__(self, halves: Halves, clients: Sequence[ClientData], run: Run, bank: Bank | None = None, apart: str | None = None) -> None:
+    def __init__(
+        self,
+        halves: Halves,
+        clients: Sequence[ClientData],
+        run: Run,
+        bank: Bank | None = None,
+        apart: str | None = None,
+    ) -> None:
         settings = run.settings
-        self.device, self.dtype, self.seed = settings.torch_device(), settings.torch_dtype(), settings.seed
+        self.device, self.dtype, self.seed = (
+            settings.torch_device(),
+            settings.torch_dtype(),
+            settings.seed,
+        )
         self.stack = Stack(clients, self.device, self.dtype)
         self.plain, self.per_client = halves.client, halves.server.per_client
         model = halves.model.for_stacks(gpu=self.device.type == "cuda")
@@ -49,17 +63,25 @@ class Fused:
         fresh = halves.client.init(*(to(tree, self.device) for tree in halves.initial))
         self.bank = bank or DeviceBank(fresh, self.stack.clients, self.device)
         self.graphs = Graphs(self.device, settings.cuda_graphs)
-        self.most, self.fits = settings.max_fused, 0  # most clients at a time (0 = no limit); this many are known to fit
-        self.apart = apart or (DROPOUT if halves.model.stochastic else halves.model.unstackable)  # why clients are not stacked
+        # most clients at a time (0 = no limit); this many are known to fit
+        self.most, self.fits = settings.max_fused, 0
+        # why clients are not stacked
+        self.apart = apart or (DROPOUT if halves.model.stochastic else halves.model.unstackable)
         self.measured = settings.stacking == "measured"
-        self.undecided = not self.apart and self.device.type == "cpu" and settings.stacking in ("auto", "measured")
+        self.undecided = (
+            not self.apart
+            and self.device.type == "cpu"
+            and settings.stacking in ("auto", "measured")
+        )
         if settings.stacking == "no":
             self.apart = self.apart or "clients were trained one by one because stacking=no"
         self.courses: dict[Any, Course] = {}
         self.sweeps: dict[Any, Sweep] = {}
 
     def chunks(self, chosen: Sequence[int], sent: Callable[[list[int]], Any]) -> list[list[int]]:
-        """Return `chosen` in pieces that fit into memory, largest clients first so that equals train together."""
+        """Return `chosen` in pieces that fit into memory, largest clients first so that equals
+        train together.
+        """
         ordered = self.stack.order(chosen)
         if not self.most and not self.apart and len(ordered) > self.fits:
             self.most = choice.clients_that_fit(self, ordered, sent)
@@ -67,9 +89,11 @@ class Fused:
         most = self.most or len(ordered)
         return [ordered[start : start + most] for start in range(0, len(ordered), most)]
 
-    # -- one round -------------------------------------------------------------------------------------------------
+    # -- one round --------------------------------------------------------------------------------
     def train(self, chosen: list[int], broadcast: Any, round: int) -> tuple[Any, Tensor]:
-        """Return (the stacked updates, the mean losses) of `chosen` after one round; their states are replaced."""
+        """Return (the stacked updates, the mean losses) of `chosen` after one round; their states
+        are replaced.
+        """
         states = self.bank.take(chosen)
         if self.undecided:
             self.undecided = False
@@ -82,14 +106,19 @@ class Fused:
             except (RuntimeError, NotImplementedError) as error:
                 log.debug("the stack failed", exc_info=True)
                 reason = str(error).splitlines()[0].split(". ")[0][:200]
-                self.apart = f"clients were trained one by one because the network cannot be stacked ({reason})"
+                self.apart = (
+                    "clients were trained one by one because the network cannot be "
+                    f"stacked ({reason})"
+                )
                 log.warning(self.apart)
         if self.apart:
             states, updates, losses = self._one_by_one(chosen, states, broadcast, round)
         self.bank.put(chosen, states, round)
         return updates, losses
 
-    def _together(self, chosen: list[int], states: Any, broadcast: Any, round: int) -> tuple[Any, Any, Tensor]:
+    def _together(
+        self, chosen: list[int], states: Any, broadcast: Any, round: int
+    ) -> tuple[Any, Any, Tensor]:
         data = self.stack.whole(chosen)
         work = vmap(self.half.begin, in_dims=(0, self._axis, 0))(states, broadcast, data)
         work, losses = self._phases(work, chosen, "train", round)
@@ -98,15 +127,30 @@ class Fused:
         states, updates = vmap(self.half.finish)(states, work, data)
         return states, updates, losses
 
-    def _one_by_one(self, chosen: list[int], states: Any, broadcast: Any, round: int) -> tuple[Any, Any, Tensor]:
+    def _one_by_one(
+        self, chosen: list[int], states: Any, broadcast: Any, round: int
+    ) -> tuple[Any, Any, Tensor]:
         parts = []
         for place, client in enumerate(chosen):
             own = take(broadcast, place) if self.per_client else broadcast
             with solo.one_thread():
-                parts.append(solo.train(self.plain, take(states, place), own, self.stack.alone(client), seed=self.seed, client=client,
-                                        round=round))  # fmt: skip
+                parts.append(
+                    solo.train(
+                        self.plain,
+                        take(states, place),
+                        own,
+                        self.stack.alone(client),
+                        seed=self.seed,
+                        client=client,
+                        round=round,
+                    )
+                )
         losses = torch.tensor([part.loss for part in parts], dtype=torch.float64)
-        return stack([part.state for part in parts]), stacked_updates([part.update for part in parts]), losses
+        return (
+            stack([part.state for part in parts]),
+            stacked_updates([part.update for part in parts]),
+            losses,
+        )
 
     def prefetch(self, chosen: Sequence[int], round: int) -> None:
         """Draw the batches of a coming round while the device is busy."""
@@ -117,50 +161,92 @@ class Fused:
 
     def close(self) -> None:
         """Give back the device's memory."""
-        for replay in (*(course.replay for course in self.courses.values()), *(sweep.replay for sweep in self.sweeps.values())):
+        for replay in (
+            *(course.replay for course in self.courses.values()),
+            *(sweep.replay for sweep in self.sweeps.values()),
+        ):
             replay.close()
         self.courses.clear()
         self.sweeps.clear()
 
-    # -- tests -----------------------------------------------------------------------------------------------------
-    def test(self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose) -> dict[str, dict[int, metrics.Tally]]:
-        """Return every view's tally of every client in `chosen`, after the adaptation of `purpose`."""
+    # -- tests ------------------------------------------------------------------------------------
+    def test(
+        self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose
+    ) -> dict[str, dict[int, metrics.Tally]]:
+        """Return every view's tally of every client in `chosen`,
+        after the adaptation of `purpose`.
+        """
         states = self.bank.take(chosen)
         if self.half.phases(purpose):
             states = self._adapted(chosen, states, broadcast, purpose, round)
         if self.apart:
             return self._test_one_by_one(chosen, states, broadcast, round)
         noise = self._predict_noise(chosen, round)
-        shared = broadcast if self.per_client else map_tree(lambda leaf: leaf.expand(len(chosen), *leaf.shape), broadcast)
-        rows, counts = self.stack.index(chosen), self.stack.test_sizes[[self.stack.row[client] for client in chosen]]
+        shared = (
+            broadcast
+            if self.per_client
+            else map_tree(lambda leaf: leaf.expand(len(chosen), *leaf.shape), broadcast)
+        )
+        rows, counts = (
+            self.stack.index(chosen),
+            self.stack.test_sizes[[self.stack.row[client] for client in chosen]],
+        )
         result: dict[str, dict[int, metrics.Tally]] = {}
         for view in self.half.views():
             key = ("test", view, purpose, len(chosen))
             if key not in self.sweeps:
-                longest, piece = int(self.stack.test_sizes.max()), solo.CHUNK if noise else TEST_PIECE
-                self.sweeps[key] = Sweep(self._tally(view), self.stack.test, longest, len(chosen), piece, self.graphs, adopt=False)
+                longest, piece = (
+                    int(self.stack.test_sizes.max()),
+                    solo.CHUNK if noise else TEST_PIECE,
+                )
+                self.sweeps[key] = Sweep(
+                    self._tally(view),
+                    self.stack.test,
+                    longest,
+                    len(chosen),
+                    piece,
+                    self.graphs,
+                    adopt=False,
+                )
             found = to(self.sweeps[key].run(rows, counts, states, shared, noise).total, "cpu")
-            result[view] = {client: map_tree(lambda leaf, place=place: leaf[place].clone(), found) for place, client in enumerate(chosen)}
+            result[view] = {
+                client: map_tree(lambda leaf, place=place: leaf[place].clone(), found)
+                for place, client in enumerate(chosen)
+            }
         return result
 
-    def _test_one_by_one(self, chosen: list[int], states: Any, broadcast: Any, round: int) -> dict[str, dict[int, metrics.Tally]]:
+    def _test_one_by_one(
+        self, chosen: list[int], states: Any, broadcast: Any, round: int
+    ) -> dict[str, dict[int, metrics.Tally]]:
         result: dict[str, dict[int, metrics.Tally]] = {view: {} for view in self.plain.views()}
         for place, client in enumerate(chosen):
             own = take(broadcast, place) if self.per_client else broadcast
             with solo.one_thread():
-                found = solo.test(self.plain, take(states, place), own, self.stack.alone(client, test=True), seed=self.seed, client=client,
-                                  round=round)  # fmt: skip
+                found = solo.test(
+                    self.plain,
+                    take(states, place),
+                    own,
+                    self.stack.alone(client, test=True),
+                    seed=self.seed,
+                    client=client,
+                    round=round,
+                )
             for view, tally in found.items():
                 result[view][client] = tally
         return result
 
     def _tally(self, view: str) -> Any:
         def one(state: Any, broadcast: Any, noise: Any, batch: Batch) -> Survey:
-            return Survey(metrics.tally(self.half.predict(view, state, broadcast, batch.x, noise), batch.y, batch.mask), {})
+            return Survey(
+                metrics.tally(
+                    self.half.predict(view, state, broadcast, batch.x, noise), batch.y, batch.mask
+                ),
+                {},
+            )
 
         return one
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
     @property
     def _axis(self) -> int | None:
         return 0 if self.per_client else None
@@ -169,10 +255,14 @@ class Fused:
         """Return the course of a phase for `number` clients, made on first use."""
         key = (purpose, phase.name, number)
         if key not in self.courses:
-            self.courses[key] = Course(self.half, phase, purpose, self.stack, number, self.seed, self.graphs)
+            self.courses[key] = Course(
+                self.half, phase, purpose, self.stack, number, self.seed, self.graphs
+            )
         return self.courses[key]
 
-    def _phases(self, work: Work, chosen: list[int], purpose: Purpose, round: int) -> tuple[Work, Tensor]:
+    def _phases(
+        self, work: Work, chosen: list[int], purpose: Purpose, round: int
+    ) -> tuple[Work, Tensor]:
         """Return the stacked work after all phases, and each client's mean loss."""
         total = torch.zeros(len(chosen), dtype=torch.float64, device=self.device)
         seen = np.zeros(len(chosen))
@@ -190,46 +280,85 @@ class Fused:
         if key not in self.sweeps:
             longest = int(self.stack.sizes.max())
             adopt = bool(self.half.phases("train"))  # then the work stays where the course keeps it
-            self.sweeps[key] = Sweep(self.half.survey, self.stack.train, longest, len(chosen), self.half.surveys, self.graphs, adopt)
+            self.sweeps[key] = Sweep(
+                self.half.survey,
+                self.stack.train,
+                longest,
+                len(chosen),
+                self.half.surveys,
+                self.graphs,
+                adopt,
+            )
         found = self.sweeps[key].run(self.stack.index(chosen), counts, work)
         return Survey(found.total, map_tree(lambda leaf: leaf[:, : counts.max()], found.each))
 
-    def _adapted(self, chosen: list[int], states: Any, broadcast: Any, purpose: Purpose, round: int) -> Any:
+    def _adapted(
+        self, chosen: list[int], states: Any, broadcast: Any, purpose: Purpose, round: int
+    ) -> Any:
         if self.apart:
             keys: dict[str, Any] = {"seed": self.seed, "round": round}
-            return stack([
-                solo.adapt(self.plain, take(states, i), take(broadcast, i) if self.per_client else broadcast, self.stack.alone(client),
-                           purpose, client=client, **keys)
-                for i, client in enumerate(chosen)
-            ])  # fmt: skip
+            return stack(
+                [
+                    solo.adapt(
+                        self.plain,
+                        take(states, i),
+                        take(broadcast, i) if self.per_client else broadcast,
+                        self.stack.alone(client),
+                        purpose,
+                        client=client,
+                        **keys,
+                    )
+                    for i, client in enumerate(chosen)
+                ]
+            )
         data = self.stack.whole(chosen)
-        work = vmap(lambda s, b, d: self.half.adapt(s, b, d, purpose), in_dims=(0, self._axis, 0))(states, broadcast, data)
+        work = vmap(lambda s, b, d: self.half.adapt(s, b, d, purpose), in_dims=(0, self._axis, 0))(
+            states, broadcast, data
+        )
         work, _ = self._phases(work, chosen, purpose, round)
         return vmap(lambda s, w, d: self.half.adapted(s, w, d, purpose))(states, work, data)
 
     def _predict_noise(self, chosen: list[int], round: int) -> dict[str, Tensor]:
         shapes = self.half.noise("predict", solo.CHUNK)
         where: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        keys: dict[str, Any] = {"seed": self.seed, "round": round, "stage": "predict", "step": 0, **where}
-        drawn = [solo.batches.noise(shapes, client=client, **keys) for client in chosen] if shapes else []
+        keys: dict[str, Any] = {
+            "seed": self.seed,
+            "round": round,
+            "stage": "predict",
+            "step": 0,
+            **where,
+        }
+        drawn = (
+            [solo.batches.noise(shapes, client=client, **keys) for client in chosen]
+            if shapes
+            else []
+        )
         return stack(drawn) if shapes else {}
 
 
 def stacked_updates(updates: list[Any]) -> Any:
-    """Return one stack of updates; leaves with one row a sample are padded with zeros to the longest."""
+    """Return one stack of updates; leaves with one row a sample are padded with zeros to the
+    longest.
+    """
 
     def join(*leaves: Tensor) -> Tensor:
         longest = max((leaf.shape[0] for leaf in leaves if leaf.ndim), default=0)
-        return torch.stack([
-            leaf if leaf.ndim == 0 or leaf.shape[0] == longest else torch.cat([leaf, leaf.new_zeros(longest - len(leaf), *leaf.shape[1:])])
-            for leaf in leaves
-        ])  # fmt: skip
+        return torch.stack(
+            [
+                leaf
+                if leaf.ndim == 0 or leaf.shape[0] == longest
+                else torch.cat([leaf, leaf.new_zeros(longest - len(leaf), *leaf.shape[1:])])
+                for leaf in leaves
+            ]
+        )
 
     return map_tree(join, *updates)
 
 
 class Totals:
-    """The sum of a round's statistics: fast sums where the method has them and they are wanted, else exact ones, client by client."""
+    """The sum of a round's statistics: fast sums where the method has them and they are wanted,
+    else exact ones, client by client.
+    """
 
     def __init__(self, halves: Halves, fast: bool) -> None:
         self.server, self.client, self.wanted = halves.server, halves.client, fast

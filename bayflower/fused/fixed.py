@@ -12,15 +12,22 @@ from ..tree import flatten, map_tree
 
 
 class Fixed:
-    """A tree of tensors that stay where they are; leaves that are one tensor repeated for every client are kept once."""
+    """A tree of tensors that stay where they are; leaves that are one tensor repeated for every
+    client are kept once.
+    """
 
     def __init__(self, tree: Any, adopt: bool = False) -> None:
         self.tree = tree if adopt else map_tree(settled, tree)
 
     @classmethod
     def of_work(cls, work: Work) -> Fixed:
-        """Return the work fixed, what a step changes kept for every client on its own; constants (memo) may stay repeated."""
-        own = map_tree(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), work._replace(memo=None, survey=Survey({}, {})))
+        """Return the work fixed, what a step changes kept for every client on its own; constants
+        (memo) may stay repeated.
+        """
+        own = map_tree(
+            lambda leaf: leaf.clone(memory_format=torch.contiguous_format),
+            work._replace(memo=None, survey=Survey({}, {})),
+        )
         return cls(own._replace(memo=map_tree(settled, work.memo), survey=work.survey), adopt=True)
 
     def load(self, tree: Any) -> None:
@@ -30,7 +37,8 @@ class Fixed:
         for a, b in pairs:
             if repeated(a):
                 if not repeated(b):
-                    raise ValueError("a tensor that was the same for every client no longer is")  # our own invariant
+                    # our own invariant
+                    raise ValueError("a tensor that was the same for every client no longer is")
                 a[:1].copy_(b[:1])
         copy([a for a, _ in pairs if not repeated(a)], [b for a, b in pairs if not repeated(a)])
 
@@ -39,17 +47,31 @@ class Fixed:
         return map_tree(lambda leaf: leaf[:size], self.tree)
 
     def unlike(self, tree: Any) -> bool:
-        """Return whether `tree`, of the first clients, changes something that is kept once for every client."""
-        return any(repeated(a) and a.data_ptr() != b.data_ptr() for a, b in zip(leaves(self.tree), leaves(tree), strict=True))
+        """Return whether `tree`, of the first clients, changes something that is kept once for
+        every client.
+        """
+        return any(
+            repeated(a) and a.data_ptr() != b.data_ptr()
+            for a, b in zip(leaves(self.tree), leaves(tree), strict=True)
+        )
 
     def spread(self) -> None:
         """Keep every leaf for every client on its own from now on."""
-        self.tree = map_tree(lambda leaf: leaf.clone(memory_format=torch.contiguous_format) if repeated(leaf) else leaf, self.tree)
+        self.tree = map_tree(
+            lambda leaf: (
+                leaf.clone(memory_format=torch.contiguous_format) if repeated(leaf) else leaf
+            ),
+            self.tree,
+        )
 
 
 def settled(leaf: Tensor) -> Tensor:
     """Return a copy in memory of its own; a repeated tensor stays repeated."""
-    return leaf[:1].clone().expand(leaf.shape) if repeated(leaf) else leaf.clone(memory_format=torch.contiguous_format)
+    return (
+        leaf[:1].clone().expand(leaf.shape)
+        if repeated(leaf)
+        else leaf.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def repeated(leaf: Tensor) -> bool:
@@ -59,7 +81,11 @@ def repeated(leaf: Tensor) -> bool:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Return whether both are the same numbers in the same memory."""
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and (a.stride() == b.stride() or a.numel() == 1)
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and (a.stride() == b.stride() or a.numel() == 1)
+    )
 
 
 def leaves(tree: Any) -> list[Tensor]:

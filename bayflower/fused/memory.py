@@ -11,11 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SCRATCH = 2.0  # on a CPU the process grows by up to this many times what tensors hold: kernels' scratch, and gaps between blocks
+# on a CPU the process grows by up to this many times what tensors hold: kernels' scratch, and gaps
+# between blocks
+SCRATCH = 2.0
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the tensors made inside: `now` those that are alive, `most` their peak. A CPU has no counter of its own."""
+    """Counts the bytes of the tensors made inside: `now` those that are alive, `most` their peak. A
+    CPU has no counter of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()

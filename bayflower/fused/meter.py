@@ -87,12 +87,23 @@ class Meter:
             self.looked = now
             try:
                 self.used.append(int(torch.cuda.utilization(self.device)))
-            except (ModuleNotFoundError, RuntimeError):  # nobody to ask: NVML's Python package is not there
+            # nobody to ask: NVML's Python package is not there
+            except (ModuleNotFoundError, RuntimeError):
                 self.looked = float("inf")
 
     def report(self) -> dict[str, Any]:
-        """Return seconds by name, peak memory in bytes, and the device's mean utilisation in per cent (None if it cannot be asked)."""
+        """Return seconds by name, peak memory in bytes, and the device's mean utilisation in per
+        cent (None if it cannot be asked).
+        """
         self.wait()
-        peak = torch.cuda.max_memory_allocated(self.device) if self.gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = (
+            torch.cuda.max_memory_allocated(self.device)
+            if self.gpu
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
         used = sum(self.used) / len(self.used) if self.used else None
-        return {"seconds": {name: round(value, 4) for name, value in self.seconds.items()}, "peak_memory": int(peak), "utilisation": used}
+        return {
+            "seconds": {name: round(value, 4) for name, value in self.seconds.items()},
+            "peak_memory": int(peak),
+            "utilisation": used,
+        }

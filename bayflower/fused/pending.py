@@ -1,4 +1,6 @@
-"""The records of rounds that may still be running: a GPU is given the next round before it is asked what became of the last one."""
+"""The records of rounds that may still be running: a GPU is given the next round before it is asked
+what became of the last one.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,19 @@ class Ledger:
         self.last: Mark | None = None
 
     def begin(self) -> Mark:
-        """Return when the coming round begins: with the end of the last one, or now if something else came between."""
+        """Return when the coming round begins: with the end of the last one, or now if something
+        else came between.
+        """
         return self.last if self.last is not None else self.meter.mark()
 
-    def add(self, round: int, losses: dict[int, Tensor], count: Count, report: Callable[[], dict[str, float]], begin: Mark) -> None:
+    def add(
+        self,
+        round: int,
+        losses: dict[int, Tensor],
+        count: Count,
+        report: Callable[[], dict[str, float]],
+        begin: Mark,
+    ) -> None:
         """Take a round in; the one before it is written."""
         self.last = self.meter.mark()
         self.waiting.append(Open(round, losses, count, report, begin, self.last))
@@ -53,11 +64,15 @@ class Ledger:
         means: dict[int, Any] = {}
         with self.meter.beside(done.end):  # not behind the round that runs now
             if done.losses:
-                means = dict(zip(done.losses, torch.stack(list(done.losses.values())).tolist(), strict=True))
+                means = dict(
+                    zip(done.losses, torch.stack(list(done.losses.values())).tolist(), strict=True)
+                )
             report = done.report()
             done.sizes.settle()
         weighted = {client: (done.sizes.examples[client], means[client]) for client in means}
         seconds = self.meter.between(done.begin, done.end)
-        self.records.append(RoundRecord.make(done.round, seconds, done.sizes.up, done.sizes.down, weighted, report))
+        self.records.append(
+            RoundRecord.make(done.round, seconds, done.sizes.up, done.sizes.down, weighted, report)
+        )
         if self.progress:
             self.progress(self.records)

@@ -1,7 +1,9 @@
-"""Stacks of clients on one device: ragged data, a stretch of training, and a pass over the data, each as something to replay.
+"""Stacks of clients on one device: ragged data, a stretch of training, and a pass over the data,
+each as something to replay.
 
-Clients are kept in the order of their number of training samples, largest first. So at any step those still training are the first
-few of the stack: a client that has finished is not touched again. Within a step shorter batches are padded and masked.
+Clients are kept in the order of their number of training samples, largest first. So at any step
+those still training are the first few of the stack: a client that has finished is not touched
+again. Within a step shorter batches are padded and masked.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from ..stacked.replay import Graphs, Replay
 from ..tree import Rows, map_tree, upload
 from .fixed import Fixed, copy, leaves
 
-MOST_SIZES = 128  # numbers of active clients that get a recording of their own; with more clients, numbers are rounded up
+# numbers of active clients that get a recording of their own; with more clients, numbers are
+# rounded up
+MOST_SIZES = 128
 
 
 class Ragged(NamedTuple):
-    """The samples of many clients end to end, and where each client's begin: x (S, …), y (S,), start and size (C,)."""
+    """The samples of many clients end to end, and where each client's begin: x (S, …), y (S,),
+    start and size (C,).
+    """
 
     x: Tensor
     y: Tensor
@@ -33,7 +39,9 @@ class Ragged(NamedTuple):
     size: Tensor
 
     def rows(self, index: Tensor, real: Tensor) -> Batch:
-        """Return the samples at `index` (C, B) of each client's own; those not `real` have mask 0."""
+        """Return the samples at `index` (C, B) of each client's own;
+        those not `real` have mask 0.
+        """
         place = self.start[: len(index), None] + torch.where(real, index, 0)
         return Batch(self.x[place], self.y[place], real.to(self.x.dtype))
 
@@ -42,7 +50,9 @@ class Ragged(NamedTuple):
         return self._replace(start=self.start[clients], size=self.size[clients])
 
 
-def ragged(parts: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device, dtype: torch.dtype) -> Ragged:
+def ragged(
+    parts: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device, dtype: torch.dtype
+) -> Ragged:
     """Return the clients' (x, y) on the device."""
     sizes = [len(y) for _, y in parts]
     x = torch.cat([torch.as_tensor(x).to(device, dtype) for x, _ in parts])
@@ -56,7 +66,9 @@ def ragged(parts: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device,
 class Stack:
     """Clients of one kind (training, or new), largest first."""
 
-    def __init__(self, clients: Sequence[ClientData], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, clients: Sequence[ClientData], device: torch.device, dtype: torch.dtype
+    ) -> None:
         ordered = sorted(clients, key=lambda data: (-len(data.y_train), data.client))
         self.clients = tuple(data.client for data in ordered)
         self.rows = Rows(self.clients, device)
@@ -81,18 +93,29 @@ class Stack:
         return self.rows.index(chosen)
 
     def whole(self, chosen: Sequence[int]) -> Batch:
-        """Return all training samples of some clients, padded to the longest: x (C, N, …), y and mask (C, N)."""
+        """Return all training samples of some clients, padded to the longest: x (C, N, …), y and
+        mask (C, N).
+        """
         key = tuple(chosen)
         if self._whole is None or self._whole[0] != key:
             part = self.train.of(self.index(chosen))
-            places = torch.arange(int(max(self.sizes[self.row[client]] for client in chosen)), device=self.device)
+            places = torch.arange(
+                int(max(self.sizes[self.row[client]] for client in chosen)), device=self.device
+            )
             self._whole = None  # not two at once
-            self._whole = key, part.rows(places.expand(len(chosen), -1), places < part.size[:, None])
+            self._whole = (
+                key,
+                part.rows(places.expand(len(chosen), -1), places < part.size[:, None]),
+            )
         return self._whole[1]
 
     def alone(self, client: int, test: bool = False) -> Batch:
         """Return the training samples of one client, or its test samples."""
-        row, data, sizes = self.row[client], self.test if test else self.train, self.test_sizes if test else self.sizes
+        row, data, sizes = (
+            self.row[client],
+            self.test if test else self.train,
+            self.test_sizes if test else self.sizes,
+        )
         start, size = int(sizes[:row].sum()), int(sizes[row])
         x, y = data.x[start : start + size], data.y[start : start + size]
         return Batch(x, y, torch.ones(size, dtype=self.dtype, device=self.device))
@@ -101,19 +124,40 @@ class Stack:
 class Course:
     """One phase of training for `number` clients: the tensors it works on, and a step to replay."""
 
-    def __init__(self, half: ClientHalf, phase: Phase, purpose: str, stack: Stack, number: int, seed: int, graphs: Graphs) -> None:
-        self.half, self.phase, self.purpose, self.stack, self.seed = half, phase, purpose, stack, seed
+    def __init__(
+        self,
+        half: ClientHalf,
+        phase: Phase,
+        purpose: str,
+        stack: Stack,
+        number: int,
+        seed: int,
+        graphs: Graphs,
+    ) -> None:
+        self.half, self.phase, self.purpose, self.stack, self.seed = (
+            half,
+            phase,
+            purpose,
+            stack,
+            seed,
+        )
         self.coupled = half.model.coupled
         self.steps = batches.num_steps(int(stack.sizes.max()), phase, self.coupled)
-        self.width = max(batches.largest_batch(int(size), phase, self.coupled) for size in set(stack.sizes.tolist()))
+        self.width = max(
+            batches.largest_batch(int(size), phase, self.coupled)
+            for size in set(stack.sizes.tolist())
+        )
         device, shape = stack.device, (self.steps, number, phase.batches, self.width)
-        self.places = torch.zeros(shape, dtype=torch.int64, device=device)  # of every sample of every step
+        # of every sample of every step
+        self.places = torch.zeros(shape, dtype=torch.int64, device=device)
         self.masks = torch.zeros(shape, dtype=stack.dtype, device=device)
         self.counts = torch.zeros(shape[:2], dtype=torch.float64, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.losses = torch.zeros(number, dtype=torch.float64, device=device)
         self.shapes = half.noise(phase.name, phase.batch_size)
-        self.keys = {name: torch.zeros(number, dtype=torch.int64, device=device) for name in self.shapes}
+        self.keys = {
+            name: torch.zeros(number, dtype=torch.int64, device=device) for name in self.shapes
+        }
         self.sizes = allowed_sizes(number)
         self.work: Fixed | None = None
         self.replay = Replay(self._step, graphs)
@@ -124,12 +168,26 @@ class Course:
         key = (tuple(chosen), round)
         if self.plan is None or self.plan[0] != key:
             sizes = [self.stack.size(client) for client in chosen]
-            self.plan = key, batches.table(sizes, chosen, self.phase, seed=self.seed, round=round, purpose=self.purpose,
-                                           coupled=self.coupled, steps=self.steps, width=self.width)  # fmt: skip
+            self.plan = (
+                key,
+                batches.table(
+                    sizes,
+                    chosen,
+                    self.phase,
+                    seed=self.seed,
+                    round=round,
+                    purpose=self.purpose,
+                    coupled=self.coupled,
+                    steps=self.steps,
+                    width=self.width,
+                ),
+            )
         return self.plan[1]
 
     def run(self, work: Work, chosen: Sequence[int], round: int) -> tuple[Work, Tensor, np.ndarray]:
-        """Return (the stacked work after the phase, which stays the course's own; each client's summed loss; the samples each has seen)."""
+        """Return (the stacked work after the phase, which stays the course's own; each client's
+        summed loss; the samples each has seen).
+        """
         plan = self.draw(chosen, round)
         lengths = (plan[:, :, 0, 0] >= 0).sum(0)
         rows = upload(plan, self.stack.device)
@@ -138,7 +196,12 @@ class Course:
         self.masks.copy_(rows >= 0)
         self.counts.copy_((rows >= 0).sum((2, 3)))
         for name, keys in self.keys.items():
-            drawn = [batches.noise_key(self.seed, f"{self.purpose}/{self.phase.name}", name, client, round) for client in chosen]
+            drawn = [
+                batches.noise_key(
+                    self.seed, f"{self.purpose}/{self.phase.name}", name, client, round
+                )
+                for client in chosen
+            ]
             keys.copy_(upload(drawn, keys.device))
         self.at.zero_()
         self.losses.zero_()
@@ -153,18 +216,31 @@ class Course:
     def _step(self, size: int) -> None:
         """Take one step with the first `size` clients."""
         assert self.work is not None
-        places, masks, counts = (tensor.index_select(0, self.at)[0, :size] for tensor in (self.places, self.masks, self.counts))
+        places, masks, counts = (
+            tensor.index_select(0, self.at)[0, :size]
+            for tensor in (self.places, self.masks, self.counts)
+        )
         data = self.stack.train
-        groups = tuple(Batch(data.x[places[:, g]], data.y[places[:, g]], masks[:, g]) for g in range(self.phase.batches))
-        noise = {name: batches.normal(keys[:size], self.at[0], self.shapes[name]).to(self.stack.dtype) for name, keys in self.keys.items()}
+        groups = tuple(
+            Batch(data.x[places[:, g]], data.y[places[:, g]], masks[:, g])
+            for g in range(self.phase.batches)
+        )
+        noise = {
+            name: batches.normal(keys[:size], self.at[0], self.shapes[name]).to(self.stack.dtype)
+            for name, keys in self.keys.items()
+        }
         work = self.work.part(size)
         exact = len(self.sizes) == len(self.losses)  # no client among these has finished
         if exact and type(self.half).step is ClientHalf.step:
-            grads, buffers, loss = vmap(lambda w, b, n: self.half.gradient(self.phase, w, b, n))(work, groups, noise)
+            grads, buffers, loss = vmap(lambda w, b, n: self.half.gradient(self.phase, w, b, n))(
+                work, groups, noise
+            )
             self.phase.optimizer.update_stack(work.params, grads, work.opt)
             settle(work.buffers, buffers, None)
         else:
-            after, info = vmap(lambda w, b, n: self.half.step(self.phase, w, b, n))(work, groups, noise)
+            after, info = vmap(lambda w, b, n: self.half.step(self.phase, w, b, n))(
+                work, groups, noise
+            )
             loss = info["loss"]
             if self.work.unlike(after):
                 self.work.spread()
@@ -174,9 +250,20 @@ class Course:
 
 
 class Sweep:
-    """A function of (arguments, batch) over all samples of `number` clients in pieces: sums added up, rows put together."""
+    """A function of (arguments, batch) over all samples of `number` clients in pieces: sums added
+    up, rows put together.
+    """
 
-    def __init__(self, fn: Callable[..., Survey], data: Ragged, longest: int, number: int, piece: int, graphs: Graphs, adopt: bool) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Survey],
+        data: Ragged,
+        longest: int,
+        number: int,
+        piece: int,
+        graphs: Graphs,
+        adopt: bool,
+    ) -> None:
         self.fn, self.data, self.piece, self.adopt = fn, data, piece, adopt
         self.length = -(-longest // piece) * piece
         device = data.x.device
@@ -187,7 +274,9 @@ class Sweep:
         self.replay = Replay(self._piece, graphs)
 
     def run(self, rows: Tensor, sizes: np.ndarray, *args: Any) -> Survey:
-        """Return the sums (C, …) and the rows (C, N, …) of the clients at `rows`, with `sizes` samples. They stay the sweep's own."""
+        """Return the sums (C, …) and the rows (C, N, …) of the clients at `rows`, with `sizes`
+        samples. They stay the sweep's own.
+        """
         own = self.data.of(rows)
         copy([self.part.start, self.part.size], [own.start, own.size])
         if self.args is None:
@@ -221,15 +310,23 @@ class Sweep:
 
 
 def settle(before: Any, after: Any, going: Tensor | None) -> None:
-    """Write `after` over `before` for the clients that are `going` (all if None), leaving out what did not change."""
-    pairs = [(a, b.detach()) for a, b in zip(leaves(before), leaves(after), strict=True) if a.data_ptr() != b.data_ptr()]
+    """Write `after` over `before` for the clients that are `going` (all if None), leaving out what
+    did not change.
+    """
+    pairs = [
+        (a, b.detach())
+        for a, b in zip(leaves(before), leaves(after), strict=True)
+        if a.data_ptr() != b.data_ptr()
+    ]
     if going is not None:
         pairs = [(a, torch.where(going.reshape(-1, *(1,) * (a.ndim - 1)), b, a)) for a, b in pairs]
     copy([a for a, _ in pairs], [b for _, b in pairs])
 
 
 def segments(lengths: np.ndarray, allowed: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (clients, steps) in order: how many clients take part in how many steps, for lengths that never rise."""
+    """Return (clients, steps) in order: how many clients take part in how many steps, for lengths
+    that never rise.
+    """
     found: list[tuple[int, int]] = []
     for step in range(int(lengths[0]) if len(lengths) else 0):
         count = int((lengths > step).sum())
@@ -242,7 +339,9 @@ def segments(lengths: np.ndarray, allowed: Sequence[int]) -> list[tuple[int, int
 
 
 def allowed_sizes(most: int) -> list[int]:
-    """Return the numbers of clients that are recorded: all of them, or about MOST_SIZES, closer together where they are small."""
+    """Return the numbers of clients that are recorded: all of them, or about MOST_SIZES, closer
+    together where they are small.
+    """
     if most <= MOST_SIZES:
         return list(range(1, most + 1))
     return sorted({round(most ** (i / (MOST_SIZES - 1))) for i in range(MOST_SIZES)})

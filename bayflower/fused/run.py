@@ -31,22 +31,34 @@ log = logging.getLogger("bayflower")
 
 
 def run_fused(
-    run: Run, federation: Federation, halves: Halves, progress: Progress | None = None, out: Path | None = None,
+    run: Run,
+    federation: Federation,
+    halves: Halves,
+    progress: Progress | None = None,
+    out: Path | None = None,
     resume: Checkpoint | None = None,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Return the outcome of all rounds and the final test; checkpoints go to `out`."""
-    if run.settings.torch_device().type == "cpu" and halves.model.num_parameters < SMALL_MODEL and torch.get_num_threads() > 1:
+    if (
+        run.settings.torch_device().type == "cpu"
+        and halves.model.num_parameters < SMALL_MODEL
+        and torch.get_num_threads() > 1
+    ):
         with solo.one_thread():
             return run_fused(run, federation, halves, progress, out, resume)
     if resume and run.settings.stacking in ("auto", "measured"):
-        run = replace(run, settings=replace(run.settings, stacking=resume.config.get("stacking", "auto")))
+        run = replace(
+            run, settings=replace(run.settings, stacking=resume.config.get("stacking", "auto"))
+        )
     settings, server = run.settings, halves.server
     device = settings.torch_device()
     meter = Meter(device)
     bank = None
     if settings.client_states == "disk":
         fresh = halves.client.init(*halves.initial)
-        bank = DiskBank((out or Path("runs")) / "states", fresh, device, resume.round if resume else None)
+        bank = DiskBank(
+            (out or Path("runs")) / "states", fresh, device, resume.round if resume else None
+        )
     engine = Fused(halves, federation.clients, run, bank)
     if engine.apart:
         log.warning(engine.apart)
@@ -55,10 +67,20 @@ def run_fused(
     records: list[RoundRecord] = []
     name, first = uuid.uuid4().hex, 1
     if resume:
-        state, records, name, first = server_state(resume, server.state_type), resume.records, resume.run, resume.round + 1
+        state, records, name, first = (
+            server_state(resume, server.state_type),
+            resume.records,
+            resume.run,
+            resume.round + 1,
+        )
         state = to(state, device)
         if isinstance(engine.bank, DeviceBank) and resume.clients:
-            engine.bank.load({client: unflatten(halves.client.state_type, known) for client, known in resume.clients.items()})
+            engine.bank.load(
+                {
+                    client: unflatten(halves.client.state_type, known)
+                    for client, known in resume.clients.items()
+                }
+            )
 
     def due(round: int) -> bool:
         every = settings.checkpoint_every
@@ -96,7 +118,8 @@ def run_fused(
             before = tested(engine, chosen, round - 1, "finetune")
             records[-1].update(curve_point(before))
         begin = ledger.begin()
-        totals = Totals(halves, fast=not engine.apart)  # one by one, the bits are those of the loop engine
+        # one by one, the bits are those of the loop engine
+        totals = Totals(halves, fast=not engine.apart)
         losses: dict[int, Tensor] = {}
         count = traffic.Count(run, name, round, before)
         chunks = engine.chunks(chosen, sent)
@@ -112,7 +135,13 @@ def run_fused(
                 if last:
                     state = server.finalise(state, totals.value(device))
             losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
-            count.add(chunk, halves, message, updates, {client: engine.stack.size(client) for client in chunk})
+            count.add(
+                chunk,
+                halves,
+                message,
+                updates,
+                {client: engine.stack.size(client) for client in chunk},
+            )
         ledger.add(round, losses, count, partial(server.report, state), begin)
         if due(round):
             ledger.flush()
@@ -129,4 +158,12 @@ def run_fused(
         progress(records)
     engine.close()
     remarks = (engine.apart,) if engine.apart else ()
-    return Outcome(records, views, new, to(state, "cpu"), dict(engine.bank.states()), remarks=remarks, usage=meter.report())
+    return Outcome(
+        records,
+        views,
+        new,
+        to(state, "cpu"),
+        dict(engine.bank.states()),
+        remarks=remarks,
+        usage=meter.report(),
+    )

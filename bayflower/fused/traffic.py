@@ -1,4 +1,6 @@
-"""The bytes of a round's messages, from the shapes that would travel: what the fused engine reports without sending anything."""
+"""The bytes of a round's messages, from the shapes that would travel: what the fused engine reports
+without sending anything.
+"""
 
 from __future__ import annotations
 
@@ -35,26 +37,50 @@ class Count:
         self.tests: Shapes = ()
         if before:
             first = {view: next(iter(tallies.values())) for view, tallies in before.items()}
-            self.tests = shapes({view: dict(zip(tally._fields, tally, strict=True)) for view, tally in first.items()})
+            self.tests = shapes(
+                {
+                    view: dict(zip(tally._fields, tally, strict=True))
+                    for view, tally in first.items()
+                }
+            )
         self.up = self.down = 0
         self.examples: dict[int, int] = {}
         self.open: list[tuple[Sequence[int], ClientHalf, Any]] = []
 
-    def add(self, clients: Sequence[int], halves: Halves, message: Any, updates: Any, examples: Mapping[int, int]) -> None:
-        """Count the messages to some clients; those from them, whose sizes may depend on values, in `settle`.
+    def add(
+        self,
+        clients: Sequence[int],
+        halves: Halves,
+        message: Any,
+        updates: Any,
+        examples: Mapping[int, int],
+    ) -> None:
+        """Count the messages to some clients; those from them, whose sizes may depend on values, in
+        `settle`.
 
         `message` is stacked if it differs from client to client, `updates` always.
         """
         server = halves.server
         instructions = self.run.instructions()
-        head = request_header(method=self.run.method, run=self.name, round=self.round, seed=self.run.settings.seed,
-                              evaluate=bool(self.tests), purpose="finetune", instructions=instructions)  # fmt: skip
+        head = request_header(
+            method=self.run.method,
+            run=self.name,
+            round=self.round,
+            seed=self.run.settings.seed,
+            evaluate=bool(self.tests),
+            purpose="finetune",
+            instructions=instructions,
+        )
         self.examples.update(examples)
         shared: int | None = None
         self.open.append((clients, halves.client, outline(updates, halves.client.measured)))
         for place in range(len(clients)):
             if shared is None or server.per_client:
-                own = map_tree(lambda leaf, place=place: leaf[place], message) if server.per_client else message
+                own = (
+                    map_tree(lambda leaf, place=place: leaf[place], message)
+                    if server.per_client
+                    else message
+                )
                 shared = content_bytes({BROADCAST: shapes(server.pack(own))}, {HEADER: head}, {})
             self.down += shared
 
@@ -62,26 +88,49 @@ class Count:
         """Count the messages from the clients; a GPU is waited for."""
         for clients, half, updates in self.open:
             for client, packed in zip(clients, half.packed(updates), strict=True):
-                self.up += reply_bytes(self.run.method, self.name, varint_bytes(2 * self.round), varint_bytes(2 * client), packed,
-                                       self.tests, varint_bytes(2 * self.examples[client]))  # fmt: skip
+                self.up += reply_bytes(
+                    self.run.method,
+                    self.name,
+                    varint_bytes(2 * self.round),
+                    varint_bytes(2 * client),
+                    packed,
+                    self.tests,
+                    varint_bytes(2 * self.examples[client]),
+                )
         self.open.clear()
 
 
 def outline(updates: Any, measured: tuple[str, ...]) -> Any:
-    """Return stacked updates of which only the `measured` leaves have values, copied: the engine goes on with its own."""
+    """Return stacked updates of which only the `measured` leaves have values, copied: the engine
+    goes on with its own.
+    """
     flat = {
-        name: leaf.clone() if name.startswith(measured) else torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
+        name: leaf.clone()
+        if name.startswith(measured)
+        else torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
         for name, leaf in flatten(updates).items()
     }
     return unflatten(type(updates), flat)
 
 
 @lru_cache(maxsize=4096)
-def reply_bytes(method: str, run: str, round_bytes: int, client_bytes: int, packed: Shapes, tests: Shapes, count_bytes: int) -> int:
+def reply_bytes(
+    method: str,
+    run: str,
+    round_bytes: int,
+    client_bytes: int,
+    packed: Shapes,
+    tests: Shapes,
+    count_bytes: int,
+) -> int:
     """Return the bytes of a reply; of its whole numbers only the length matters."""
-    head = reply_header(method=method, run=run, round=of_length(round_bytes), client=of_length(client_bytes))
+    head = reply_header(
+        method=method, run=run, round=of_length(round_bytes), client=of_length(client_bytes)
+    )
     arrays = {UPDATE: packed, **({TALLY: tests} if tests else {})}
-    return content_bytes(arrays, {HEADER: head}, {METRICS: reply_numbers(of_length(count_bytes), 0.0)})
+    return content_bytes(
+        arrays, {HEADER: head}, {METRICS: reply_numbers(of_length(count_bytes), 0.0)}
+    )
 
 
 def of_length(length: int) -> int:

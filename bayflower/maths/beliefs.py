@@ -1,11 +1,13 @@
-"""What a server believes of each client's dropout: log alpha from a hypernetwork, one for all, or one a client.
+"""What a server believes of each client's dropout: log alpha from a hypernetwork, one for all, or
+one a client.
 
     posterior    psi              embeddings
     hyper        hypernetwork     client → its embedding (MetaVD)
     global       {}               "all" → log alpha of every client (VD)
     own          {}               client → its log alpha (EnsembleVD)
 
-Clients say by how much their log alpha moved, and the belief follows. Everything is keyed by the client's number, never by its place.
+Clients say by how much their log alpha moved, and the belief follows. Everything is keyed by the
+client's number, never by its place.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ ALL = "all"
 
 
 class Belief(NamedTuple):
-    """The hypernetwork, what is kept for each client, both momenta, and in how many rounds each client took part."""
+    """The hypernetwork, what is kept for each client, both momenta, and in how many rounds each
+    client took part.
+    """
 
     psi: Tensors
     psi_velocity: Tensors
@@ -33,16 +37,26 @@ class Belief(NamedTuple):
 
 
 def begin(config: Any, seed: str, weight: Tensor, clients: tuple[int, ...]) -> Belief:
-    """Return the belief before the first round; it follows from the seed, an embedding also from its client's number."""
+    """Return the belief before the first round; it follows from the seed, an embedding also from
+    its client's number.
+    """
     start, psi = torch.full_like(weight, config.log_alpha_start).reshape(-1), {}
     embeddings = {str(client): start for client in clients}
     if config.posterior == "hyper":
         size = 1 + len(clients) // 4
         psi = hypernet.initial(seed, size, config.hyper_width, weight.numel(), weight.dtype)
-        embeddings = {str(client): hypernet.embedding(seed, client, size, weight.dtype) for client in clients}
+        embeddings = {
+            str(client): hypernet.embedding(seed, client, size, weight.dtype) for client in clients
+        }
     elif config.posterior == "global":
         embeddings = {ALL: start}
-    return Belief(psi, {}, embeddings, {}, {str(client): torch.zeros((), dtype=torch.int64) for client in clients})
+    return Belief(
+        psi,
+        {},
+        embeddings,
+        {},
+        {str(client): torch.zeros((), dtype=torch.int64) for client in clients},
+    )
 
 
 class Admitting:
@@ -56,8 +70,10 @@ class Admitting:
 
 
 def admitted(config: Any, belief: Belief, client: int) -> Belief:
-    """Return the belief with one client more: an embedding drawn as at the start, seeded by the hypernetwork as it is now; log alpha at
-    its start where there is no hypernetwork. A client that is known keeps what is believed of it, for its return."""
+    """Return the belief with one client more: an embedding drawn as at the start, seeded by the
+    hypernetwork as it is now; log alpha at its start where there is no hypernetwork. A client that
+    is known keeps what is believed of it, for its return.
+    """
     name, some = str(client), next(iter(belief.embeddings.values()))
     if name in belief.seen:
         return belief
@@ -71,7 +87,9 @@ def admitted(config: Any, belief: Belief, client: int) -> Belief:
 
 
 def log_alpha(config: Any, belief: Belief, client: int, size: int) -> Tensor:
-    """Return log alpha of a client (K,); of one that never trained, that of the mean of the trained, or nearly no dropout."""
+    """Return log alpha of a client (K,); of one that never trained, that of the mean of the
+    trained, or nearly no dropout.
+    """
     known = belief.embeddings
     if config.posterior == "global":
         own = known[ALL]
@@ -83,11 +101,17 @@ def log_alpha(config: Any, belief: Belief, client: int, size: int) -> Tensor:
         names = sorted(known, key=int)
         trained = [name for name in names if int(belief.seen[name]) > 0] or names
         own = torch.stack([known[name] for name in trained]).mean(0)
-    return dropout.limited(config.log_alpha_start + hypernet.output(belief.psi, own) if belief.psi else own)
+    return dropout.limited(
+        config.log_alpha_start + hypernet.output(belief.psi, own) if belief.psi else own
+    )
 
 
-def followed(config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: Mapping[int, Tensor]) -> Belief:
-    """Return the belief after clients moved their log alpha by `steps` (K,); `shares` are their g^m. The rate is the server's."""
+def followed(
+    config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: Mapping[int, Tensor]
+) -> Belief:
+    """Return the belief after clients moved their log alpha by `steps` (K,); `shares` are their
+    g^m. The rate is the server's.
+    """
     clients = sorted(steps)
     names = [str(client) for client in clients]
     moved = torch.stack([steps[client].double() for client in clients])
@@ -96,19 +120,42 @@ def followed(config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: M
     if config.posterior == "hyper":
         own = {name: belief.embeddings[name] for name in names}
         to_psi, to_own = hypernet.ascent(belief.psi, torch.stack(list(own.values())), moved, share)
-        common: dict[str, float] = {"rate": config.server_lr, "decay": config.hyper_decay, "clip": config.hyper_clip}
-        psi, psi_velocity = hypernet.stepped(belief.psi, to_psi, belief.psi_velocity, momentum=config.hyper_momentum, **common)
-        now, velocity = hypernet.stepped(own, dict(zip(names, to_own.unbind(), strict=True)), belief.embedding_velocity,
-                                         momentum=config.embedding_momentum, **common)  # fmt: skip
+        common: dict[str, float] = {
+            "rate": config.server_lr,
+            "decay": config.hyper_decay,
+            "clip": config.hyper_clip,
+        }
+        psi, psi_velocity = hypernet.stepped(
+            belief.psi, to_psi, belief.psi_velocity, momentum=config.hyper_momentum, **common
+        )
+        now, velocity = hypernet.stepped(
+            own,
+            dict(zip(names, to_own.unbind(), strict=True)),
+            belief.embedding_velocity,
+            momentum=config.embedding_momentum,
+            **common,
+        )
         part = hypernet.within(config.hyper_reach, (belief.psi, own), (psi, now))
-        if part < 1:  # the velocity is that of the step that was taken, or the next one would make up for it
+        # the velocity is that of the step that was taken, or the next one would make up for it
+        if part < 1:
             psi, now = partly(part, belief.psi, psi), partly(part, own, now)
-            psi_velocity, velocity = ({name: part * value for name, value in going.items()} for going in (psi_velocity, velocity))
-        return Belief(psi, psi_velocity, {**belief.embeddings, **now}, {**belief.embedding_velocity, **velocity}, seen)
+            psi_velocity, velocity = (
+                {name: part * value for name, value in going.items()}
+                for going in (psi_velocity, velocity)
+            )
+        return Belief(
+            psi,
+            psi_velocity,
+            {**belief.embeddings, **now},
+            {**belief.embedding_velocity, **velocity},
+            seen,
+        )
     if config.posterior == "global":
         names, moved = [ALL], (share[:, None] * moved).sum(0, keepdim=True)
     after = {
-        name: dropout.limited(belief.embeddings[name].double() + config.server_lr * step).to(belief.embeddings[name].dtype)
+        name: dropout.limited(belief.embeddings[name].double() + config.server_lr * step).to(
+            belief.embeddings[name].dtype
+        )
         for name, step in zip(names, moved, strict=True)
     }
     return belief._replace(embeddings={**belief.embeddings, **after}, seen=seen)
@@ -116,4 +163,7 @@ def followed(config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: M
 
 def partly(part: float, before: Tensors, after: Tensors) -> Tensors:
     """Return where `part` of the step from `before` to `after` leads, in the dtypes of `before`."""
-    return {name: value.to(before[name].dtype) for name, value in hypernet.between(part, before, after).items()}
+    return {
+        name: value.to(before[name].dtype)
+        for name, value in hypernet.between(part, before, after).items()
+    }

@@ -8,9 +8,13 @@ from torch.nn import functional
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Return a bool tensor as bytes, the first entry in the highest bit; the last byte is filled with zeros."""
+    """Return a bool tensor as bytes, the first entry in the highest bit; the last byte is filled
+    with zeros.
+    """
     whole = functional.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)).reshape(-1, 8)
-    return (whole << torch.arange(7, -1, -1, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
+    return (whole << torch.arange(7, -1, -1, dtype=torch.uint8, device=mask.device)).sum(
+        1, dtype=torch.uint8
+    )
 
 
 def unpack_bits(packed: Tensor, size: int) -> Tensor:

@@ -1,8 +1,11 @@
-"""Messages about classes: which arrays travel from a client that made `classwise` factors, and every check of what arrives.
+"""Messages about classes: which arrays travel from a client that made `classwise` factors, and
+every check of what arrives.
 
-Only classes a client sends are in a message, each in the smaller of two forms: its vectors and weights, rank·(D + 1) numbers, or the packed
-triangle of an upper triangular R with RᵀR = V diag(weight) Vᵀ, D(D+1)/2 numbers. (R, not the matrix itself: rounded to float32, a matrix
-need not stay positive semi-definite.) So the shapes depend on the values; `blank` gives them from counts and ranks.
+Only classes a client sends are in a message, each in the smaller of two forms: its vectors and
+weights, rank·(D + 1) numbers, or the packed triangle of an upper triangular R with RᵀR = V
+diag(weight) Vᵀ, D(D+1)/2 numbers. (R, not the matrix itself: rounded to float32, a matrix need not
+stay positive semi-definite.) So the shapes depend on the values; `blank` gives them from counts and
+ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ ROUNDING = 1e-3  # how far a vector's length may be from 1
 class Message(NamedTuple):
     """What travels of an update: P classes with counts > 0, in order.
 
-    `spread` for precision: "ranks" (K,); "basis" (R, D), "weight" (R,) of classes with 2·rank ≤ D; "triangle" (T, D(D+1)/2) of others.
+    `spread` for precision: "ranks" (K,); "basis" (R, D), "weight" (R,) of classes with 2·rank ≤ D;
+    "triangle" (T, D(D+1)/2) of others.
     """
 
     num_examples: Tensor
@@ -35,21 +39,27 @@ class Message(NamedTuple):
 
 
 def ranks(weight: Tensor, label: Tensor, num_classes: int) -> Tensor:
-    """Return how many directions each class has, (…, K) int64, of weight (…, N) and label (…, N)."""
+    """Return how many directions each class has, (…, K) int64, of weight
+    (…, N) and label (…, N).
+    """
     group = torch.where((weight != 0) & (label >= 0) & (label < num_classes), label, num_classes)
     found = torch.zeros(*label.shape[:-1], num_classes + 1, dtype=torch.int64, device=label.device)
     return found.scatter_add_(-1, group, torch.ones_like(group))[..., :num_classes]
 
 
 def dense_ranks(rank: Tensor, dim: int) -> Tensor:
-    """Return for which ranks a packed triangle, D(D+1)/2 numbers, is smaller than vectors and weights, rank·(D+1)."""
+    """Return for which ranks a packed triangle, D(D+1)/2 numbers, is smaller than vectors and
+    weights, rank·(D+1).
+    """
     return 2 * rank > dim
 
 
 def pack_factors(basis: Tensor, weight: Tensor, label: Tensor, num_classes: int) -> Tensors:
-    """Return the factors of one client without empty rows, in the order of classes, each class in the smaller form.
+    """Return the factors of one client without empty rows, in the order of classes, each class in
+    the smaller form.
 
-    "ranks" (K,); "basis" (R, D) and "weight" (R,), or a row of "triangle" (T, D(D+1)/2): R, upper triangular, with RᵀR = V diag(weight) Vᵀ.
+    "ranks" (K,); "basis" (R, D) and "weight" (R,), or a row of "triangle" (T, D(D+1)/2): R, upper
+    triangular, with RᵀR = V diag(weight) Vᵀ.
     """
     dim, rank = basis.shape[1], ranks(weight, label, num_classes)
     dense, ends = dense_ranks(rank, dim), rank.cumsum(0)
@@ -58,14 +68,23 @@ def pack_factors(basis: Tensor, weight: Tensor, label: Tensor, num_classes: int)
     for k in dense.nonzero()[:, 0].tolist():
         mine = order[int(ends[k] - rank[k]) : int(ends[k])]
         square = basis.new_zeros(dim, dim, dtype=torch.float64)
-        square[: len(mine)] = torch.linalg.qr(basis[mine].double() * weight[mine].double().sqrt()[:, None]).R
+        square[: len(mine)] = torch.linalg.qr(
+            basis[mine].double() * weight[mine].double().sqrt()[:, None]
+        ).R
         triangles.append(to_triangle(square)[None].to(basis.dtype))
     low = order[~dense[label[order]]]
-    return {"ranks": rank, "basis": basis[low], "weight": weight[low], "triangle": torch.cat(triangles)}
+    return {
+        "ranks": rank,
+        "basis": basis[low],
+        "weight": weight[low],
+        "triangle": torch.cat(triangles),
+    }
 
 
 def roots(packed: Tensors, present: list[int]) -> Iterator[Tensor]:
-    """Yield, for each class in `present`, A (r, D) in float64 with AᵀA = V diag(weight) Vᵀ, from what `pack_factors` made."""
+    """Yield, for each class in `present`, A (r, D) in float64 with AᵀA = V diag(weight) Vᵀ, from
+    what `pack_factors` made.
+    """
     basis, dim = packed["basis"], packed["basis"].shape[1]
     rank, row, triangle = packed["ranks"].tolist(), 0, 0
     for k in present:
@@ -79,27 +98,47 @@ def roots(packed: Tensors, present: list[int]) -> Iterator[Tensor]:
 
 
 def sizes(centroid: str, message: Message) -> list[float]:
-    """Return by how much a message counts for each class it has: the trace of its precision, without alpha; or its samples."""
+    """Return by how much a message counts for each class it has: the trace of its precision,
+    without alpha; or its samples.
+    """
     present = message.counts.nonzero()[:, 0].tolist()
     if centroid == "precision":
         return [float(half.square().sum()) for half in roots(message.spread, present)]
-    weight = message.spread["precision"].double().sum(1) if centroid == "diag" else message.counts[present]
+    weight = (
+        message.spread["precision"].double().sum(1)
+        if centroid == "diag"
+        else message.counts[present]
+    )
     return [float(value) for value in weight]
 
 
 def shrunk(centroid: str, message: Message, factors: list[float]) -> Message:
-    """Return the message with the size of each class it has multiplied by its factor, at most 1; of samples, at least one is left."""
-    present, spread, by = message.counts > 0, message.spread, torch.tensor(factors, dtype=torch.float64)
+    """Return the message with the size of each class it has multiplied by its factor, at most 1; of
+    samples, at least one is left.
+    """
+    present, spread, by = (
+        message.counts > 0,
+        message.spread,
+        torch.tensor(factors, dtype=torch.float64),
+    )
     if centroid == "diag":
         return message._replace(spread={"precision": shortened(spread["precision"], by[:, None])})
     if centroid != "precision":
         counts = message.counts.clone()
         counts[present] = (counts[present] * by).floor().to(counts.dtype).clamp(min=1)
         return message._replace(counts=counts)
-    dense, rank = dense_ranks(spread["ranks"][present], message.means.shape[1]), spread["ranks"][present]
+    dense, rank = (
+        dense_ranks(spread["ranks"][present], message.means.shape[1]),
+        spread["ranks"][present],
+    )
     rows = by[~dense].repeat_interleave(rank[~dense])
-    return message._replace(spread={**spread, "weight": shortened(spread["weight"], rows),
-                                    "triangle": shortened(spread["triangle"], by[dense].sqrt()[:, None])})  # fmt: skip
+    return message._replace(
+        spread={
+            **spread,
+            "weight": shortened(spread["weight"], rows),
+            "triangle": shortened(spread["triangle"], by[dense].sqrt()[:, None]),
+        }
+    )
 
 
 def shortened(value: Tensor, factor: Tensor) -> Tensor:
@@ -107,35 +146,61 @@ def shortened(value: Tensor, factor: Tensor) -> Tensor:
     return (value.double() * factor).to(value.dtype)
 
 
-def blank(centroid: str, like: Any, dim: int, present: int = 0, rows: int = 0, triangles: int = 0) -> Message:
-    """Return a message with the base, counts and dtype of `like` and these many classes, rows and triangles; values mean nothing."""
+def blank(
+    centroid: str, like: Any, dim: int, present: int = 0, rows: int = 0, triangles: int = 0
+) -> Message:
+    """Return a message with the base, counts and dtype of `like` and these many classes, rows and
+    triangles; values mean nothing.
+    """
 
     def shaped(*shape: int) -> Tensor:
         return like.means.new_zeros(()).expand(shape)
 
     spread = {"precision": shaped(present, dim)} if centroid == "diag" else {}
     if centroid == "precision":
-        spread = {"ranks": like.counts, "basis": shaped(rows, dim), "weight": shaped(rows),
-                  "triangle": shaped(triangles, dim * (dim + 1) // 2)}  # fmt: skip
-    return Message(like.num_examples, like.params, like.buffers, like.counts, shaped(present, dim), spread)
+        spread = {
+            "ranks": like.counts,
+            "basis": shaped(rows, dim),
+            "weight": shaped(rows),
+            "triangle": shaped(triangles, dim * (dim + 1) // 2),
+        }
+    return Message(
+        like.num_examples, like.params, like.buffers, like.counts, shaped(present, dim), spread
+    )
 
 
 def received(centroid: str, like: Any, flat: Tensors) -> Message:
-    """Return the message in `flat`, whose base, classes and features must be those of `like`; raise with the reason otherwise."""
+    """Return the message in `flat`, whose base, classes and features must be those of `like`; raise
+    with the reason otherwise.
+    """
     number, counts = (whole(flat, name, getattr(like, name)) for name in ("num_examples", "counts"))
-    rank = whole(flat, "spread/ranks", counts) if centroid == "precision" else torch.zeros_like(counts)
+    rank = (
+        whole(flat, "spread/ranks", counts) if centroid == "precision" else torch.zeros_like(counts)
+    )
     if bool((counts > number).any()) or int(counts.sum()) > int(number):
-        raise WireError(f"'counts' add up to {int(counts.sum())}, more than num_examples, {int(number)}")
+        raise WireError(
+            f"'counts' add up to {int(counts.sum())}, more than num_examples, {int(number)}"
+        )
     dim = like.means.shape[1]
     if bool((wrong := rank > (counts - 1).clamp(0, dim)).any()):
         k = int(wrong.nonzero()[0])
-        raise WireError(f"'spread/ranks' has {int(rank[k])} for class {k}, more than {int(counts[k])} samples can have")
+        raise WireError(
+            f"'spread/ranks' has {int(rank[k])} for class {k}, more than {int(counts[k])} samples "
+            "can have"
+        )
     dense = dense_ranks(rank, dim)
-    message: Message = matching(flat, blank(centroid, like, dim, int((counts > 0).sum()), int(rank[~dense].sum()), int(dense.sum())))
+    message: Message = matching(
+        flat,
+        blank(
+            centroid, like, dim, int((counts > 0).sum()), int(rank[~dense].sum()), int(dense.sum())
+        ),
+    )
     for name in ("weight", "precision"):
         if name in message.spread and not bool((message.spread[name] > 0).all()):
             raise WireError(f"'spread/{name}' has values that are not positive")
-    if "basis" in message.spread and not bool(((message.spread["basis"].double().norm(dim=1) - 1).abs() < ROUNDING).all()):
+    if "basis" in message.spread and not bool(
+        ((message.spread["basis"].double().norm(dim=1) - 1).abs() < ROUNDING).all()
+    ):
         raise WireError("'spread/basis' has rows that are not of length 1")
     return message
 

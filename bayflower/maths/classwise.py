@@ -1,13 +1,16 @@
-"""Precision matrices by class, as low-rank factors that take no more room than the samples they come from.
+"""Precision matrices by class, as low-rank factors that take no more room than the samples they
+come from.
 
-The pseudo-inverse of the covariance of Z samples in R^D has rank at most min(Z − 1, D). So the factors of all classes of a client fit
-into the rows of its feature matrix: the rows of class k's samples hold class k's orthonormal vectors, and no padding over classes
-exists anywhere.
+The pseudo-inverse of the covariance of Z samples in R^D has rank at most min(Z − 1, D). So the
+factors of all classes of a client fit into the rows of its feature matrix: the rows of class k's
+samples hold class k's orthonormal vectors, and no padding over classes exists anywhere.
 
-    Σ_k = (1/Z_k) Σ_{i: y_i = k} (z_i − μ_k)(z_i − μ_k)ᵀ        Σ_k† = Σ_{i: y_i = k} weight_i · basis_iᵀ basis_i
+    Σ_k = (1/Z_k) Σ_{i: y_i = k} (z_i − μ_k)(z_i − μ_k)ᵀ        Σ_k† = Σ_{i: y_i = k} weight_i ·
+                                                                basis_iᵀ basis_i
 
-Under `torch.func.vmap` over clients one call sees the whole stack. It sorts the rows by (client, class), puts groups of similar size
-together, and decomposes each such batch at once: there is a loop over a few sizes, none over clients or classes.
+Under `torch.func.vmap` over clients one call sees the whole stack. It sorts the rows by (client,
+class), puts groups of similar size together, and decomposes each such batch at once: there is a
+loop over a few sizes, none over clients or classes.
 """
 
 from __future__ import annotations
@@ -28,19 +31,22 @@ from .eigen import eigh, pseudo_inverse
 T = TypeVar("T")
 MIDDLE = 128  # samples of a class up to which a GPU finds eigenvectors fast
 SMALLEST = 4  # groups of up to this many samples go together; then twice as many, and so on
-PIECE = {"cpu": 2**18, "cuda": 2**27}  # numbers that are gathered at a time: a CPU's cache, a GPU's memory
+# numbers that are gathered at a time: a CPU's cache, a GPU's memory
+PIECE = {"cpu": 2**18, "cuda": 2**27}
 
 
 def class_factors(
     z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float = 0.0, min_count: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (basis (N, D), weight (N,), counted (N,)) of the classes' pseudo-inverse covariances, from z (N, D), y (N,) and mask (N,).
+    """Return (basis (N, D), weight (N,), counted (N,)) of the classes' pseudo-inverse covariances,
+    from z (N, D), y (N,) and mask (N,).
 
-    As in `gaussian.LowRank.from_samples` an eigenvalue counts if it is larger than `cut` times its class's largest one (0: 1e-5 in
-    float32, 1e-10 in float64) and larger than the rounding of z can produce. Elsewhere, where the mask is 0, and for classes of fewer than
-    `min_count` samples all are 0. `counted` marks
-    as many rows of a class as it has directions. For one client the rows are orthonormal and weight is 1/eigenvalue; for stacks on a GPU
-    large classes come as other rows with the same sum. Values only: it has no derivative.
+    As in `gaussian.LowRank.from_samples` an eigenvalue counts if it is larger than `cut` times its
+    class's largest one (0: 1e-5 in float32, 1e-10 in float64) and larger than the rounding of z can
+    produce. Elsewhere, where the mask is 0, and for classes of fewer than `min_count` samples all
+    are 0. `counted` marks as many rows of a class as it has directions. For one client the rows are
+    orthonormal and weight is 1/eigenvalue; for stacks on a GPU large classes come as other rows
+    with the same sum. Values only: it has no derivative.
     """
     cut = cut or (1e-10 if z.dtype == torch.float64 else 1e-5)
     basis, weight, counted = _Factors.apply(z.detach(), y, mask, num_classes, cut, min_count)
@@ -48,7 +54,9 @@ def class_factors(
 
 
 def class_means(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return (counts (K,) int64, means (K, D)) of the rows of z; the mean of a class without samples is 0."""
+    """Return (counts (K,) int64, means (K, D)) of the rows of z; the mean of a class without
+    samples is 0.
+    """
     member = members(y, mask, num_classes)
     counts = member.sum(0)
     means = (member.mT @ z.double()) / counts.clamp(min=1)[:, None]
@@ -56,7 +64,9 @@ def class_means(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[T
 
 
 def class_variances(z: Tensor, y: Tensor, mask: Tensor, means: Tensor) -> Tensor:
-    """Return the variances (K, D) of the rows of z around their class's mean; 0 for a class without samples."""
+    """Return the variances (K, D) of the rows of z around their class's mean; 0 for a class without
+    samples.
+    """
     member = members(y, mask, means.shape[0])
     deviation = z.double() - means.double()[y.clamp(0, means.shape[0] - 1)]
     return ((member.mT @ deviation.square()) / member.sum(0).clamp(min=1)[:, None]).to(z.dtype)
@@ -64,11 +74,15 @@ def class_variances(z: Tensor, y: Tensor, mask: Tensor, means: Tensor) -> Tensor
 
 def members(y: Tensor, mask: Tensor, num_classes: int) -> Tensor:
     """Return (N, K) float64: 1 where sample i has class k and is not padding."""
-    return ((y[:, None] == torch.arange(num_classes, device=y.device)) & (mask != 0)[:, None]).double()
+    return (
+        (y[:, None] == torch.arange(num_classes, device=y.device)) & (mask != 0)[:, None]
+    ).double()
 
 
 def class_labels(y: Tensor, mask: Tensor, num_classes: int, min_count: int = 1) -> Tensor:
-    """Return y where a sample's class has factors, else `num_classes`: for padding and for classes of fewer than `min_count` samples."""
+    """Return y where a sample's class has factors, else `num_classes`: for padding and for classes
+    of fewer than `min_count` samples.
+    """
     return _Labels.apply(y, mask, num_classes, min_count)  # type: ignore[no-any-return]
 
 
@@ -76,7 +90,9 @@ class _Factors(Function):
     """`class_factors` on any number of leading axes; vmap adds one."""
 
     @staticmethod
-    def forward(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float, min_count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float, min_count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return stacked_factors(z, y, mask, num_classes, cut, min_count)
 
     @staticmethod
@@ -85,7 +101,9 @@ class _Factors(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, tuple[int, int, int]]:
-        stacks = [front(x, dim, info.batch_size) for x, dim in zip(inputs[:3], in_dims[:3], strict=True)]
+        stacks = [
+            front(x, dim, info.batch_size) for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
+        ]
         return _Factors.apply(*stacks, *inputs[3:]), (0, 0, 0)
 
 
@@ -94,7 +112,12 @@ class _Labels(Function):
 
     @staticmethod
     def forward(y: Tensor, mask: Tensor, num_classes: int, min_count: int) -> Tensor:
-        return remembered("labels", (y, mask), (num_classes, min_count), lambda: make_labels(y, mask, num_classes, min_count))
+        return remembered(
+            "labels",
+            (y, mask),
+            (num_classes, min_count),
+            lambda: make_labels(y, mask, num_classes, min_count),
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -102,16 +125,21 @@ class _Labels(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Tensor, int]:
-        y, mask = (front(x, dim, info.batch_size) for x, dim in zip(inputs[:2], in_dims[:2], strict=True))
+        y, mask = (
+            front(x, dim, info.batch_size) for x, dim in zip(inputs[:2], in_dims[:2], strict=True)
+        )
         return _Labels.apply(y, mask, *inputs[2:]), 0
 
 
-def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float, min_count: int) -> tuple[Tensor, Tensor, Tensor]:
+def stacked_factors(
+    z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: float, min_count: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (basis (…, N, D), weight (…, N), counted (…, N)) for any number of stacked clients."""
     dim = z.shape[-1]
     rows = z.reshape(-1, dim)
     many = z.is_cuda and y.numel() > y.shape[-1]
-    basis, weight = rows.new_zeros(len(rows) + 1, dim), rows.new_zeros(len(rows) + 1)  # the last row is where nothing belongs
+    # the last row is where nothing belongs
+    basis, weight = rows.new_zeros(len(rows) + 1, dim), rows.new_zeros(len(rows) + 1)
     counted = torch.zeros(len(rows) + 1, dtype=torch.bool, device=z.device)
 
     def put(piece: Piece) -> None:
@@ -129,7 +157,8 @@ def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: f
         weight[place] = precision[:, :width].to(z.dtype)
         counted[place] = used[:, :width]
 
-    with Streams(z.device) as streams:  # each piece is a long chain of small kernels: side by side they fill the device
+    # each piece is a long chain of small kernels: side by side they fill the device
+    with Streams(z.device) as streams:
         for piece in plan(y, mask, num_classes, dim, min_count):
             large = many and piece[0].shape[1] > MIDDLE
             with streams.next() if large else nullcontext():
@@ -138,21 +167,32 @@ def stacked_factors(z: Tensor, y: Tensor, mask: Tensor, num_classes: int, cut: f
     return basis[:-1].reshape(z.shape), weight.reshape(y.shape), counted.reshape(y.shape)
 
 
-Piece = tuple[Tensor, Tensor, bool]  # places of samples (G, S), one beyond the last where there is none; which are real; the route
-_known: list[tuple[Any, Any, Any]] = []  # what follows from labels, with the tensors it was made from
+# places of samples (G, S), one beyond the last where there is none; which are real; the route
+Piece = tuple[Tensor, Tensor, bool]
+# what follows from labels, with the tensors it was made from
+_known: list[tuple[Any, Any, Any]] = []
 KNOWN = 8
 
 
-def remembered(kind: str, tensors: tuple[Tensor, ...], facts: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """Return what `make` makes of tensors that stay from round to round. On a GPU it is kept: to look at it would be to wait."""
+def remembered(
+    kind: str, tensors: tuple[Tensor, ...], facts: tuple[Any, ...], make: Callable[[], T]
+) -> T:
+    """Return what `make` makes of tensors that stay from round to round. On a GPU it is kept: to
+    look at it would be to wait.
+    """
     if not tensors[0].is_cuda:
         return make()
-    key = (kind, facts, *((x.data_ptr(), x.shape, x.stride(), x._version, x.dtype, x.device) for x in tensors))
+    key = (
+        kind,
+        facts,
+        *((x.data_ptr(), x.shape, x.stride(), x._version, x.dtype, x.device) for x in tensors),
+    )
     for known, value, _ in _known:
         if known == key:
             return value  # type: ignore[no-any-return]
     value = make()
-    _known.insert(0, (key, value, tensors))  # the tensors are kept too, so that their addresses cannot come to mean something else
+    # the tensors are kept too, so that their addresses cannot come to mean something else
+    _known.insert(0, (key, value, tensors))
     del _known[KNOWN:]
     return value
 
@@ -161,13 +201,20 @@ def make_labels(y: Tensor, mask: Tensor, num_classes: int, min_count: int) -> Te
     """Return y where a sample's class has factors, else `num_classes`."""
     real = (mask != 0) & (y >= 0) & (y < num_classes)
     label = torch.where(real, y, num_classes)
-    sizes = torch.zeros(*y.shape[:-1], num_classes + 1, dtype=torch.int64, device=y.device).scatter_add_(-1, label, torch.ones_like(label))
+    sizes = torch.zeros(
+        *y.shape[:-1], num_classes + 1, dtype=torch.int64, device=y.device
+    ).scatter_add_(-1, label, torch.ones_like(label))
     return torch.where(sizes.gather(-1, label) >= min_count, label, num_classes)
 
 
 def plan(y: Tensor, mask: Tensor, num_classes: int, dim: int, min_count: int) -> list[Piece]:
     """Return which samples form the groups (client, class) of similar size."""
-    return remembered("plan", (y, mask), (num_classes, dim, min_count), lambda: make_plan(y, mask, num_classes, dim, min_count))
+    return remembered(
+        "plan",
+        (y, mask),
+        (num_classes, dim, min_count),
+        lambda: make_plan(y, mask, num_classes, dim, min_count),
+    )
 
 
 def make_plan(y: Tensor, mask: Tensor, num_classes: int, dim: int, min_count: int) -> list[Piece]:
@@ -177,7 +224,8 @@ def make_plan(y: Tensor, mask: Tensor, num_classes: int, dim: int, min_count: in
     client = torch.arange(label.numel(), device=y.device) // samples
     used = used & (label >= 0) & (label < num_classes)
     groups = (label.numel() // max(samples, 1)) * num_classes
-    group = torch.where(used, client * num_classes + label, groups)  # the last group is what belongs to no class
+    # the last group is what belongs to no class
+    group = torch.where(used, client * num_classes + label, groups)
     order = group.argsort(stable=True)
     sizes = torch.bincount(group, minlength=groups + 1)[:groups]
     starts = sizes.cumsum(0) - sizes
@@ -192,7 +240,9 @@ def make_plan(y: Tensor, mask: Tensor, num_classes: int, dim: int, min_count: in
 
 
 def buckets(sizes: Tensor, dim: int) -> list[tuple[int, int, Tensor]]:
-    """Return (least, most, which groups) of groups of similar size: up to 4, 8, …, `dim`, and on; those of one sample have rank 0."""
+    """Return (least, most, which groups) of groups of similar size: up to 4, 8, …, `dim`, and on;
+    those of one sample have rank 0.
+    """
     known = sizes.cpu()
     largest = int(known.max()) if known.numel() else 0
     limits = sorted({SMALLEST * 2**i for i in range(max(largest, SMALLEST).bit_length())} | {dim})
@@ -205,9 +255,11 @@ def buckets(sizes: Tensor, dim: int) -> list[tuple[int, int, Tensor]]:
 
 
 def centre(z: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the centred samples (G, S, D), how many count (G, 1), the variance that rounding of z can produce (G,)), in float64.
+    """Return (the centred samples (G, S, D), how many count (G, 1), the variance that rounding of z
+    can produce (G,)), in float64.
 
-    In float64, because an eigenvalue near the cut would otherwise have lost all but two of float32's digits.
+    In float64, because an eigenvalue near the cut would otherwise have lost all but two of
+    float32's digits.
     """
     member = real[..., None]
     count = real.sum(1, dtype=torch.float64)[:, None]
@@ -217,39 +269,68 @@ def centre(z: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return centred.sub_(centred.sum(1, keepdim=True) / count[..., None]).mul_(member), count, noise
 
 
-def factors(centred: Tensor, count: Tensor, noise: Tensor, cut: float, gram: bool, tiny: float) -> tuple[Tensor, Tensor]:
-    """Return (orthonormal vectors (G, r, D), their precisions (G, r)), largest variance first, of centred samples (G, S, D)."""
-    values, vectors = eigh((centred @ centred.mT if gram else centred.mT @ centred) / count[..., None])
+def factors(
+    centred: Tensor, count: Tensor, noise: Tensor, cut: float, gram: bool, tiny: float
+) -> tuple[Tensor, Tensor]:
+    """Return (orthonormal vectors (G, r, D), their precisions (G, r)), largest variance first, of
+    centred samples (G, S, D).
+    """
+    values, vectors = eigh(
+        (centred @ centred.mT if gram else centred.mT @ centred) / count[..., None]
+    )
     least = torch.maximum(cut * values[:, -1], noise).clamp(min=tiny)
     keep = (values > least[:, None]).flip(1)
     safe = torch.where(keep, values.flip(1), 1.0)
     rows = vectors.mT.flip(1)
-    rows = (rows * (keep / (count * safe).sqrt())[..., None]) @ centred if gram else rows * keep[..., None]
+    rows = (
+        (rows * (keep / (count * safe).sqrt())[..., None]) @ centred
+        if gram
+        else rows * keep[..., None]
+    )
     return rows, keep / safe
 
 
-def roots(centred: Tensor, count: Tensor, noise: Tensor, cut: float, tiny: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows A (G, S, D) with AᵀA = Σ†, the weight 1 of each (G, S), the ranks (G,)): no eigenvectors, but fast on a GPU.
+def roots(
+    centred: Tensor, count: Tensor, noise: Tensor, cut: float, tiny: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (rows A (G, S, D) with AᵀA = Σ†, the weight 1 of each (G, S), the ranks (G,)): no
+    eigenvectors, but fast on a GPU.
 
     With C the centred samples and G = C Cᵀ/n, Σ† = Cᵀ G†² C/n, so A = G† C/√n.
     """
-    inverse, rank = pseudo_inverse(centred @ centred.mT / count[..., None], cut, noise.clamp(min=tiny))
+    inverse, rank = pseudo_inverse(
+        centred @ centred.mT / count[..., None], cut, noise.clamp(min=tiny)
+    )
     rows = inverse @ centred / count[..., None].sqrt()
     return rows, (rank > 0)[:, None].to(rows.dtype).expand(rows.shape[:2]), rank
 
 
-# -- sums over clients -------------------------------------------------------------------------------------------------
+# -- sums over clients ---------------------------------------------------------------------------
 def class_sums(
-    *, basis: Tensor, weight: Tensor, label: Tensor, counted: Tensor, means: Tensor, sent: Tensor, alpha: float
+    *,
+    basis: Tensor,
+    weight: Tensor,
+    label: Tensor,
+    counted: Tensor,
+    means: Tensor,
+    sent: Tensor,
+    alpha: float,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (k, Σ_n Λ_n as a packed triangle, Σ_n Λ_n μ_n) of each class k that was sent, over stacked clients, in float64.
+    """Yield (k, Σ_n Λ_n as a packed triangle, Σ_n Λ_n μ_n) of each class k that was sent, over
+    stacked clients, in float64.
 
-    basis (C, N, D), weight and label (C, N), means (C, K, D), sent (C, K); Λ_n = V diag(weight) Vᵀ + alpha·I where the class was sent.
+    basis (C, N, D), weight and label (C, N), means (C, K, D), sent (C, K); Λ_n = V diag(weight) Vᵀ
+    + alpha·I where the class was sent.
     """
     samples, num_classes, dim = label.shape[1], sent.shape[1], basis.shape[2]
     rows, scale = basis.reshape(-1, dim), weight.reshape(-1)
-    number, mass = sent.sum(0, dtype=torch.float64), (means * sent[..., None]).sum(0, dtype=torch.float64)
-    for classes, chosen, index, real in remembered("rows", (label,), (num_classes, dim), lambda: rows_of(label, num_classes, dim)):
+    number, mass = (
+        sent.sum(0, dtype=torch.float64),
+        (means * sent[..., None]).sum(0, dtype=torch.float64),
+    )
+    for classes, chosen, index, real in remembered(
+        "rows", (label,), (num_classes, dim), lambda: rows_of(label, num_classes, dim)
+    ):
         vectors, own = rows[index].double(), scale[index].double() * real  # (G, R, D), (G, R)
         precision = (vectors * own[..., None]).mT @ vectors
         precision.diagonal(dim1=1, dim2=2).add_(alpha * number[chosen, None])
@@ -258,17 +339,26 @@ def class_sums(
         yield from zip(classes, to_triangle(precision), shift, strict=True)
 
 
-def rows_of(label: Tensor, num_classes: int, dim: int) -> list[tuple[list[int], Tensor, Tensor, Tensor]]:
-    """Return (classes, the same on the device (G,), their rows (G, R), which are real) of all classes with rows, some at a time."""
+def rows_of(
+    label: Tensor, num_classes: int, dim: int
+) -> list[tuple[list[int], Tensor, Tensor, Tensor]]:
+    """Return (classes, the same on the device (G,), their rows (G, R), which are real) of all
+    classes with rows, some at a time.
+    """
     flat = label.reshape(-1)
-    parts = flat.argsort(stable=True).split(torch.bincount(flat, minlength=num_classes + 1).tolist())
+    parts = flat.argsort(stable=True).split(
+        torch.bincount(flat, minlength=num_classes + 1).tolist()
+    )
     present = [k for k in range(num_classes) if len(parts[k])]
     most = max((len(parts[k]) for k in present), default=1)
     some = max(1, PIECE.get(label.device.type, 2**18) // (most * dim))
     found = []
     for start in range(0, len(present), some):
         classes = present[start : start + some]
-        index, real = (torch.zeros(len(classes), most, dtype=kind, device=label.device) for kind in (torch.int64, torch.bool))
+        index, real = (
+            torch.zeros(len(classes), most, dtype=kind, device=label.device)
+            for kind in (torch.int64, torch.bool)
+        )
         for place, k in enumerate(classes):
             index[place, : len(parts[k])], real[place, : len(parts[k])] = parts[k], True
         found.append((classes, torch.tensor(classes, device=label.device), index, real))

@@ -1,4 +1,5 @@
-"""The diagonal of a network's curvature, summed over samples: exact, by per-sample gradients, for clients alone or stacked.
+"""The diagonal of a network's curvature, summed over samples: exact, by per-sample gradients, for
+clients alone or stacked.
 
     symbol     here               meaning
     f          logits             (B, K) outputs of the network
@@ -8,17 +9,22 @@
 
 Kinds of curvature
 
-    fisher     S_c = √p_c (e_c − p), one column a class (one logit: √(p(1−p)), one column): the expectation of squared gradients over the
-               model's own labels. It is the diagonal of the generalised Gauss-Newton matrix, and of the Hessian itself where the output is
-               piecewise linear in each single weight (ReLU, LeakyReLU, max-pooling, BatchNorm in evaluation mode).
-    sketch     S = Σ_c ±√p_c (e_c − p), one column with signs that differ from sample to sample: its square is that of `fisher` plus
-               products of two classes, which cancel on average over signs. A tenth of the work for ten classes; the error falls as
-               1/√samples.
-    empirical  S = e_y − p, one column: squared gradients at the true labels. The work of `sketch`, and not the Hessian.
+    fisher     S_c = √p_c (e_c − p), one column a class (one logit: √(p(1−p)), one column): the
+               expectation of squared gradients over the model's own labels. It is the diagonal of
+               the generalised Gauss-Newton matrix, and of the Hessian itself where the output is
+               piecewise linear in each single weight (ReLU, LeakyReLU, max-pooling, BatchNorm in
+               evaluation mode).
+    sketch     S = Σ_c ±√p_c (e_c − p), one column with signs that differ from sample to sample: its
+               square is that of `fisher` plus products of two classes, which cancel on average over
+               signs. A tenth of the work for ten classes; the error falls as 1/√samples.
+    empirical  S = e_y − p, one column: squared gradients at the true labels. The work of `sketch`,
+               and not the Hessian.
 
-Squares must be taken sample by sample. In a Linear, Conv2d or BatchNorm layer a sample's gradient is a product of the layer's input and
-the gradient at its output, so one backward pass to the outputs, for all columns at once, is enough: Linear layers never form a gradient,
-convolutions form them one layer at a time. Every other layer, and one that is used twice, gets per-sample gradients by `torch.func.vmap`.
+Squares must be taken sample by sample. In a Linear, Conv2d or BatchNorm layer a sample's gradient
+is a product of the layer's input and the gradient at its output, so one backward pass to the
+outputs, for all columns at once, is enough: Linear layers never form a gradient, convolutions form
+them one layer at a time. Every other layer, and one that is used twice, gets per-sample gradients
+by `torch.func.vmap`.
 """
 
 from __future__ import annotations
@@ -41,7 +47,9 @@ Rule = Callable[[nn.Module, Tensors, Tensors, Tensor, Tensor], Tensors]
 
 
 class Tap(NamedTuple):
-    """A layer whose curvature has a formula: its path and the shape of its output for one sample."""
+    """A layer whose curvature has a formula: its path and the shape
+    of its output for one sample.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -54,8 +62,12 @@ class Plan(NamedTuple):
     others: tuple[str, ...]
 
 
-def diagonal(model: Model, params: Tensors, buffers: Tensors, batch: Batch, kind: Kind = "fisher") -> Tensors:
-    """Return h = Σ_samples Σ_c ((∂f/∂w)ᵀ S_c)² by parameter, in evaluation mode; masked samples contribute nothing."""
+def diagonal(
+    model: Model, params: Tensors, buffers: Tensors, batch: Batch, kind: Kind = "fisher"
+) -> Tensors:
+    """Return h = Σ_samples Σ_c ((∂f/∂w)ᵀ S_c)² by parameter, in evaluation mode; masked samples
+    contribute nothing.
+    """
     plan = make_plan(model, tuple(batch.x.shape[1:]))
     probes = {tap.path: batch.x.new_zeros(batch.x.shape[0], *tap.shape) for tap in plan.taps}
 
@@ -70,23 +82,33 @@ def diagonal(model: Model, params: Tensors, buffers: Tensors, batch: Batch, kind
         layer = layers[path]
         own = {name: params[join(path, name)] for name, _ in layer.named_parameters(recurse=False)}
         kept = {name: buffers[join(path, name)] for name, _ in layer.named_buffers(recurse=False)}
-        result |= {join(path, name): value for name, value in RULES[type(layer)](layer, own, kept, inputs[path], grad).items()}
+        result |= {
+            join(path, name): value
+            for name, value in RULES[type(layer)](layer, own, kept, inputs[path], grad).items()
+        }
     if plan.others:
         result |= by_sample(model, params, buffers, batch.x, columns, plan.others)
     return {name: result[name] for name in params}
 
 
 def at_once(model: Model, batch_size: int, kind: Kind) -> int:
-    """Return of how many samples to ask the curvature together: below twice a training step's memory, but not one by one."""
+    """Return of how many samples to ask the curvature together: below twice a training step's
+    memory, but not one by one.
+    """
     columns = model.num_classes if kind == "fisher" and model.num_classes > 2 else 1
-    return max(min(batch_size // 2, 3 * batch_size // (2 * columns)), min(8, batch_size))  # where a step is small, so are eight samples
+    # where a step is small, so are eight samples
+    return max(min(batch_size // 2, 3 * batch_size // (2 * columns)), min(8, batch_size))
 
 
 def factor(logits: Tensor, y: Tensor, kind: Kind) -> Tensor:
     """Return the columns S, (C, B, K)."""
     if logits.shape[-1] == 1:
         p = torch.sigmoid(logits)
-        return (y[:, None] - p)[None] if kind == "empirical" else (p * torch.sigmoid(-logits)).sqrt()[None]
+        return (
+            (y[:, None] - p)[None]
+            if kind == "empirical"
+            else (p * torch.sigmoid(-logits)).sqrt()[None]
+        )
     p = torch.softmax(logits, dim=-1)
     one = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
     if kind == "empirical":
@@ -98,16 +120,29 @@ def factor(logits: Tensor, y: Tensor, kind: Kind) -> Tensor:
 
 
 def signs(like: Tensor) -> Tensor:
-    """Return 1 and −1 in the shape of `like`, (B, K): mixed bits of the place's number, the same every time, made where they are used."""
-    number = torch.arange(like.shape[-2] * like.shape[-1], device=like.device).reshape(like.shape[-2:])
+    """Return 1 and −1 in the shape of `like`, (B, K): mixed bits of the place's number, the same
+    every time, made where they are used.
+    """
+    number = torch.arange(like.shape[-2] * like.shape[-1], device=like.device).reshape(
+        like.shape[-2:]
+    )
     for factor, shift in ((0x045D9F3B, 16), (0x045D9F3B, 15)):
         number = ((number + 1) * factor) & 0x7FFFFFFF
         number = number ^ (number >> shift)
     return (1 - 2 * (number & 1)).to(like.dtype)
 
 
-def by_sample(model: Model, params: Tensors, buffers: Tensors, x: Tensor, columns: Tensor, names: tuple[str, ...]) -> Tensors:
-    """Return h of the parameters `names` the plain way: the gradient of every column of every sample."""
+def by_sample(
+    model: Model,
+    params: Tensors,
+    buffers: Tensors,
+    x: Tensor,
+    columns: Tensor,
+    names: tuple[str, ...],
+) -> Tensors:
+    """Return h of the parameters `names` the plain way: the gradient of every column of every
+    sample.
+    """
 
     def one(x: Tensor, columns: Tensor) -> Tensors:
         def logits(some: Tensors) -> Tensor:
@@ -119,7 +154,7 @@ def by_sample(model: Model, params: Tensors, buffers: Tensors, x: Tensor, column
     return {name: value.sum(0) for name, value in vmap(one, in_dims=(0, 1))(x, columns).items()}
 
 
-# -- formulas: input a (B, …) and gradients g (C, B, …) at the output give h by the layer's own names ----------------------------
+# -- formulas: input a (B, …) and gradients g (C, B, …) at the output give h by the layer's own na
 def linear(layer: nn.Module, own: Tensors, kept: Tensors, a: Tensor, g: Tensor) -> Tensors:
     """Return Σ (g ⊗ a)² = (Σ_c g²)ᵀ a²: no gradient is formed."""
     squares = g.square().sum(0)
@@ -130,17 +165,25 @@ def convolution(layer: Any, own: Tensors, kept: Tensors, a: Tensor, g: Tensor) -
     """Return Σ (Σ_l g_l a_l)², l the positions of the output: one product of matrices a sample."""
     (high, wide), (down, across) = layer.padding, layer.stride
     tall, broad = layer.kernel_size
-    views = nn.functional.pad(a, (wide, wide, high, high)).unfold(2, tall, down).unfold(3, broad, across)
-    patches = views.permute(0, 1, 4, 5, 2, 3).reshape(a.shape[0], a.shape[1] * tall * broad, -1)  # nn.functional.unfold, thrice as fast
+    views = (
+        nn.functional.pad(a, (wide, wide, high, high))
+        .unfold(2, tall, down)
+        .unfold(3, broad, across)
+    )
+    # nn.functional.unfold, thrice as fast
+    patches = views.permute(0, 1, 4, 5, 2, 3).reshape(a.shape[0], a.shape[1] * tall * broad, -1)
     columns, samples, maps = g.shape[:3]
     g = g.reshape(columns, samples, maps, -1)
     grads = g.movedim(0, 1).reshape(samples, columns * maps, -1) @ patches.mT
-    weight = grads.reshape(samples * columns, maps, -1).pow_(2).sum(0)  # in place: it is the largest tensor of all
+    # in place: it is the largest tensor of all
+    weight = grads.reshape(samples * columns, maps, -1).pow_(2).sum(0)
     return named(own, weight.reshape(own["weight"].shape), g.sum(-1).square().sum((0, 1)))
 
 
 def normalisation(layer: nn.Module, own: Tensors, kept: Tensors, a: Tensor, g: Tensor) -> Tensors:
-    """Return Σ (Σ_l g_l â_l)² and Σ (Σ_l g_l)², â the input normalised by the running statistics."""
+    """Return Σ (Σ_l g_l â_l)² and Σ (Σ_l g_l)², â the
+    input normalised by the running statistics.
+    """
     around = (-1,) + (1,) * (a.ndim - 2)
     scale = (kept["running_var"] + layer.eps).rsqrt()  # type: ignore[operator]
     normal = (a - kept["running_mean"].reshape(around)) * scale.reshape(around)
@@ -155,17 +198,26 @@ def named(own: Tensors, weight: Tensor, bias: Tensor) -> Tensors:
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, MaskedBatchNorm)
-RULES: dict[type, Rule] = {nn.Linear: linear, nn.Conv2d: convolution, StackedConv2d: convolution, **dict.fromkeys(NORMS, normalisation)}
+RULES: dict[type, Rule] = {
+    nn.Linear: linear,
+    nn.Conv2d: convolution,
+    StackedConv2d: convolution,
+    **dict.fromkeys(NORMS, normalisation),
+}
 
 
-# -- which layers have a formula -------------------------------------------------------------------------------------------------
+# -- which layers have a formula -----------------------------------------------------------------
 @lru_cache(maxsize=16)
 def make_plan(model: Model, shape: tuple[int, ...]) -> Plan:
-    """Return the plan for inputs of `shape`, from a pass of two samples without numbers: a layer used once, in a way the formulas know."""
+    """Return the plan for inputs of `shape`, from a pass of two samples without numbers: a layer
+    used once, in a way the formulas know.
+    """
     calls: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     meta = torch.device("meta")
-    params, buffers = ({name: value.to(meta) for name, value in tensors} for tensors in
-                       (model.structure.named_parameters(), model.structure.named_buffers()))  # fmt: skip
+    params, buffers = (
+        {name: value.to(meta) for name, value in tensors}
+        for tensors in (model.structure.named_parameters(), model.structure.named_buffers())
+    )
     dtype = next(iter(params.values())).dtype
 
     def note(path: str, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -173,7 +225,9 @@ def make_plan(model: Model, shape: tuple[int, ...]) -> Plan:
         return y
 
     with hooked(model, note):
-        model.forward(params, buffers, torch.empty(2, *shape, dtype=dtype, device=meta), train=False)
+        model.forward(
+            params, buffers, torch.empty(2, *shape, dtype=dtype, device=meta), train=False
+        )
     owners: dict[int, list[str]] = {}
     for path, layer in model.structure.named_modules():
         for name, value in layer.named_parameters(recurse=False):
@@ -181,10 +235,22 @@ def make_plan(model: Model, shape: tuple[int, ...]) -> Plan:
     layers = dict(model.structure.named_modules())
     taps = []
     for path, used in calls.items():
-        lonely = all(len(owners[id(value)]) == 1 and value.requires_grad for value in layers[path].parameters(recurse=False))
-        if lonely and len(used) == 1 and used[0][0][0] == used[0][1][0] == 2 and fits(layers[path], used[0][0]):
+        lonely = all(
+            len(owners[id(value)]) == 1 and value.requires_grad
+            for value in layers[path].parameters(recurse=False)
+        )
+        if (
+            lonely
+            and len(used) == 1
+            and used[0][0][0] == used[0][1][0] == 2
+            and fits(layers[path], used[0][0])
+        ):
             taps.append(Tap(path, used[0][1][1:]))
-    covered = {join(tap.path, name) for tap in taps for name, _ in layers[tap.path].named_parameters(recurse=False)}
+    covered = {
+        join(tap.path, name)
+        for tap in taps
+        for name, _ in layers[tap.path].named_parameters(recurse=False)
+    }
     return Plan(tuple(taps), tuple(name for name in model.shapes if name not in covered))
 
 
@@ -201,8 +267,12 @@ def fits(layer: nn.Module, shape: tuple[int, ...]) -> bool:
     return isinstance(layer, NORMS) and layer.running_mean is not None and layer.affine
 
 
-def forward(model: Model, params: Tensors, buffers: Tensors, x: Tensor, probes: Tensors) -> tuple[Tensor, Tensors]:
-    """Return (logits, the input of each tapped layer); a probe is added to the layer's output, so its gradient is that output's."""
+def forward(
+    model: Model, params: Tensors, buffers: Tensors, x: Tensor, probes: Tensors
+) -> tuple[Tensor, Tensors]:
+    """Return (logits, the input of each tapped layer); a probe is added to the layer's output, so
+    its gradient is that output's.
+    """
     inputs: Tensors = {}
 
     def tap(path: str, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -217,23 +287,33 @@ def forward(model: Model, params: Tensors, buffers: Tensors, x: Tensor, probes: 
 
 
 def affine(layer: Any, x: Tensor) -> Tensor:
-    """Return what BatchNorm gives in evaluation mode, as one product and one sum: torch's own way back costs three times as much."""
+    """Return what BatchNorm gives in evaluation mode, as one product and one sum: torch's own way
+    back costs three times as much.
+    """
     around = (-1,) + (1,) * (x.ndim - 2)
     scale = layer.weight * (layer.running_var + layer.eps).rsqrt()
     return x * scale.reshape(around) + (layer.bias - layer.running_mean * scale).reshape(around)
 
 
 class hooked:  # noqa: N801 (reads as a verb in a with statement)
-    """While it lasts, `act(path, layer, input, output)` replaces the output of every layer that has a formula."""
+    """While it lasts, `act(path, layer, input, output)` replaces the output of every layer that has
+    a formula.
+    """
 
-    def __init__(self, model: Model, act: Callable[[str, nn.Module, Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, model: Model, act: Callable[[str, nn.Module, Tensor, Tensor], Tensor]
+    ) -> None:
         self.model, self.act = model, act
         self.handles: list[Any] = []
 
     def __enter__(self) -> None:
         for path, layer in self.model.structure.named_modules():
             if type(layer) in RULES:
-                self.handles.append(layer.register_forward_hook(lambda layer, x, y, path=path: self.act(path, layer, x[0], y)))  # type: ignore[misc]
+                self.handles.append(
+                    layer.register_forward_hook(
+                        lambda layer, x, y, path=path: self.act(path, layer, x[0], y)
+                    )
+                )  # type: ignore[misc]
 
     def __exit__(self, *error: object) -> None:
         for handle in self.handles:

@@ -1,12 +1,14 @@
-"""Variational dropout of one linear layer: a Gaussian w ~ N(theta, alpha theta²) for every weight, with log alpha as its parameter.
+"""Variational dropout of one linear layer: a Gaussian w ~ N(theta, alpha theta²) for every weight,
+with log alpha as its parameter.
 
     paper      here          meaning
     alpha      exp(log_alpha)
     p          rate          dropout rate alpha / (1 + alpha)
-    KL         kl            of the posterior to the best prior N(0, gamma), gamma = theta² (1 + alpha): ½ log(1 + 1/alpha)
+    KL         kl            of the posterior to the best prior N(0, gamma), gamma = theta² (1 +
+                             alpha): ½ log(1 + 1/alpha)
 
-log alpha lives in ±LIMIT: a step of gradient descent on alpha itself could make it negative. Where a message leaves entries out, `thin`
-and `fill` are its two ends; the mask travels as bits.
+log alpha lives in ±LIMIT: a step of gradient descent on alpha itself could make it negative. Where
+a message leaves entries out, `thin` and `fill` are its two ends; the mask travels as bits.
 """
 
 from __future__ import annotations
@@ -47,19 +49,31 @@ def log_alpha_of(rate: float) -> float:
 
 
 def ramp(done: int, rounds: int) -> float:
-    """Return the share of the KL's weight after `done` rounds: along a sigmoid from nearly 0 to nearly 1 in `rounds`, then 1."""
+    """Return the share of the KL's weight after `done` rounds: along a sigmoid from nearly 0 to
+    nearly 1 in `rounds`, then 1.
+    """
     return 1 / (1 + math.exp(-10 * (done / rounds - 0.5))) if done < rounds else 1.0
 
 
 def output_variance(x: Tensor, theta: Tensor, log_alpha: Tensor) -> Tensor:
-    """Return the variance x² (alpha theta²)ᵀ of the layer's outputs (B, out), of inputs (B, in) and weights (out, in)."""
+    """Return the variance x² (alpha theta²)ᵀ of the layer's outputs (B, out), of inputs (B, in) and
+    weights (out, in).
+    """
     return functional.linear(x.square(), log_alpha.exp() * theta.square())
 
 
 def disturbed(output: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
     """Return a draw of the outputs, one Gaussian an activation (local reparameterisation)."""
     some = variance > 0  # the root has no slope at 0, where there is no noise to speak of
-    return output + torch.where(some, torch.where(some, variance, torch.ones_like(variance)).sqrt(), torch.zeros_like(variance)) * noise
+    return (
+        output
+        + torch.where(
+            some,
+            torch.where(some, variance, torch.ones_like(variance)).sqrt(),
+            torch.zeros_like(variance),
+        )
+        * noise
+    )
 
 
 def sampled(theta: Tensor, log_alpha: Tensor, noise: Tensor) -> Tensor:
@@ -68,40 +82,67 @@ def sampled(theta: Tensor, log_alpha: Tensor, noise: Tensor) -> Tensor:
 
 
 def precision(theta: Tensor, log_alpha: Tensor, floor: float) -> Tensor:
-    """Return 1 / (alpha theta² + floor) in float64: without a floor a client whose weight is 0 would win every average."""
+    """Return 1 / (alpha theta² + floor) in float64: without a floor a client whose weight is 0
+    would win every average.
+    """
     return 1 / (log_alpha.double().exp() * theta.double().square() + floor)
 
 
-def find_layer(anatomy: Anatomy, params: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], chosen: str = "") -> str:
-    """Return the name of the layer's weights: of the `chosen` layer, or of the last linear one before the head."""
+def find_layer(
+    anatomy: Anatomy,
+    params: Mapping[str, object],
+    shapes: Mapping[str, tuple[int, ...]],
+    chosen: str = "",
+) -> str:
+    """Return the name of the layer's weights: of the `chosen` layer, or of the last linear one
+    before the head.
+    """
     if chosen:
         name = f"{chosen}.weight"
         if name in params and len(shapes[name]) == 2:
             return name
-        raise ConfigError(f"dropout_layer {chosen!r} is no linear layer of this network; its weights are {', '.join(sorted(params))}")
-    found = [name for name in anatomy.trainable if name not in anatomy.head_names and name.endswith("weight") and len(shapes[name]) == 2]
+        raise ConfigError(
+            f"dropout_layer {chosen!r} is no linear layer of this network; its weights are "
+            f"{', '.join(sorted(params))}"
+        )
+    found = [
+        name
+        for name in anatomy.trainable
+        if name not in anatomy.head_names and name.endswith("weight") and len(shapes[name]) == 2
+    ]
     if not found:
-        raise ConfigError("the network has no linear layer before its head; name one, e.g. dropout_layer=head")
+        raise ConfigError(
+            "the network has no linear layer before its head; name one, e.g. dropout_layer=head"
+        )
     return found[-1]
 
 
-# -- messages without the dropped entries ----------------------------------------------------------------------------
+# -- messages without the dropped entries --------------------------------------------------------
 def mask_of(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the bool tensor of `shape` that `pack_bits` made bytes of; raise if it cannot be one."""
+    """Return the bool tensor of `shape` that `pack_bits` made bytes of;
+    raise if it cannot be one.
+    """
     size = math.prod(shape)
     if packed.dtype != torch.uint8 or packed.shape != (-(-size // 8),):
-        raise WireError(f"the mask must be {-(-size // 8)} bytes for {size} weights, got {packed.dtype} {tuple(packed.shape)}")
+        raise WireError(
+            f"the mask must be {-(-size // 8)} bytes for {size} weights, got {packed.dtype} "
+            f"{tuple(packed.shape)}"
+        )
     return unpack_bits(packed, size).reshape(shape)
 
 
 def thin(flat: Tensors, mask_name: str, names: tuple[str, ...]) -> Tensors:
-    """Return the message with the mask as bits and of `names` only the entries that are not masked, as vectors."""
+    """Return the message with the mask as bits and of `names` only the entries that are not masked,
+    as vectors.
+    """
     mask = flat[mask_name]
     return {**flat, **{name: flat[name][~mask] for name in names}, mask_name: pack_bits(mask)}
 
 
 def fill(flat: Tensors, mask_name: str, names: tuple[str, ...], shape: tuple[int, ...]) -> Tensors:
-    """Return the message that `thin` made smaller, 0 where entries were left out; raise if the parts do not fit each other."""
+    """Return the message that `thin` made smaller, 0 where entries were left out; raise if the
+    parts do not fit each other.
+    """
     for name in (mask_name, *names):
         if name not in flat:
             raise WireError(f"key {name!r} is missing")
@@ -110,6 +151,9 @@ def fill(flat: Tensors, mask_name: str, names: tuple[str, ...], shape: tuple[int
     for name in names:
         kept = int((~mask).sum())
         if flat[name].shape != (kept,) or not flat[name].is_floating_point():
-            raise WireError(f"the mask leaves {kept} entries of {name!r}, got {flat[name].dtype} {tuple(flat[name].shape)}")
+            raise WireError(
+                f"the mask leaves {kept} entries of {name!r}, got {flat[name].dtype} "
+                f"{tuple(flat[name].shape)}"
+            )
         whole[name] = flat[name].new_zeros(shape).masked_scatter(~mask, flat[name])
     return whole

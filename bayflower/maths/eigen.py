@@ -1,8 +1,9 @@
 """Eigenvectors of many symmetric matrices at once.
 
-On a GPU `torch.linalg.eigh` takes matrices larger than 32×32 one after another. NVIDIA's solver library has had a batched routine since
-CUDA 12.6, which is some fifty times faster for hundreds of matrices of a few dozen rows; it is called here directly, from the copy of the
-library that torch has loaded. Where it is not there, torch's own routine is used.
+On a GPU `torch.linalg.eigh` takes matrices larger than 32×32 one after another. NVIDIA's solver
+library has had a batched routine since CUDA 12.6, which is some fifty times faster for hundreds of
+matrices of a few dozen rows; it is called here directly, from the copy of the library that torch
+has loaded. Where it is not there, torch's own routine is used.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from torch import Tensor
 
 log = logging.getLogger("bayflower")
 LARGE = 256  # up to here NVIDIA's batched routine is faster than one after another
-SQUARINGS = 11  # after which the largest eigenvalue is known to 1e-4, so that the cut is known to CLOSE
+# after which the largest eigenvalue is known to 1e-4, so that the cut is known to CLOSE
+SQUARINGS = 11
 CLOSE = 1e-9  # eigenvalues nearer than this (times the largest) to the cut may fall on either side
 KINDS = {torch.float32: 0, torch.float64: 1}  # cudaDataType
 VECTORS, LOWER = 1, 0
 
 
 def eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (eigenvalues (G, S), ascending; eigenvectors (G, S, S), as columns) of symmetric matrices.
+    """Return (eigenvalues (G, S), ascending; eigenvectors (G, S, S), as columns) of symmetric
+    matrices.
 
     Many on a GPU are not waited for: a matrix without eigenvectors, because it holds NaN, gets NaN.
     """
@@ -39,12 +42,15 @@ def eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pseudo_inverse(batch: Tensor, cut: float, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the pseudo-inverses (G, S, S), their ranks (G,)) of positive semi-definite matrices, by products and Cholesky alone.
+    """Return (the pseudo-inverses (G, S, S), their ranks (G,)) of positive semi-definite matrices,
+    by products and Cholesky alone.
 
-    Eigenvalues count if they are larger than `cut` times the largest and than `floor` (G,). A GPU has no fast way to find the eigenvectors
-    of matrices of a few hundred rows; this needs none. The projector on what counts is (1 + sign(A − c))/2, and the sign of a symmetric
-    matrix is the limit of X ← X(3 − X²)/2, here with the scaling of Chen and Chow (2014) that makes the smallest eigenvalue grow 2.6-fold
-    a step. With what does not count replaced by the largest eigenvalue, the rest is a well-conditioned inverse.
+    Eigenvalues count if they are larger than `cut` times the largest and than `floor` (G,). A GPU
+    has no fast way to find the eigenvectors of matrices of a few hundred rows; this needs none. The
+    projector on what counts is (1 + sign(A − c))/2, and the sign of a symmetric matrix is the limit
+    of X ← X(3 − X²)/2, here with the scaling of Chen and Chow (2014) that makes the smallest
+    eigenvalue grow 2.6-fold a step. With what does not count replaced by the largest eigenvalue,
+    the rest is a well-conditioned inverse.
     """
     size = batch.shape[-1]
     one = torch.eye(size, dtype=batch.dtype, device=batch.device)
@@ -60,19 +66,27 @@ def pseudo_inverse(batch: Tensor, cut: float, floor: Tensor) -> tuple[Tensor, Te
     rank = onto.diagonal(dim1=1, dim2=2).sum(1).round()
     full = onto @ batch @ onto + top.clamp(min=torch.finfo(batch.dtype).tiny) * (one - onto)
     factor, _ = torch.linalg.cholesky_ex((full + full.mT) / 2)
-    half = torch.linalg.solve_triangular(factor, onto, upper=False)  # torch.cholesky_inverse would wait for the device
+    # torch.cholesky_inverse would wait for the device
+    half = torch.linalg.solve_triangular(factor, onto, upper=False)
     return torch.where((rank == 0)[:, None, None], 0.0, half.mT @ half), rank
 
 
 def largest(batch: Tensor, squarings: int = SQUARINGS) -> Tensor:
-    """Return the largest eigenvalues (G,) of positive semi-definite matrices: the Rayleigh quotient of a column of A^(2^squarings).
+    """Return the largest eigenvalues (G,) of positive semi-definite matrices: the Rayleigh quotient
+    of a column of A^(2^squarings).
 
-    With the second largest r times the largest it is low by at most a share (1 − r) r^(2^(squarings + 1)): below 0.37 / 2^(squarings + 1).
+    With the second largest r times the largest it is low by at most a share (1 − r) r^(2^(squarings
+    + 1)): below 0.37 / 2^(squarings + 1).
     """
     power = batch
     for step in range(squarings):
         if step % 4 == 0:  # between two of these an eigenvalue of 1/S falls to S^-16 at worst
-            power = power / power.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(batch.dtype).tiny)[:, None, None]
+            power = (
+                power
+                / power.diagonal(dim1=1, dim2=2)
+                .sum(1)
+                .clamp(min=torch.finfo(batch.dtype).tiny)[:, None, None]
+            )
         power = power @ power
     column = power.diagonal(dim1=1, dim2=2).argmax(1)
     vector = power.gather(2, column[:, None, None].expand(-1, power.shape[1], 1))
@@ -98,19 +112,45 @@ class BatchedSolver:
             raise RuntimeError(f"cuSOLVER answered with status {status}")
 
     def __call__(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return eigenvalues and eigenvectors; the matrices are symmetric, so rows and columns may change places."""
+        """Return eigenvalues and eigenvectors; the matrices are symmetric, so rows and columns may
+        change places.
+        """
         count, size = batch.shape[:2]
         work = batch.clone(memory_format=torch.contiguous_format)
         values = work.new_empty(count, size)
         info = torch.zeros(count, dtype=torch.int32, device=batch.device)
-        self.check(self.library.cusolverDnSetStream(self.handle, ctypes.c_void_p(torch.cuda.current_stream(batch.device).cuda_stream)))
+        self.check(
+            self.library.cusolverDnSetStream(
+                self.handle, ctypes.c_void_p(torch.cuda.current_stream(batch.device).cuda_stream)
+            )
+        )
         kind, long = KINDS[batch.dtype], ctypes.c_int64
-        arguments = (self.handle, self.params, VECTORS, LOWER, long(size), kind, pointer(work), long(size), kind, pointer(values), kind)
+        arguments = (
+            self.handle,
+            self.params,
+            VECTORS,
+            LOWER,
+            long(size),
+            kind,
+            pointer(work),
+            long(size),
+            kind,
+            pointer(values),
+            kind,
+        )
         there, here = ctypes.c_size_t(), ctypes.c_size_t()
-        self.check(self.library.cusolverDnXsyevBatched_bufferSize(*arguments, ctypes.byref(there), ctypes.byref(here), long(count)))
+        self.check(
+            self.library.cusolverDnXsyevBatched_bufferSize(
+                *arguments, ctypes.byref(there), ctypes.byref(here), long(count)
+            )
+        )
         device = torch.empty(max(there.value, 1), dtype=torch.uint8, device=batch.device)
         host = (ctypes.c_char * max(here.value, 1))()
-        self.check(self.library.cusolverDnXsyevBatched(*arguments, pointer(device), there, host, here, pointer(info), long(count)))
+        self.check(
+            self.library.cusolverDnXsyevBatched(
+                *arguments, pointer(device), there, host, here, pointer(info), long(count)
+            )
+        )
         return torch.where(info[:, None] == 0, values, torch.nan), work.mT
 
 
@@ -124,7 +164,11 @@ def batched_solver() -> BatchedSolver | None:
     """Return the batched routine of the library torch has loaded, or None."""
     torch.linalg.eigh(torch.eye(2, device="cuda"))  # loads the library
     maps = Path("/proc/self/maps")
-    found = sorted(set(re.findall(r"/\S*libcusolver\.so\S*", maps.read_text()))) if maps.exists() else []
+    found = (
+        sorted(set(re.findall(r"/\S*libcusolver\.so\S*", maps.read_text())))
+        if maps.exists()
+        else []
+    )
     try:
         return BatchedSolver(found[0]) if found else None
     except (AttributeError, OSError, RuntimeError) as error:

@@ -1,21 +1,25 @@
 """Exact sums: adding statistics gives the same bits in any order and in any tree of aggregators.
 
-Floating-point addition is commutative but not associative, so a plain sum over clients depends on who answers first. Here a sum is
-kept without any error and rounded once, when it is read: `value()` is the float64 nearest to the exact sum (ties to even). Being a
-function of the exact sum alone, it cannot depend on the order.
+Floating-point addition is commutative but not associative, so a plain sum over clients depends on
+who answers first. Here a sum is kept without any error and rounded once, when it is read: `value()`
+is the float64 nearest to the exact sum (ties to even). Being a function of the exact sum alone, it
+cannot depend on the order.
 
-How. The range of float64 is cut into windows of 46 bits; window w counts units of 2^(46w − 25). An element is the sum of its windows,
-and each window is a float64 tensor holding MAGIC + (an integer below 2^51), MAGIC = 1.5·2^52. Adding x to such a number rounds x to a
-whole number of units, and float64 subtraction then tells exactly what was taken:
+How. The range of float64 is cut into windows of 46 bits; window w counts units of 2^(46w − 25). An
+element is the sum of its windows, and each window is a float64 tensor holding MAGIC + (an integer
+below 2^51), MAGIC = 1.5·2^52. Adding x to such a number rounds x to a whole number of units, and
+float64 subtraction then tells exactly what was taken:
 
-    new = limb + x/unit        taken = new − limb        rest = x − taken·unit        (each without error)
+    new = limb + x/unit      taken = new − limb      rest = x − taken·unit      (each without error)
 
-`rest`, at most half a unit, goes to the next window below, until nothing is left. One addition puts at most 2^45 into a window, so
-carries must be passed up at the latest every 63 additions. Windows exist only where a chunk of 65,536 elements needs them: two (16 bytes an
-element) for values below 2^20 whose last bit is worth at least 2^-71, which is where n·θ of a float32 model lives.
+`rest`, at most half a unit, goes to the next window below, until nothing is left. One addition puts
+at most 2^45 into a window, so carries must be passed up at the latest every 63 additions. Windows
+exist only where a chunk of 65,536 elements needs them: two (16 bytes an element) for values below
+2^20 whose last bit is worth at least 2^-71, which is where n·θ of a float32 model lives.
 
-Integers are added as int64, with an error instead of an overflow. Everything is a torch operation, so a total may live on any device.
-The sign of zero is not kept (the identity of + is 0.0), and `torch.set_flush_denormal(True)` would break the lowest windows.
+Integers are added as int64, with an error instead of an overflow. Everything is a torch operation,
+so a total may live on any device. The sign of zero is not kept (the identity of + is 0.0), and
+`torch.set_flush_denormal(True)` would break the lowest windows.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ PIECE = 16_384  # elements that are rounded at a time: that takes a dozen tempor
 WIDTH = 46
 ORIGIN = -25
 HIGHEST, LOWEST = 22, -23  # windows that reach 2^1032 and 2^-1083: all of float64
-LIFT, LIFTED = 512, -22  # from this window down 1/unit is no float64, so what is left is scaled up by 2^512 first
+# from this window down 1/unit is no float64, so what is left is scaled up by 2^512 first
+LIFT, LIFTED = 512, -22
 MAGIC = 1.5 * 2.0**52
 LIMIT = 60  # additions between two carries; (LIMIT + 1)·2^45 < 2^51
 
@@ -42,7 +47,9 @@ def unit(window: int) -> int:
 
 
 class Buffers:
-    """Two vectors to work in, used again for every addition: fresh ones would scatter the heap, and memory would creep up."""
+    """Two vectors to work in, used again for every addition: fresh ones would scatter the heap, and
+    memory would creep up.
+    """
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.spare = torch.empty(size, dtype=torch.float64, device=device)
@@ -59,10 +66,14 @@ class Accumulator:
         self.adds = 0  # since the last carry
 
     def add(self, x: Tensor, bound: float | None = None, buffers: Buffers | None = None) -> None:
-        """Add the finite float64 vector `x`, which may be `buffers.rest`; `bound` ≥ max |x| where the caller knows it."""
+        """Add the finite float64 vector `x`, which may be `buffers.rest`; `bound` ≥ max |x| where
+        the caller knows it.
+        """
         bound = magnitude(x) if bound is None else bound
         if not bound < float("inf"):
-            raise ValueError(f"only finite numbers can be added, got one that is {'inf' if bound > 0 else 'nan'}")
+            raise ValueError(
+                f"only finite numbers can be added, got one that is {'inf' if bound > 0 else 'nan'}"
+            )
         if bound == 0.0:
             return
         self.reserve()
@@ -76,21 +87,28 @@ class Accumulator:
                 lift, rest = LIFT, torch.mul(rest, 2.0**LIFT, out=buffers.rest)
             exponent, limb, new = unit(window) + lift, self.limb(window), buffers.spare
             torch.add(limb, rest, alpha=2.0**-exponent, out=new)
-            rest = torch.add(rest, limb.sub_(new), alpha=2.0**exponent, out=buffers.rest)  # limb − new is minus what was taken
+            # limb − new is minus what was taken
+            rest = torch.add(rest, limb.sub_(new), alpha=2.0**exponent, out=buffers.rest)
             self.limbs[window], buffers.spare = new, limb
-            if window == LOWEST or (window <= floor and not bool(torch.abs(rest, out=buffers.spare).sum())):
+            if window == LOWEST or (
+                window <= floor and not bool(torch.abs(rest, out=buffers.spare).sum())
+            ):
                 return
             window -= 1
 
     def merge(self, other: Accumulator, here: slice, there: slice) -> None:
-        """Add the elements `there` of `other` to the elements `here`; both must have been prepared: `reserve`, `carry`."""
+        """Add the elements `there` of `other` to the elements `here`; both must have been prepared:
+        `reserve`, `carry`.
+        """
         for window, limb in other.limbs.items():
             self.limb(window)[here] += (limb[there] - MAGIC).to(self.device)
 
     def limb(self, window: int) -> Tensor:
         """Return the tensor of `window`, made on first use."""
         if window not in self.limbs:
-            self.limbs[window] = torch.full((self.size,), MAGIC, dtype=torch.float64, device=self.device)
+            self.limbs[window] = torch.full(
+                (self.size,), MAGIC, dtype=torch.float64, device=self.device
+            )
         return self.limbs[window]
 
     def reserve(self) -> None:
@@ -100,12 +118,15 @@ class Accumulator:
         self.adds += 1
 
     def carry(self) -> None:
-        """Pass whole multiples of 2^46 to the window above, so that every window but the highest holds at most 2^45."""
+        """Pass whole multiples of 2^46 to the window above, so that every window but the highest
+        holds at most 2^45.
+        """
         self.adds = 1
         for window in range(min(self.limbs, default=HIGHEST), HIGHEST):
             if window not in self.limbs:
                 continue
-            over = self.limbs[window].sub(MAGIC).mul_(2.0**-WIDTH).add_(MAGIC).sub_(MAGIC)  # a whole number
+            # a whole number
+            over = self.limbs[window].sub(MAGIC).mul_(2.0**-WIDTH).add_(MAGIC).sub_(MAGIC)
             if bool(over.any()):
                 self.limbs[window].sub_(over, alpha=2.0**WIDTH)
                 self.limb(window + 1).add_(over)
@@ -113,7 +134,9 @@ class Accumulator:
             raise OverflowError("the sum is over 10,000 times the largest float64")
 
     def value(self) -> Tensor:
-        """Return the sum, each element rounded once to the nearest float64; ±inf where that is out of range."""
+        """Return the sum, each element rounded once to the nearest float64; ±inf where that is out
+        of range.
+        """
         self.carry()
         out = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         for start in range(0, self.size if self.limbs else 0, PIECE):
@@ -125,15 +148,19 @@ class Accumulator:
 def rounded(digits: Mapping[int, Tensor]) -> Tensor:
     """Return Σ digits·unit rounded once, for digits of at most 2^45 (in the highest window any).
 
-    From the lowest window up, the sum so far is high + low: high is rounded to nearest, low is the remainder *rounded to odd*: its
-    last bit is set where digits were lost. So it can be added to again, and rounded at the end as if exact (Boldo and Melquiond 2008).
+    From the lowest window up, the sum so far is high + low: high is rounded to nearest, low is the
+    remainder *rounded to odd*: its last bit is set where digits were lost. So it can be added to
+    again, and rounded at the end as if exact (Boldo and Melquiond 2008).
     """
     high = torch.zeros_like(next(iter(digits.values())))
     low = torch.zeros_like(high)
     for window in sorted(digits):
         x, exponent = digits[window], unit(window)
-        if window == HIGHEST:  # the last step, where high may pass 2^1024 before low brings it back: do it 2^-64 smaller
-            scaled = torch.where(low == 0, low, torch.copysign((low.abs() * 2.0**-64).clamp_(min=2.0**-900), low))
+        # the last step, where high may pass 2^1024 before low brings it back: do it 2^-64 smaller
+        if window == HIGHEST:
+            scaled = torch.where(
+                low == 0, low, torch.copysign((low.abs() * 2.0**-64).clamp_(min=2.0**-900), low)
+            )
             top, error = two_sum(x * 2.0 ** (exponent - 64), high * 2.0**-64)
             return torch.where(x == 0, high + low, (top + odd_sum(error, scaled)) * 2.0**64)
         half = exponent // 2  # in two steps: 2^exponent itself may be no float64
@@ -158,7 +185,9 @@ def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def odd_sum(a: Tensor, b: Tensor) -> Tensor:
-    """Return a + b rounded to odd: itself if it is a float64, else the neighbour whose last bit is 1."""
+    """Return a + b rounded to odd: itself if it is a float64, else the neighbour whose last bit is
+    1.
+    """
     s, error = two_sum(a, b)
     bits = s.view(torch.int64)
     step = torch.where((error > 0) == (s > 0), 1, -1)  # away from zero or towards it
@@ -175,7 +204,9 @@ class Place(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """The product weight·tensor in float64, formed piece by piece when it is added: it never exists as a whole."""
+    """The product weight·tensor in float64, formed piece by piece when it is added: it never exists
+    as a whole.
+    """
 
     tensor: Tensor
     weight: float
@@ -191,9 +222,11 @@ class Scaled(NamedTuple):
 
 
 class Total:
-    """A sum of statistics: the commutative monoid of maps from names to tensors, where a missing name is zero.
+    """A sum of statistics: the commutative monoid of maps from names to tensors, where a missing
+    name is zero.
 
-    Small tensors that are first seen together share a chunk, so that a network of many layers costs no more than one long vector.
+    Small tensors that are first seen together share a chunk, so that a network of many layers costs
+    no more than one long vector.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -210,18 +243,36 @@ class Total:
     def add(self, statistic: Mapping[str, Tensor | Scaled]) -> None:
         """Add a statistic, or raise and change nothing."""
         for name, x in statistic.items():
-            self._check(name, x.tensor if isinstance(x, Scaled) else x, isinstance(x, Scaled) or None)
-        reals = {name: flat(x, self.device) for name, x in statistic.items() if x.is_floating_point()}
+            self._check(
+                name, x.tensor if isinstance(x, Scaled) else x, isinstance(x, Scaled) or None
+            )
+        reals = {
+            name: flat(x, self.device) for name, x in statistic.items() if x.is_floating_point()
+        }
         fresh = self._lay_out({name: statistic[name].shape for name in reals})
         try:
             work = by_chunk({name: self._places[name] for name in reals})
-            # Each chunk is put together twice, to look and to add: cheaper than looking at many small tensors, smaller than keeping it.
+            # Each chunk is put together twice, to look and to add: cheaper than looking at many
+            # small tensors, smaller than keeping it.
             bounds = [magnitude(self._gather(reals, chunk, parts)) for chunk, parts in work]
             for bound, (_, parts) in zip(bounds, work, strict=True):
                 if not bound < float("inf"):
-                    bad = next(name for name, _ in parts if not magnitude(piece(reals[name], slice(None))) < float("inf"))
-                    raise ValueError(f"{bad} has a value that is not finite ({bound}); only finite numbers can be added")
-            self._add_integers({name: x.detach() for name, x in statistic.items() if not isinstance(x, Scaled) and name not in reals})
+                    bad = next(
+                        name
+                        for name, _ in parts
+                        if not magnitude(piece(reals[name], slice(None))) < float("inf")
+                    )
+                    raise ValueError(
+                        f"{bad} has a value that is not finite ({bound}); only finite numbers can "
+                        "be added"
+                    )
+            self._add_integers(
+                {
+                    name: x.detach()
+                    for name, x in statistic.items()
+                    if not isinstance(x, Scaled) and name not in reals
+                }
+            )
         except Exception:
             self.drop(fresh)
             raise
@@ -240,14 +291,19 @@ class Total:
         for name, sources in other._places.items():
             for there in sources:
                 for here in self._places[name]:
-                    start, stop = max(here.start, there.start), min(here.start + here.size, there.start + there.size)
+                    start, stop = (
+                        max(here.start, there.start),
+                        min(here.start + here.size, there.start + there.size),
+                    )
                     if start >= stop:
                         continue
                     if here.chunk not in ready:
                         ready.add(here.chunk)
                         here.chunk.reserve()
                     a, b = here.at - here.start, there.at - there.start
-                    here.chunk.merge(there.chunk, slice(a + start, a + stop), slice(b + start, b + stop))
+                    here.chunk.merge(
+                        there.chunk, slice(a + start, a + stop), slice(b + start, b + stop)
+                    )
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget these names; their memory is freed with the last name that shares a chunk."""
@@ -273,12 +329,14 @@ class Total:
                 out[name].view(-1)[place.start : place.start + place.size] = part
         return out
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
     def _check(self, name: str, x: Tensor, real: bool | None = None) -> None:
         """Raise if `x` cannot be added under `name`."""
         if not isinstance(x, Tensor) or x.is_complex():
             kind = getattr(x, "dtype", type(x).__name__)
-            raise ValueError(f"{name} must be a tensor of real numbers, integers or booleans, got {kind}")
+            raise ValueError(
+                f"{name} must be a tensor of real numbers, integers or booleans, got {kind}"
+            )
         self._compare(name, x.shape, x.is_floating_point() if real is None else real)
 
     def _compare(self, name: str, shape: torch.Size, real: bool) -> None:
@@ -286,7 +344,10 @@ class Total:
         if name not in self._shapes:
             return
         if shape != self._shapes[name]:
-            raise ValueError(f"{name} has shape {tuple(shape)}, but {tuple(self._shapes[name])} in the statistics before")
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}, but {tuple(self._shapes[name])} in the "
+                "statistics before"
+            )
         if real != (name in self._places):
             kinds = ("real numbers", "integers") if real else ("integers", "real numbers")
             raise ValueError(f"{name} holds {kinds[0]}, but {kinds[1]} in the statistics before")
@@ -297,7 +358,8 @@ class Total:
         for name, term in integers.items():
             old, x = self._integers.get(name), term.to(self.device, torch.int64)
             new = x.clone() if old is None else old + x
-            if old is not None and bool((((old ^ new) & (x ^ new)) < 0).any()):  # the sign differs from that of both terms
+            # the sign differs from that of both terms
+            if old is not None and bool((((old ^ new) & (x ^ new)) < 0).any()):
                 raise OverflowError(f"the sum of {name} does not fit into int64")
             sums[name] = new
         self._integers.update(sums)
@@ -321,12 +383,22 @@ class Total:
         self._shapes.update(fresh)
         return sorted(fresh)
 
-    def _gather(self, reals: Mapping[str, Tensor | Scaled], chunk: Accumulator, parts: list[tuple[str, Place]]) -> Tensor:
-        """Return the chunk's part of a statistic as one float64 vector, 0 where the statistic has no such name."""
+    def _gather(
+        self,
+        reals: Mapping[str, Tensor | Scaled],
+        chunk: Accumulator,
+        parts: list[tuple[str, Place]],
+    ) -> Tensor:
+        """Return the chunk's part of a statistic as one float64 vector, 0 where the statistic has
+        no such name.
+        """
         if chunk.size not in self._buffers:
             self._buffers[chunk.size] = Buffers(chunk.size, self.device)
         x = self._buffers[chunk.size].rest
-        pieces = [piece(reals[name], slice(place.start, place.start + place.size)) for name, place in parts]
+        pieces = [
+            piece(reals[name], slice(place.start, place.start + place.size))
+            for name, place in parts
+        ]
         whole = sum(place.size for _, place in parts) == chunk.size
         if whole and len(pieces) == 1 and pieces[0].dtype == x.dtype:
             return pieces[0]
@@ -347,11 +419,19 @@ def flat(x: Tensor | Scaled, device: torch.device | str) -> Tensor | Scaled:
 
 def piece(x: Tensor | Scaled, part: slice) -> Tensor:
     """Return a part of a vector; of a product, formed now, in float64."""
-    return x.tensor[part].to(torch.float64, copy=True).mul_(x.weight) if isinstance(x, Scaled) else x[part]
+    return (
+        x.tensor[part].to(torch.float64, copy=True).mul_(x.weight)
+        if isinstance(x, Scaled)
+        else x[part]
+    )
 
 
-def by_chunk(places: Mapping[str, list[Place]]) -> list[tuple[Accumulator, list[tuple[str, Place]]]]:
-    """Return the chunks that hold these names, each with what is in it, in the order in which it is kept."""
+def by_chunk(
+    places: Mapping[str, list[Place]],
+) -> list[tuple[Accumulator, list[tuple[str, Place]]]]:
+    """Return the chunks that hold these names, each with what is in it, in the order in which it is
+    kept.
+    """
     chunks: dict[Accumulator, list[tuple[str, Place]]] = {}
     for name in sorted(places):  # chunks were filled in sorted order, see `_lay_out`
         for place in places[name]:

@@ -1,14 +1,19 @@
-"""Meta-gradients: of the loss *after* some steps of gradient descent, exactly or without second derivatives.
+"""Meta-gradients: of the loss *after* some steps of gradient descent, exactly or without second
+derivatives.
 
-MAML, PerFedAvg and MetaVD share these. One step of a client takes two groups of samples, *support* (0) and *query* (1):
+MAML, PerFedAvg and MetaVD share these. One step of a client takes two groups of samples, *support*
+(0) and *query* (1):
 
     theta' = theta − l ∇_theta L(theta; support)        (`steps` times)
     F(theta) = L(theta'; query)
 
-    ∇F = Π (I − l ∇²L(theta_i; support)) ∇L(theta'; query)           the product over the points theta_i on the way, the last one first
+    ∇F = Π (I − l ∇²L(theta_i; support)) ∇L(theta'; query)           the product over the points
+                                                                     theta_i on the way, the last
+                                                                     one first
 
-`second_order` differentiates through the way. `hessian_free` walks it back with ∇²L v ≈ (∇L(theta + d v) − ∇L(theta − d v)) / 2d.
-Parameters that move but are not `inner` (MetaVD's log alpha) are constant on the way; their gradient has the mixed derivatives.
+`second_order` differentiates through the way. `hessian_free` walks it back with ∇²L v ≈ (∇L(theta +
+d v) − ∇L(theta − d v)) / 2d. Parameters that move but are not `inner` (MetaVD's log alpha) are
+constant on the way; their gradient has the mixed derivatives.
 """
 
 from __future__ import annotations
@@ -22,7 +27,8 @@ from torch.func import grad, grad_and_value
 
 from ..tree import Tensors
 
-Loss = Callable[[Tensors, Tensors, int], tuple[Tensor, Tensors]]  # (parameters, buffers, group) → (loss, buffers after the pass)
+# (parameters, buffers, group) → (loss, buffers after the pass)
+Loss = Callable[[Tensors, Tensors, int], tuple[Tensor, Tensors]]
 SUPPORT, QUERY = 0, 1
 
 
@@ -41,10 +47,15 @@ def descend(loss: Loss, params: Tensors, buffers: Tensors, way: Way) -> tuple[Te
         return loss({**params, **part}, buffers, SUPPORT)
 
     slopes, after = grad(support, has_aux=True)({name: params[name] for name in way.inner})
-    return {**params, **{name: params[name] - way.rate * slope for name, slope in slopes.items()}}, after
+    return {
+        **params,
+        **{name: params[name] - way.rate * slope for name, slope in slopes.items()},
+    }, after
 
 
-def second_order(loss: Loss, params: Tensors, buffers: Tensors, way: Way) -> tuple[Tensors, Tensors, Tensor]:
+def second_order(
+    loss: Loss, params: Tensors, buffers: Tensors, way: Way
+) -> tuple[Tensors, Tensors, Tensor]:
     """Return (∇F for all `params`, the buffers, F), differentiated through every inner step."""
 
     def adapted(params: Tensors) -> tuple[Tensor, Tensors]:
@@ -57,22 +68,37 @@ def second_order(loss: Loss, params: Tensors, buffers: Tensors, way: Way) -> tup
     return grads, after, value
 
 
-def hessian_free(loss: Loss, params: Tensors, buffers: Tensors, way: Way, delta: float) -> tuple[Tensors, Tensors, Tensor]:
-    """Return (∇F for all `params`, the buffers, F) with products of the Hessian by central differences of length `delta`."""
+def hessian_free(
+    loss: Loss, params: Tensors, buffers: Tensors, way: Way, delta: float
+) -> tuple[Tensors, Tensors, Tensor]:
+    """Return (∇F for all `params`, the buffers, F) with products of the Hessian by central
+    differences of length `delta`.
+    """
     points = [(params, buffers)]
     for _ in range(way.steps):
         points.append(descend(loss, *points[-1], way))
     last, inside = points.pop()
-    grads, (value, after) = grad_and_value(lambda moving: loss(moving, inside, QUERY), has_aux=True)(last)
+    grads, (value, after) = grad_and_value(
+        lambda moving: loss(moving, inside, QUERY), has_aux=True
+    )(last)
     for point, here in reversed(points):
         length = torch.stack([grads[name].square().sum() for name in way.inner]).sum().sqrt()
         scale = delta / torch.where(length > 0, length, torch.ones_like(length))
 
-        def slope(sign: float, point: Tensors = point, here: Tensors = here, scale: Tensor = scale, to: Tensors = grads) -> Tensors:
+        def slope(
+            sign: float,
+            point: Tensors = point,
+            here: Tensors = here,
+            scale: Tensor = scale,
+            to: Tensors = grads,
+        ) -> Tensors:
             there = {**point, **{name: point[name] + sign * scale * to[name] for name in way.inner}}
             found: Tensors = grad(lambda moving: loss(moving, here, SUPPORT)[0])(there)
             return found
 
         above, below = slope(1.0), slope(-1.0)
-        grads = {name: value - way.rate * (above[name] - below[name]) / (2 * scale) for name, value in grads.items()}
+        grads = {
+            name: value - way.rate * (above[name] - below[name]) / (2 * scale)
+            for name, value in grads.items()
+        }
     return grads, after, value

@@ -1,6 +1,8 @@
-"""Optimisers as pure functions, so that the clients of a round can be stepped together; the numbers are torch.optim's.
+"""Optimisers as pure functions, so that the clients of a round can be stepped together; the numbers
+are torch.optim's.
 
-`update(params, grads, state)` returns new tensors. Every client has its own state, made fresh at the start of a phase.
+`update(params, grads, state)` returns new tensors. Every client has its own state, made fresh at
+the start of a phase.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ OptimizerName = Literal["sgd", "adam", "rmsprop"]
 
 
 class OptState(NamedTuple):
-    """Steps done; first moment (momentum); second moment. Dicts are empty where the optimiser has no such moment."""
+    """Steps done; first moment (momentum); second moment. Dicts are empty where the optimiser has
+    no such moment.
+    """
 
     steps: Tensor
     first: Tensors
@@ -27,7 +31,9 @@ class OptState(NamedTuple):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`sgd` (with momentum), `adam` or `rmsprop`, with weight decay added to the gradient as in torch.optim."""
+    """`sgd` (with momentum), `adam` or `rmsprop`, with weight decay added to the gradient as in
+    torch.optim.
+    """
 
     name: OptimizerName = "sgd"
     lr: float = 0.01
@@ -45,9 +51,13 @@ class Optimizer:
             raise ConfigError(f"lr must be positive, got {self.lr}")
         for name in ("momentum", "weight_decay", "clip_norm"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}; 0 switches it off")
+                raise ConfigError(
+                    f"{name} must not be negative, got {getattr(self, name)}; 0 switches it off"
+                )
         if self.name == "adam" and self.momentum:
-            raise ConfigError(f"momentum is for sgd and rmsprop, got {self.momentum} with adam; leave it at 0")
+            raise ConfigError(
+                f"momentum is for sgd and rmsprop, got {self.momentum} with adam; leave it at 0"
+            )
 
     def init(self, params: Tensors) -> OptState:
         """Return the state before the first step."""
@@ -56,7 +66,9 @@ class Optimizer:
         return OptState(
             steps=some.new_zeros(()),
             first=zeros if self.name == "adam" or self.momentum else {},
-            second={} if self.name == "sgd" else {name: torch.zeros_like(value) for name, value in params.items()},
+            second={}
+            if self.name == "sgd"
+            else {name: torch.zeros_like(value) for name, value in params.items()},
         )
 
     def update(self, params: Tensors, grads: Tensors, state: OptState) -> tuple[Tensors, OptState]:
@@ -70,31 +82,52 @@ class Optimizer:
             return self._adam(params, grads, state, count)
         second = state.second
         if self.name == "rmsprop":
-            second = {name: self.alpha * second[name] + (1 - self.alpha) * grad * grad for name, grad in grads.items()}
+            second = {
+                name: self.alpha * second[name] + (1 - self.alpha) * grad * grad
+                for name, grad in grads.items()
+            }
             grads = {name: grad / (second[name].sqrt() + self.eps) for name, grad in grads.items()}
         first = state.first
         if self.momentum:
-            first = grads = {name: self.momentum * first[name] + grad for name, grad in grads.items()}
-        return {name: torch.sub(value, grads[name], alpha=self.lr) for name, value in params.items()}, OptState(count, first, second)
+            first = grads = {
+                name: self.momentum * first[name] + grad for name, grad in grads.items()
+            }
+        return {
+            name: torch.sub(value, grads[name], alpha=self.lr) for name, value in params.items()
+        }, OptState(count, first, second)
 
     def update_stack(self, params: Tensors, grads: Tensors, state: OptState) -> None:
-        """Do what `update` does, in place on stacks of clients that have all taken the same number of steps."""
+        """Do what `update` does, in place on stacks of clients that have all taken the same number
+        of steps.
+        """
         names = list(grads)
         values, slopes = [params[name] for name in names], [grads[name] for name in names]
         if self.clip_norm:
-            total = torch.stack([slope.flatten(1).square().sum(1) for slope in slopes]).sum(0).sqrt()
+            total = (
+                torch.stack([slope.flatten(1).square().sum(1) for slope in slopes]).sum(0).sqrt()
+            )
             scale = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
             slopes = [slope * scale.reshape(-1, *(1,) * (slope.ndim - 1)) for slope in slopes]
         if self.weight_decay:
             slopes = list(torch._foreach_add(slopes, values, alpha=self.weight_decay))
         if self.name == "sgd" and not self.momentum:  # which does not count its steps
-            alike = [value.stride() == slope.stride() for value, slope in zip(values, slopes, strict=True)]  # these go in one kernel
+            # these go in one kernel
+            alike = [
+                value.stride() == slope.stride()
+                for value, slope in zip(values, slopes, strict=True)
+            ]
             for kind in {True, False} & set(alike):
-                mine, yours = ([x for x, a in zip(tensors, alike, strict=True) if a == kind] for tensors in (values, slopes))
+                mine, yours = (
+                    [x for x, a in zip(tensors, alike, strict=True) if a == kind]
+                    for tensors in (values, slopes)
+                )
                 torch._foreach_add_(mine, yours, alpha=-self.lr)
             return
         state.steps.add_(1)
-        first, second = ([moments[name] for name in names if name in moments] for moments in (state.first, state.second))
+        first, second = (
+            [moments[name] for name in names if name in moments]
+            for moments in (state.first, state.second)
+        )
         if self.name == "adam":
             beta1, beta2 = self.betas
             count = state.steps[0]
@@ -119,13 +152,23 @@ class Optimizer:
             slopes = first
         torch._foreach_add_(values, slopes, alpha=-self.lr)
 
-    def _adam(self, params: Tensors, grads: Tensors, state: OptState, count: Tensor) -> tuple[Tensors, OptState]:
+    def _adam(
+        self, params: Tensors, grads: Tensors, state: OptState, count: Tensor
+    ) -> tuple[Tensors, OptState]:
         beta1, beta2 = self.betas
-        first = {name: beta1 * state.first[name] + (1 - beta1) * grad for name, grad in grads.items()}
-        second = {name: beta2 * state.second[name] + (1 - beta2) * grad * grad for name, grad in grads.items()}
+        first = {
+            name: beta1 * state.first[name] + (1 - beta1) * grad for name, grad in grads.items()
+        }
+        second = {
+            name: beta2 * state.second[name] + (1 - beta2) * grad * grad
+            for name, grad in grads.items()
+        }
         step = self.lr / (1 - beta1**count)
         root = (1 - beta2**count).sqrt()
-        moved = {name: value - step * first[name] / (second[name].sqrt() / root + self.eps) for name, value in params.items()}
+        moved = {
+            name: value - step * first[name] / (second[name].sqrt() / root + self.eps)
+            for name, value in params.items()
+        }
         return moved, OptState(count, first, second)
 
 

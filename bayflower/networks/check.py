@@ -1,4 +1,6 @@
-"""A user's network, checked against a batch of its data before anything is trained; what cannot work is refused with the layer's name."""
+"""A user's network, checked against a batch of its data before anything is trained; what cannot
+work is refused with the layer's name.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,28 @@ from ..errors import ConfigError
 from .model import Model
 
 FEW = 4  # samples of the trial pass
-ENDS = (nn.Softmax, nn.Softmax2d, nn.Sigmoid)  # layers that make probabilities: ours come after the network
+# layers that make probabilities: ours come after the network
+ENDS = (nn.Softmax, nn.Softmax2d, nn.Sigmoid)
 
 
-def given(factory: Callable[[], nn.Module], x: Tensor, y: Tensor, head: str | Sequence[str] | None = None, name: str = "") -> Model:
-    """Return the network as a Model with as many classes as it has outputs; raise ConfigError if it cannot be trained on (x, y)."""
+def given(
+    factory: Callable[[], nn.Module],
+    x: Tensor,
+    y: Tensor,
+    head: str | Sequence[str] | None = None,
+    name: str = "",
+) -> Model:
+    """Return the network as a Model with as many classes as it has outputs; raise ConfigError if it
+    cannot be trained on (x, y).
+    """
     first = make(factory)
     name = name or type(first).__name__
     for path, layer in first.named_modules():
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-            raise ConfigError(f"layer {path!r} ({type(layer).__name__}) is lazy: it has no shape before its first call; give its sizes")
+            raise ConfigError(
+                f"layer {path!r} ({type(layer).__name__}) is lazy: it has no shape before its "
+                "first call; give its sizes"
+            )
     if not list(first.parameters()):
         raise ConfigError(f"model {name} has no parameters; nothing could be learned")
     model = Model(lambda: make(factory), 2, name, head)
@@ -37,10 +51,13 @@ def make(factory: Callable[[], nn.Module]) -> nn.Module:
     """Return a module of the factory."""
     if isinstance(factory, nn.Module):
         raise ConfigError(
-            f"model must be a factory, got a {type(factory).__name__}; pass the class, or lambda: {type(factory).__name__}(…)"
+            f"model must be a factory, got a {type(factory).__name__}; pass the class, or lambda: "
+            f"{type(factory).__name__}(…)"
         )
     if not callable(factory):
-        raise ConfigError(f"model must be a function that returns a torch.nn.Module, got {type(factory).__name__}")
+        raise ConfigError(
+            f"model must be a function that returns a torch.nn.Module, got {type(factory).__name__}"
+        )
     module = factory()
     if not isinstance(module, nn.Module):
         raise ConfigError(f"model() must return a torch.nn.Module, got {type(module).__name__}")
@@ -48,9 +65,14 @@ def make(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
-    """Return (the logits of a few samples, the layer they come from), tried in both modes; nothing may be remembered between calls."""
+    """Return (the logits of a few samples, the layer they come from), tried in both modes; nothing
+    may be remembered between calls.
+    """
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-    params, buffers = ({name: value.to(x.device) for name, value in part.items()} for part in model.initial(0, dtype))
+    params, buffers = (
+        {name: value.to(x.device) for name, value in part.items()}
+        for part in model.initial(0, dtype)
+    )
     logits, last = torch.empty(0), ""
     for train in (False, True):
         module = model._train if train else model._eval
@@ -60,16 +82,23 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
             try:
                 logits, _ = model.forward(params, buffers, x, train)
             except Exception as error:
-                where = f"layer {calls.inside[-1]!r} ({describe(module, calls.inside[-1])})" if calls.inside else f"model {model.name}"
+                where = (
+                    f"layer {calls.inside[-1]!r} ({describe(module, calls.inside[-1])})"
+                    if calls.inside
+                    else f"model {model.name}"
+                )
                 reason = " ".join(str(error).split())[:200]
-                raise ConfigError(f"{where} cannot take a batch of shape {tuple(x.shape)}: {reason}") from error
+                raise ConfigError(
+                    f"{where} cannot take a batch of shape {tuple(x.shape)}: {reason}"
+                ) from error
         last = calls.last
         for path, what in memory(module, model).items():
             if what != before.get(path):
                 layer, _, attribute = path.rpartition(".")
                 owner = f"layer {layer!r}" if layer else f"model {model.name}"
                 raise ConfigError(
-                    f"{owner} keeps {attribute!r} from one call to the next; start it anew in forward(), or make it a registered buffer"
+                    f"{owner} keeps {attribute!r} from one call to the next; start it anew in "
+                    "forward(), or make it a registered buffer"
                 )
         check_logits(logits, x, module, model.name, last)
     return logits, last
@@ -78,7 +107,10 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
 def check_logits(logits: Any, x: Tensor, module: nn.Module, name: str, last: str) -> None:
     """Raise unless the output is one row of logits a sample."""
     if not isinstance(logits, Tensor):
-        raise ConfigError(f"model {name} returns a {type(logits).__name__}; forward() must return the logits alone, (samples, classes)")
+        raise ConfigError(
+            f"model {name} returns a {type(logits).__name__}; forward() must return the logits "
+            "alone, (samples, classes)"
+        )
     if logits.ndim != 2 or logits.shape[0] != len(x) or not logits.is_floating_point():
         raise ConfigError(
             f"layer {last!r} of model {name} gives {tuple(logits.shape)} for {len(x)} samples; "
@@ -86,20 +118,29 @@ def check_logits(logits: Any, x: Tensor, module: nn.Module, name: str, last: str
         )
     end = module.get_submodule(last) if last else module
     if isinstance(end, ENDS):
-        raise ConfigError(f"layer {last!r} of model {name} is a {type(end).__name__}; leave it out: the network must give logits")
+        raise ConfigError(
+            f"layer {last!r} of model {name} is a {type(end).__name__}; leave it out: the network "
+            "must give logits"
+        )
 
 
 def check_labels(y: Tensor, outputs: int, last: str) -> None:
     """Raise unless the labels are class numbers for which there are outputs."""
     if y.ndim != 1 or y.is_floating_point() or y.is_complex():
-        raise ConfigError(f"labels must be whole numbers, one a sample, got {y.dtype} of shape {tuple(y.shape)}; number the classes from 0")
+        raise ConfigError(
+            f"labels must be whole numbers, one a sample, got {y.dtype} of shape "
+            f"{tuple(y.shape)}; number the classes from 0"
+        )
     if not len(y):
         raise ConfigError("the training data have no samples; every client needs at least one")
     low, high, classes = int(y.min()), int(y.max()), max(outputs, 2)
     if low < 0 or high >= classes:
         wrong = low if low < 0 else high
         meaning = f"{outputs} output{'s' if outputs > 1 else ', for two classes'}"
-        raise ConfigError(f"label {wrong} has no output: layer {last!r} has {meaning}, so labels must be in 0…{classes - 1}")
+        raise ConfigError(
+            f"label {wrong} has no output: layer {last!r} has {meaning}, so labels must be in "
+            f"0…{classes - 1}"
+        )
 
 
 def describe(module: nn.Module, path: str) -> str:
@@ -110,7 +151,9 @@ def describe(module: nn.Module, path: str) -> str:
 
 
 def memory(module: nn.Module, model: Model) -> dict[str, tuple[int, int]]:
-    """Return the tensors that layers keep outside parameters and state, with what tells whether they changed."""
+    """Return the tensors that layers keep outside parameters and state, with what tells whether
+    they changed.
+    """
     found = {}
     for path, part in module.named_modules():
         kept = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
@@ -142,8 +185,12 @@ def watched(module: nn.Module) -> Iterator[Calls]:
     for path, part in module.named_modules():
         if path:
             leaf = not any(True for _ in part.children())
-            handles.append(part.register_forward_pre_hook(lambda *_, path=path: calls.inside.append(path)))  # type: ignore[misc]
-            handles.append(part.register_forward_hook(lambda *_, path=path, leaf=leaf: leave(path, leaf)))  # type: ignore[misc]
+            handles.append(
+                part.register_forward_pre_hook(lambda *_, path=path: calls.inside.append(path))
+            )  # type: ignore[misc]
+            handles.append(
+                part.register_forward_hook(lambda *_, path=path, leaf=leaf: leave(path, leaf))
+            )  # type: ignore[misc]
     try:
         yield calls
     finally:

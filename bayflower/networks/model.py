@@ -1,8 +1,9 @@
 """Networks as pure functions; the networks of the papers by name.
 
-`Model` wraps any `torch.nn.Module` factory: parameters and buffers are passed in and returned, the module gives only the structure.
-What never changes stays in the module and never travels: frozen parameters (requires_grad=False) and buffers that are not persistent. Tied
-weights are one parameter under the first of their names.
+`Model` wraps any `torch.nn.Module` factory: parameters and buffers are passed in and returned, the
+module gives only the structure. What never changes stays in the module and never travels: frozen
+parameters (requires_grad=False) and buffers that are not persistent. Tied weights are one parameter
+under the first of their names.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ from ..stacked.stackable import for_stacks
 from ..tree import Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
-COUPLING = (nn.modules.batchnorm._BatchNorm,)  # a sample's output depends on the other samples of its batch
+# a sample's output depends on the other samples of its batch
+COUPLING = (nn.modules.batchnorm._BatchNorm,)
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.RReLU)
-FROZEN_SEED = 0  # frozen layers that nobody loads weights into are initialised with it, so that they are the same on every client
+# frozen layers that nobody loads weights into are initialised with it, so that they are the same on
+# every client
+FROZEN_SEED = 0
 
 
 class Batch(NamedTuple):
-    """Samples of one client. `mask` is 1 for a sample and 0 for padding, in the dtype of the parameters."""
+    """Samples of one client. `mask` is 1 for a sample and 0 for padding, in the dtype of the
+    parameters.
+    """
 
     x: Tensor  # (B, ...)
     y: Tensor  # (B,)
@@ -39,7 +45,9 @@ class Batch(NamedTuple):
 
 
 class Anatomy(NamedTuple):
-    """What a server knows of a network: names only. Clients report it, so that a server needs no model of its own."""
+    """What a server knows of a network: names only. Clients report it, so that a server needs no
+    model of its own.
+    """
 
     trainable: tuple[str, ...]  # names of parameters
     buffers: tuple[str, ...]  # names of buffers
@@ -54,23 +62,35 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class Model:
-    """A network without its numbers. `factory` builds the module; one logit means a binary task, else one logit a class.
+    """A network without its numbers. `factory` builds the module; one logit means a binary task,
+    else one logit a class.
 
-    `head` names the classifier: one layer, or several by their prefixes; without it an attribute called head, else the last Linear.
+    `head` names the classifier: one layer, or several by their prefixes; without it an attribute
+    called head, else the last Linear.
     """
 
-    def __init__(self, factory: Callable[[], nn.Module], num_classes: int, name: str = "", head: str | Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        factory: Callable[[], nn.Module],
+        num_classes: int,
+        name: str = "",
+        head: str | Sequence[str] | None = None,
+    ) -> None:
         self.factory = factory
         self.num_classes = num_classes
         self.name = name
         self._train, self._eval = self.made(FROZEN_SEED).train(), self.made(FROZEN_SEED).eval()
         if not self.shapes:
-            raise ConfigError(f"model {name or 'given'} has no trainable parameters; nothing could be learned")
+            raise ConfigError(
+                f"model {name or 'given'} has no trainable parameters; nothing could be learned"
+            )
         self._head = head
-        self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}  # the constants, by device and dtype
+        # the constants, by device and dtype
+        self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}
         self.bf16 = False  # whether training passes have products of bfloat16
         self.stacked = False  # whether layers have the form for stacks on a GPU
-        self.recipe: dict[str, Any] = {}  # what `build` needs to make it again; empty for a network that is not ours
+        # what `build` needs to make it again; empty for a network that is not ours
+        self.recipe: dict[str, Any] = {}
 
     def made(self, seed: int) -> nn.Module:
         """Return a new module, initialised with `seed`."""
@@ -79,14 +99,24 @@ class Model:
             return self.factory()
 
     def initial(self, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
-        """Return (parameters, buffers) of the seeded initialisation in the order of names; the same on every machine of one torch build."""
+        """Return (parameters, buffers) of the seeded initialisation in the order of names; the same
+        on every machine of one torch build.
+        """
         module = self.made(seed)
-        params = {name: value.detach().to(dtype).clone() for name, value in sorted(trainable(module).items())}
-        return params, {name: cast(value.detach(), dtype).clone() for name, value in sorted(persistent(module).items())}
+        params = {
+            name: value.detach().to(dtype).clone()
+            for name, value in sorted(trainable(module).items())
+        }
+        return params, {
+            name: cast(value.detach(), dtype).clone()
+            for name, value in sorted(persistent(module).items())
+        }
 
     @cached_property
     def constants(self) -> Tensors:
-        """Return what never changes: frozen parameters and buffers that are not persistent, the same on every client."""
+        """Return what never changes: frozen parameters and buffers that are not persistent, the
+        same on every client.
+        """
         moving = {**trainable(self._eval), **persistent(self._eval)}
         everything = [*self._eval.named_parameters(), *self._eval.named_buffers()]
         return {name: value.detach() for name, value in everything if name not in moving}
@@ -95,11 +125,16 @@ class Model:
         """Return the constants on the device and in the dtype of `like`."""
         key = (like.device, like.dtype)
         if key not in self._fixed:
-            self._fixed[key] = {name: cast(value, like.dtype).to(like.device) for name, value in self.constants.items()}
+            self._fixed[key] = {
+                name: cast(value, like.dtype).to(like.device)
+                for name, value in self.constants.items()
+            }
         return self._fixed[key]
 
     def module(self, params: Tensors, buffers: Tensors) -> nn.Module:
-        """Return a new module of the user's kind that holds these numbers, constants included, where and in what dtype they are."""
+        """Return a new module of the user's kind that holds these numbers, constants included,
+        where and in what dtype they are.
+        """
         some = next(iter(params.values()))
         module = self.made(FROZEN_SEED).to(device=some.device, dtype=some.dtype)
         known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -109,17 +144,23 @@ class Model:
                     known[name].copy_(value)
         return module
 
-    def forward(self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensors]:
+    def forward(
+        self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensors]:
         """Return (logits, buffers after the pass); the input buffers are left as they were.
 
-        `mask` says which samples of a training batch are real; layers that couple samples need it where batches are padded.
+        `mask` says which samples of a training batch are real; layers that couple samples need it
+        where batches are padded.
         """
         module = self._train if train else self._eval
         if train and buffers:
             buffers = {name: value.clone() for name, value in buffers.items()}
         if self.constants:
             fixed = self.fixed(next(iter(params.values())))
-            params = {**{name: value for name, value in fixed.items() if name not in buffers}, **params}
+            params = {
+                **{name: value for name, value in fixed.items() if name not in buffers},
+                **params,
+            }
         if not (train and self.bf16):
             with real_samples(mask):
                 return functional_call(module, (params, buffers), (x,)), buffers
@@ -128,21 +169,29 @@ class Model:
         return logits.to(next(iter(params.values())).dtype), buffers
 
     def for_stacks(self, gpu: bool) -> Model:
-        """Return this model for stacks of clients: BatchNorm leaves padding out, and on a GPU layers have a form made for stacks."""
+        """Return this model for stacks of clients: BatchNorm leaves padding out, and on a GPU
+        layers have a form made for stacks.
+        """
         other = copy(self)
         other.stacked = gpu
         change = for_stacks if gpu else deepcopy
-        other._train, other._eval = (mask_norms(change(module)) for module in (self._train, self._eval))
+        other._train, other._eval = (
+            mask_norms(change(module)) for module in (self._train, self._eval)
+        )
         return other
 
     def forward_features(
         self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """Return (logits, features, buffers after the pass); the features are what the head's first layer gets, (B, …)."""
+        """Return (logits, features, buffers after the pass); the features are what the head's first
+        layer gets, (B, …).
+        """
         seen: list[Tensor] = []
 
         def look(head: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            seen.append(next(value for value in (*args, *named.values()) if isinstance(value, Tensor)))
+            seen.append(
+                next(value for value in (*args, *named.values()) if isinstance(value, Tensor))
+            )
 
         module = (self._train if train else self._eval).get_submodule(self.head)
         handle = module.register_forward_pre_hook(look, with_kwargs=True)
@@ -151,15 +200,29 @@ class Model:
         finally:
             handle.remove()
         if not seen:
-            raise ConfigError(f"model {self.name or 'given'} never calls its head {self.head!r}, so it has no features; name another layer")
+            raise ConfigError(
+                f"model {self.name or 'given'} never calls its head {self.head!r}, so it has no "
+                "features; name another layer"
+            )
         return logits, seen[-1].to(logits.dtype), buffers
 
     def forward_through(
-        self, params: Tensors, buffers: Tensors, x: Tensor, train: bool, layer: str, change: Callable[[Tensor, Tensor], Tensor],
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        x: Tensor,
+        train: bool,
+        layer: str,
+        change: Callable[[Tensor, Tensor], Tensor],
         mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensors]:  # fmt: skip
-        """Return what `forward` does, with the output of `layer` replaced by change(its input, its output)."""
-        module, dtype = (self._train if train else self._eval).get_submodule(layer), next(iter(params.values())).dtype
+    ) -> tuple[Tensor, Tensors]:
+        """Return what `forward` does, with the output of `layer` replaced by change(its input, its
+        output).
+        """
+        module, dtype = (
+            (self._train if train else self._eval).get_submodule(layer),
+            next(iter(params.values())).dtype,
+        )
 
         def replaced(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             with torch.autocast(out.device.type, enabled=False):
@@ -179,8 +242,14 @@ class Model:
     def nll(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return −log p(y|x) of each sample (B,)."""
         if logits.shape[-1] == 1:
-            return nn.functional.binary_cross_entropy_with_logits(logits[..., 0], y.to(logits.dtype), reduction="none")
-        return nll(logits, y) if self.stacked else nn.functional.cross_entropy(logits, y, reduction="none")
+            return nn.functional.binary_cross_entropy_with_logits(
+                logits[..., 0], y.to(logits.dtype), reduction="none"
+            )
+        return (
+            nll(logits, y)
+            if self.stacked
+            else nn.functional.cross_entropy(logits, y, reduction="none")
+        )
 
     def mean_nll(self, logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         """Return the mean of −log p(y|x) over the samples that the mask marks."""
@@ -206,10 +275,15 @@ class Model:
 
     @cached_property
     def unstackable(self) -> str | None:
-        """Return why networks of this kind cannot be trained as a stack, as far as its layers tell."""
+        """Return why networks of this kind cannot be trained as a stack,
+        as far as its layers tell.
+        """
         for name, module in self._train.named_modules():
             if isinstance(module, COUPLING) and type(module) not in MASKABLE:
-                return f"clients were trained one by one because layer {name!r} ({type(module).__name__}) cannot leave padding out"
+                return (
+                    f"clients were trained one by one because layer {name!r} "
+                    f"({type(module).__name__}) cannot leave padding out"
+                )
         return None
 
     @cached_property
@@ -218,32 +292,50 @@ class Model:
         names = set()
         for prefix, module in self._train.named_modules():
             if isinstance(module, NORMS):
-                for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                for name, _ in [
+                    *module.named_parameters(recurse=False),
+                    *module.named_buffers(recurse=False),
+                ]:
                     names.add(f"{prefix}.{name}" if prefix else name)
         return frozenset(names & {*trainable(self._train), *persistent(self._train)})
 
     @cached_property
     def head_layers(self) -> tuple[str, ...]:
-        """Return the layers of the head in the network's order: what was given, else an attribute called head, else the last Linear."""
+        """Return the layers of the head in the network's order: what was given, else an attribute
+        called head, else the last Linear.
+        """
         known = [name for name, _ in self._train.named_modules() if name]
         if self._head is not None:
             wanted = [self._head] if isinstance(self._head, str) else list(self._head)
             for name in wanted:
                 if name not in known:
                     close = difflib.get_close_matches(name, known, n=1)
-                    hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known) or 'no layers'}"
-                    raise ConfigError(f"model {self.name or 'given'} has no layer {name!r} for its head; {hint}")
+                    hint = (
+                        f"did you mean {close[0]!r}?"
+                        if close
+                        else f"it has {', '.join(known) or 'no layers'}"
+                    )
+                    raise ConfigError(
+                        f"model {self.name or 'given'} has no layer {name!r} for its head; {hint}"
+                    )
             return tuple(sorted(wanted, key=known.index))
         if isinstance(getattr(self._train, "head", None), nn.Module):
             return ("head",)
-        linears = [name for name, module in self._train.named_modules() if isinstance(module, nn.Linear) and name]
+        linears = [
+            name
+            for name, module in self._train.named_modules()
+            if isinstance(module, nn.Linear) and name
+        ]
         return tuple(linears[-1:])
 
     @cached_property
     def head(self) -> str:
         """Return the name of the head's first layer: its input is the features."""
         if not self.head_layers:
-            raise ConfigError(f"model {self.name or 'given'} has no head: no layer is called head or is a Linear; name one, e.g. head='fc'")
+            raise ConfigError(
+                f"model {self.name or 'given'} has no head: no layer is called head or is a "
+                "Linear; name one, e.g. head='fc'"
+            )
         return self.head_layers[0]
 
     @cached_property
@@ -259,12 +351,17 @@ class Model:
         if tied := sorted(set(inside) & set(outside)):
             first = tied[0]
             raise ConfigError(
-                f"layer {inside[first].rpartition('.')[0]!r} of the head shares {inside[first]!r} with {outside[first]!r}; "
-                "a head needs weights of its own: name another layer as head, or take a method without a head, e.g. fedmap"
+                f"layer {inside[first].rpartition('.')[0]!r} of the head shares {inside[first]!r} "
+                f"with {outside[first]!r}; "
+                "a head needs weights of its own: name another layer as head, or take a method "
+                "without a head, e.g. fedmap"
             )
         names = frozenset(inside) & frozenset(self.shapes)
         if not names:
-            raise ConfigError(f"the head {', '.join(layers)} has no trainable parameters; name another layer, e.g. head='classifier'")
+            raise ConfigError(
+                f"the head {', '.join(layers)} has no trainable parameters; name another layer, "
+                "e.g. head='classifier'"
+            )
         return names
 
     @cached_property
@@ -275,7 +372,11 @@ class Model:
     def tied(self) -> dict[str, str]:
         """Return the parameters that several layers share, each with another of its names."""
         everything = self._train.named_parameters(remove_duplicate=False)
-        return {self._canonical[id(value)]: name for name, value in everything if self._canonical[id(value)] != name}
+        return {
+            self._canonical[id(value)]: name
+            for name, value in everything
+            if self._canonical[id(value)] != name
+        }
 
     @cached_property
     def anatomy(self) -> Anatomy:
@@ -284,7 +385,9 @@ class Model:
             head = self.head_names
         except ConfigError:
             head = frozenset()
-        return Anatomy(tuple(trainable(self._train)), tuple(persistent(self._train)), self.norm_names, head)
+        return Anatomy(
+            tuple(trainable(self._train)), tuple(persistent(self._train)), self.norm_names, head
+        )
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -313,5 +416,7 @@ def persistent(module: nn.Module) -> Tensors:
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `value` in `dtype` if it is a floating-point tensor, else as it is (counters stay integers)."""
+    """Return `value` in `dtype` if it is a floating-point tensor, else as it is (counters stay
+    integers).
+    """
     return value.to(dtype) if value.is_floating_point() else value

@@ -1,4 +1,6 @@
-"""Personal models to take home: made from a client's state, saved with a card, loaded as plain torch modules."""
+"""Personal models to take home: made from a client's state, saved with a card, loaded as plain
+torch modules.
+"""
 
 from __future__ import annotations
 

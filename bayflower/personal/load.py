@@ -1,4 +1,6 @@
-"""A personal model from its files: a plain module with probabilities and, where the method is Bayesian, uncertainty."""
+"""A personal model from its files: a plain module with probabilities and, where the method is
+Bayesian, uncertainty.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ class Prediction(NamedTuple):
     mean: Tensor  # (N, C) class probabilities, averaged over the posterior
     std: Tensor  # (N, C) how far each of them is uncertain
     entropy: Tensor  # (N,) of the mean, in nats: all of the uncertainty
-    information: Tensor  # (N,) the part of it that comes from the weights, which more data would take away
+    # (N,) the part of it that comes from the weights, which more data would take away
+    information: Tensor
 
 
 class Personal(nn.Module):
-    """One client's own model. `forward` gives log-probabilities (N, C); `network` is the plain module inside."""
+    """One client's own model. `forward` gives log-probabilities (N, C); `network` is the plain
+    module inside.
+    """
 
     def __init__(self, ready: nn.Module, card: dict[str, Any], std: Tensors | None = None) -> None:
         super().__init__()
@@ -44,7 +49,9 @@ class Personal(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """Return the network, inputs prepared to logits; of a model loaded without its factory, inputs to probabilities."""
+        """Return the network, inputs prepared to logits; of a model loaded without its factory,
+        inputs to probabilities.
+        """
         return self.ready.network if isinstance(self.ready, Ready) else self.ready
 
     def train(self, mode: bool = True) -> Personal:
@@ -63,20 +70,27 @@ class Personal(nn.Module):
             return self.ready(x)  # type: ignore[no-any-return]
 
     def predict(self, x: Tensor, samples: int = 100, seed: int = 0) -> Prediction:
-        """Return mean and uncertainty of the class probabilities over the posterior of the weights; the draws follow from the seed."""
+        """Return mean and uncertainty of the class probabilities over the posterior of the weights;
+        the draws follow from the seed.
+        """
         if not self.names:
             raise BayflowerError(
-                f"{self.card['title']} ends with a point: this model has no posterior; predict_proba gives its probabilities"
+                f"{self.card['title']} ends with a point: this model has no posterior; "
+                "predict_proba gives its probabilities"
             )
         if not isinstance(self.ready, Ready):
-            raise ConfigError("predict needs the network itself; load it with load_personal(path, model=Net)")
+            raise ConfigError(
+                "predict needs the network itself; load it with load_personal(path, model=Net)"
+            )
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             draws = self._sampled if self.card["posterior"]["kind"] == "sampled" else self._linear
             probs = draws(self.ready.prepared(x), samples, generator)  # (S, N, C)
         mean = probs.mean(0)
         entropy = entropies(mean)
-        return Prediction(mean, probs.std(0), entropy, (entropy - entropies(probs).mean(0)).clamp(min=0))
+        return Prediction(
+            mean, probs.std(0), entropy, (entropy - entropies(probs).mean(0)).clamp(min=0)
+        )
 
     def _deviations(self) -> Tensors:
         return {name: getattr(self, f"std_{number}") for number, name in enumerate(self.names)}
@@ -86,12 +100,17 @@ class Personal(nn.Module):
         params = dict(self.network.named_parameters())
         found = []
         for _ in range(samples):
-            drawn = {name: params[name] + std * noise(std, generator) for name, std in self._deviations().items()}
+            drawn = {
+                name: params[name] + std * noise(std, generator)
+                for name, std in self._deviations().items()
+            }
             found.append(as_probabilities(functional_call(self.network, drawn, (x,))))
         return torch.stack(found)
 
     def _linear(self, x: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        """Return the probabilities for draws of the logits of the network made linear: N(f(x), J diag(std²) Jᵀ)."""
+        """Return the probabilities for draws of the logits of the network made linear: N(f(x), J
+        diag(std²) Jᵀ).
+        """
         known, stds = dict(self.network.named_parameters()), self._deviations()
         mean = {name: known[name].detach() for name in stds}
 
@@ -101,12 +120,17 @@ class Personal(nn.Module):
         found = []
         for part in x.split(AT_ONCE):
             slopes = vmap(jacrev(logits), in_dims=(None, 0))(mean, part)
-            wide = torch.cat([(slopes[name] * stds[name]).flatten(2) for name in stds], 2)  # (n, K, P)
+            # (n, K, P)
+            wide = torch.cat([(slopes[name] * stds[name]).flatten(2) for name in stds], 2)
             covariance = (wide @ wide.mT).double()
             tiny = 1e-9 * (1 + covariance.diagonal(dim1=1, dim2=2).mean(1))[:, None, None]
-            root = torch.linalg.cholesky(covariance + tiny * torch.eye(covariance.shape[1], dtype=torch.float64)).to(part.dtype)
+            root = torch.linalg.cholesky(
+                covariance + tiny * torch.eye(covariance.shape[1], dtype=torch.float64)
+            ).to(part.dtype)
             centre = self.network(part)
-            draws = torch.randn(samples, *centre.shape, generator=generator, dtype=torch.float64).to(centre)
+            draws = torch.randn(
+                samples, *centre.shape, generator=generator, dtype=torch.float64
+            ).to(centre)
             found.append(as_probabilities(centre + (root @ draws[..., None])[..., 0]))
         return torch.cat(found, 1)
 
@@ -124,31 +148,44 @@ def entropies(probs: Tensor) -> Tensor:
 def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None) -> Personal:
     """Return the personal model in a folder, in evaluation mode.
 
-    Our own networks are built again by name; yours by `model`, the factory it was trained with. Without it the exported
-    program (model.pt2) is used, where there is one: it has probabilities and no posterior.
+    Our own networks are built again by name; yours by `model`, the factory it was trained with.
+    Without it the exported program (model.pt2) is used, where there is one: it has probabilities
+    and no posterior.
     """
     folder = Path(path)
     if folder.name == "card.json":
         folder = folder.parent
     card = read_card(folder)
-    extras = tensors(folder / "extras.safetensors") if (folder / "extras.safetensors").exists() else {}
+    extras = (
+        tensors(folder / "extras.safetensors") if (folder / "extras.safetensors").exists() else {}
+    )
     recipe = card["network"]["recipe"]
     if model is None and recipe is None:
         return Personal(program(folder), card, below(extras, "std")).eval()
-    built = model if model is not None else build(recipe["name"], tuple(recipe["input_shape"]), recipe["num_classes"],
-                                                         recipe["features"]).factory  # fmt: skip
+    built = (
+        model
+        if model is not None
+        else build(
+            recipe["name"], tuple(recipe["input_shape"]), recipe["num_classes"], recipe["features"]
+        ).factory
+    )
     with torch.random.fork_rng(devices=[]):
         network = built()
     state = tensors(folder / "model.safetensors")
-    network.to(next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32))
+    network.to(
+        next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)
+    )
     try:
         network.load_state_dict(state)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"the network does not fit {folder / 'model.safetensors'}: {reason}; give the factory it was trained with"
+            f"the network does not fit {folder / 'model.safetensors'}: {reason}; give the factory "
+            "it was trained with"
         ) from None
-    return Personal(Ready(network.eval(), below(extras, "input")), card, below(extras, "std")).eval()
+    return Personal(
+        Ready(network.eval(), below(extras, "input")), card, below(extras, "std")
+    ).eval()
 
 
 def read_card(folder: Path) -> dict[str, Any]:
@@ -157,7 +194,9 @@ def read_card(folder: Path) -> dict[str, Any]:
     try:
         card = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); give the folder that `bayflower export` wrote") from None
+        raise ConfigError(
+            f"{path} cannot be read ({error}); give the folder that `bayflower export` wrote"
+        ) from None
     if not isinstance(card, dict) or card.get("format") != FORMAT:
         raise ConfigError(f"{path} is no card of a personal model of this version ({FORMAT})")
     return card
@@ -175,7 +214,10 @@ def program(folder: Path) -> nn.Module:
     """Return the exported program as a module."""
     path = folder / "model.pt2"
     if not path.exists():
-        raise ConfigError(f"{folder} holds a network that is not ours; load it with load_personal(path, model=Net)")
+        raise ConfigError(
+            f"{folder} holds a network that is not ours; load it with load_personal(path, "
+            "model=Net)"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its own future
         return torch.export.load(path).module()  # type: ignore[no-any-return]

@@ -1,9 +1,12 @@
-"""From a client's state to files: the network that `predict` uses, its card, and formats that need nothing of ours.
+"""From a client's state to files: the network that `predict` uses, its card, and formats that need
+nothing of ours.
 
 model.safetensors    the network's state_dict, by your network's own names
-extras.safetensors   how inputs are prepared (input/median, input/mean, input/std) and deviations of weights (std/NAME), if there are any
+extras.safetensors   how inputs are prepared (input/median, input/mean, input/std) and deviations of
+                     weights (std/NAME), if there are any
 card.json            method, data in summary, metrics, calibration, how to load
-model.pt2            torch.export: inputs to class probabilities, any number of samples (where asked for and possible)
+model.pt2            torch.export: inputs to class probabilities, any number of samples (where asked
+                     for and possible)
 model.onnx           the same for ONNX
 """
 
@@ -33,11 +36,15 @@ from .posterior import Posterior, posterior
 log = logging.getLogger("bayflower")
 FORMAT = "bayflower-personal-1"
 FORMATS = ("safetensors", "pt2", "onnx")
-TRY = 5  # samples with which an exported file is tried; not a number that appears elsewhere in a network's shapes
+# samples with which an exported file is tried; not a number that appears elsewhere in a network's
+# shapes
+TRY = 5
 
 
 class Kept(NamedTuple):
-    """A client at the end: everything its personal model follows from. `state` is the adapted one, that predictions are made with."""
+    """A client at the end: everything its personal model follows from. `state` is the adapted one,
+    that predictions are made with.
+    """
 
     method: str
     half: ClientHalf
@@ -84,11 +91,15 @@ def as_probabilities(logits: Tensor) -> Tensor:
 
 
 def numbers(half: ClientHalf, state: Any, broadcast: Any, x: Tensor) -> tuple[Tensors, Tensors]:
-    """Return (parameters, buffers) of the personal model: those that `predict` passes through the network."""
+    """Return (parameters, buffers) of the personal model: those that `predict` passes through the
+    network.
+    """
     seen: list[Tensors] = []
     model, watching = copy(half.model), copy(half)
 
-    def forward(params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensors]:
+    def forward(
+        params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensors]:
         seen.append({**params, **buffers})
         return half.model.forward(params, buffers, x, train, mask)
 
@@ -97,9 +108,13 @@ def numbers(half: ClientHalf, state: Any, broadcast: Any, x: Tensor) -> tuple[Te
     with torch.no_grad():
         watching.predict("personal", state, broadcast, x, {})
     if len(seen) != 1:
-        raise BayflowerError(f"the personal model is {len(seen)} networks, not one; it cannot be exported")
+        raise BayflowerError(
+            f"the personal model is {len(seen)} networks, not one; it cannot be exported"
+        )
     names = half.model.shapes
-    return {name: seen[0][name] for name in names}, {name: value for name, value in seen[0].items() if name not in names}
+    return {name: seen[0][name] for name in names}, {
+        name: value for name, value in seen[0].items() if name not in names
+    }
 
 
 def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) -> dict[str, Any]:
@@ -110,10 +125,20 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
     half, train = kept.half, kept.data.train
     params, buffers = numbers(half, kept.state, kept.broadcast, train.x[:1])
     network = half.model.module(params, buffers).eval().cpu()
-    scaling = {name: torch.as_tensor(value) for name, value in kept.scaling._asdict().items()} if kept.scaling else {}
+    scaling = (
+        {name: torch.as_tensor(value) for name, value in kept.scaling._asdict().items()}
+        if kept.scaling
+        else {}
+    )
     found = posterior(kept.method, half, params, buffers, kept.broadcast, train)
-    made = card(kept, found, {name: list(value.shape) for name, value in network.state_dict().items()})
-    save_tensors(folder / "model.safetensors", dict(network.state_dict()), {"format": FORMAT, "method": kept.method})
+    made = card(
+        kept, found, {name: list(value.shape) for name, value in network.state_dict().items()}
+    )
+    save_tensors(
+        folder / "model.safetensors",
+        dict(network.state_dict()),
+        {"format": FORMAT, "method": kept.method},
+    )
     extras = {f"input/{name}": value for name, value in scaling.items()}
     extras |= {f"std/{name}": value for name, value in (found.std if found else {}).items()}
     (folder / "extras.safetensors").unlink(missing_ok=True)
@@ -133,29 +158,74 @@ def card(kept: Kept, found: Posterior | None, shapes: dict[str, list[int]]) -> d
     half, (train, test), row = kept.half, kept.data, methods.get(kept.method)
     tally = kept.tally
     if tally is None and len(test.y):
-        tally = solo.test(half, kept.state, kept.broadcast, test, seed=kept.seed, client=kept.client, round=kept.round)["personal"]
+        tally = solo.test(
+            half,
+            kept.state,
+            kept.broadcast,
+            test,
+            seed=kept.seed,
+            client=kept.client,
+            round=kept.round,
+        )["personal"]
     summary = metrics.summarise({kept.client: tally}) if tally is not None else None
     classes = half.model.num_classes
-    result = {key: summary[key] for key in ("num_examples", "accuracy", "balanced_accuracy", "nll")} if summary else None
-    calibration = {key: summary[key] for key in ("ece", "ece_allclass", "mce", "reliability")} if summary else None
+    result = (
+        {key: summary[key] for key in ("num_examples", "accuracy", "balanced_accuracy", "nll")}
+        if summary
+        else None
+    )
+    calibration = (
+        {key: summary[key] for key in ("ece", "ece_allclass", "mce", "reliability")}
+        if summary
+        else None
+    )
     return {
-        "format": FORMAT, "bayflower": __version__, "method": kept.method, "title": row.title, "paper": row.paper, "client": kept.client,
-        "round": kept.round, "seed": kept.seed, "never_trained": kept.new, "model": half.views()["personal"],
-        "network": {"name": half.model.name, "recipe": half.model.recipe or None, "num_classes": classes, "state": shapes,
-                    "input_shape": list(train.x.shape[1:]), "input_dtype": str(train.x.dtype).removeprefix("torch.")},
-        "inputs": "raw rows; missing values are NaN" if kept.scaling else "as the network was trained on them",
-        "data": {"dataset": kept.dataset or None, "num_train": len(train.y), "num_test": len(test.y),
-                 "train_per_class": torch.bincount(train.y, minlength=classes).tolist()},
-        "metrics": result, "calibration": calibration,
-        "posterior": {"kind": found.kind, "origin": found.origin, "parameters": sorted(found.std)} if found else None,
-        "load": {"with bayflower": "bayflower.load_personal(folder)  # model=Net for a network of your own",
-                 "without": "net.load_state_dict(safetensors.torch.load_file('model.safetensors')); net.eval()"},
+        "format": FORMAT,
+        "bayflower": __version__,
+        "method": kept.method,
+        "title": row.title,
+        "paper": row.paper,
+        "client": kept.client,
+        "round": kept.round,
+        "seed": kept.seed,
+        "never_trained": kept.new,
+        "model": half.views()["personal"],
+        "network": {
+            "name": half.model.name,
+            "recipe": half.model.recipe or None,
+            "num_classes": classes,
+            "state": shapes,
+            "input_shape": list(train.x.shape[1:]),
+            "input_dtype": str(train.x.dtype).removeprefix("torch."),
+        },
+        "inputs": "raw rows; missing values are NaN"
+        if kept.scaling
+        else "as the network was trained on them",
+        "data": {
+            "dataset": kept.dataset or None,
+            "num_train": len(train.y),
+            "num_test": len(test.y),
+            "train_per_class": torch.bincount(train.y, minlength=classes).tolist(),
+        },
+        "metrics": result,
+        "calibration": calibration,
+        "posterior": {"kind": found.kind, "origin": found.origin, "parameters": sorted(found.std)}
+        if found
+        else None,
+        "load": {
+            "with bayflower": "bayflower.load_personal(folder)  # model=Net for a network of your "
+            "own",
+            "without": "net.load_state_dict(safetensors.torch.load_file('model.safetensors')); "
+            "net.eval()",
+        },
         "files": {"safetensors": "model.safetensors"},
-    }  # fmt: skip
+    }
 
 
 def exported(path: Path, ready: Ready, example: Tensor, kind: str) -> str:
-    """Return the file's name after it was written and gave the same probabilities, or why it could not be."""
+    """Return the file's name after it was written and gave the same probabilities, or why it could
+    not be.
+    """
     ready = ready.eval()
     if len(example) < 2:
         return "not written: it takes two samples to make one"
@@ -173,11 +243,14 @@ def exported(path: Path, ready: Ready, example: Tensor, kind: str) -> str:
                 got = torch.as_tensor(to_onnx(part, program, example))
             want = ready(example[:1])
         if not torch.allclose(got, want, atol=1e-5):
-            raise BayflowerError(f"it gives other probabilities, by up to {float((got - want).abs().max()):.1e}")
+            raise BayflowerError(
+                f"it gives other probabilities, by up to {float((got - want).abs().max()):.1e}"
+            )
         part.replace(path)
     except ImportError as error:
         return f"not written: {error.name} is not installed; pip install 'bayflower[onnx]'"
-    except Exception as error:  # whatever a network does that cannot be exported: the other files are still good
+    # whatever a network does that cannot be exported: the other files are still good
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         log.warning("%s was not written: %s", path, reason)
         return f"not written: {type(error).__name__}: {reason}"
@@ -193,7 +266,14 @@ def to_onnx(path: Path, program: Any, example: Tensor) -> Any:
 
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     torch.onnx.export(
-        program, (), str(path), input_names=["x"], output_names=["probabilities"], dynamo=True, external_data=False, verbose=False
+        program,
+        (),
+        str(path),
+        input_names=["x"],
+        output_names=["probabilities"],
+        dynamo=True,
+        external_data=False,
+        verbose=False,
     )
     session = onnxruntime.InferenceSession(str(path))
     return session.run(None, {session.get_inputs()[0].name: example[:1].numpy()})[0]

@@ -1,4 +1,6 @@
-"""Personal models from the folder of a run: of a client that took part, or of a new one with data of its own."""
+"""Personal models from the folder of a run: of a client that took part, or of a new one with data
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -35,37 +37,68 @@ def open_run(folder: Path, data_dir: str = "") -> Opened:
     """Return the run in `folder`; its data are made again from its settings."""
     found = checkpoint.read(folder)
     if found is None:
-        raise ConfigError(f"{folder} has no {checkpoint.FILE}; give the --out of a run with checkpoint_every above 0")
+        raise ConfigError(
+            f"{folder} has no {checkpoint.FILE}; give the --out of a run with checkpoint_every "
+            "above 0"
+        )
     changes = {"device": "cpu", **({"data_dir": data_dir} if data_dir else {})}
     config = {key: value for key, value in found.config.items() if key != "method"}
     run = parse(found.config["method"], {**config, **changes})
     federation = load_federation(run.data, run.settings.seed)
     halves = make_halves(run, federation.input_shape, federation.num_classes)
-    return Opened(folder, run, halves, found, checkpoint.server_state(found, halves.server.state_type))
+    return Opened(
+        folder, run, halves, found, checkpoint.server_state(found, halves.server.state_type)
+    )
 
 
-def export(folder: Path, client: int, into: Path, formats: Sequence[str] = ("safetensors", "pt2"), data_dir: str = "") -> dict[str, Any]:
-    """Write the personal model that `client` had at the end of the run in `folder`; return its card."""
+def export(
+    folder: Path,
+    client: int,
+    into: Path,
+    formats: Sequence[str] = ("safetensors", "pt2"),
+    data_dir: str = "",
+) -> dict[str, Any]:
+    """Write the personal model that `client` had at the end of the run in `folder`; return its
+    card.
+    """
     opened = open_run(folder, data_dir)
     settings, seed = opened.run.data, opened.run.settings.seed
     data = load_client(settings, seed, client)
     samples = solo.samples(data, torch.device("cpu"), opened.run.settings.torch_dtype())
     new = client >= settings.num_clients
     state = None if new else client_state(opened, client)
-    return keep(into, kept(opened, client, samples, state, client_scaling(settings, seed, client), settings.dataset), formats)
+    return keep(
+        into,
+        kept(
+            opened, client, samples, state, client_scaling(settings, seed, client), settings.dataset
+        ),
+        formats,
+    )
 
 
 def personalise(
-    folder: Path, data: Path, into: Path, formats: Sequence[str] = ("safetensors", "pt2"), test_fraction: float = 0.2, data_dir: str = ""
+    folder: Path,
+    data: Path,
+    into: Path,
+    formats: Sequence[str] = ("safetensors", "pt2"),
+    test_fraction: float = 0.2,
+    data_dir: str = "",
 ) -> dict[str, Any]:
-    """Write a personal model for a new client whose samples are in the .npz file `data`, as the method defines it; return its card."""
+    """Write a personal model for a new client whose samples are in the .npz file `data`, as the
+    method defines it; return its card.
+    """
     if not 0 <= test_fraction < 1:
-        raise ConfigError(f"test_fraction must be in [0, 1), got {test_fraction}; 0 tests on nothing")
+        raise ConfigError(
+            f"test_fraction must be in [0, 1), got {test_fraction}; 0 tests on nothing"
+        )
     opened = open_run(folder, data_dir)
     source, client = read_npz(data), opened.run.data.total_clients
     classes = opened.halves.model.num_classes
     if int(source.y.max()) >= classes:
-        raise ConfigError(f"{data} has label {int(source.y.max())}; the federation's models know {classes} classes, 0…{classes - 1}")
+        raise ConfigError(
+            f"{data} has label {int(source.y.max())}; the federation's models know {classes} "
+            f"classes, 0…{classes - 1}"
+        )
     order = rng(opened.run.settings.seed, "personalise", client).permutation(len(source.y))
     cut = int(test_fraction * len(order) + 0.5)
     if source.test is not None and source.test.any() and not source.test.all():
@@ -78,38 +111,77 @@ def personalise(
 
     def batch(rows: Any) -> Batch:
         x = source.samples(rows)
-        return batch_of(torch.as_tensor(known.apply(x) if known else x).to(dtype), torch.as_tensor(source.y[rows]))
+        return batch_of(
+            torch.as_tensor(known.apply(x) if known else x).to(dtype),
+            torch.as_tensor(source.y[rows]),
+        )
 
     samples = solo.Samples(batch(parts[0]), batch(parts[1]))
     shape = tuple(samples.train.x.shape[1:])
     wanted = tuple(opened.halves.model.recipe["input_shape"])
     if shape != wanted:
-        raise ConfigError(f"{data} has samples of shape {shape}; the federation's models take {wanted}")
+        raise ConfigError(
+            f"{data} has samples of shape {shape}; the federation's models take {wanted}"
+        )
     return keep(into, kept(opened, client, samples, None, known, source.name), formats)
 
 
-def kept(opened: Opened, client: int, samples: solo.Samples, state: Tensors | None, known: Scaling | None, dataset: str) -> Kept:
-    """Return the client at the end, adapted as the method does it for a trained client, or for one that never trained (no state)."""
+def kept(
+    opened: Opened,
+    client: int,
+    samples: solo.Samples,
+    state: Tensors | None,
+    known: Scaling | None,
+    dataset: str,
+) -> Kept:
+    """Return the client at the end, adapted as the method does it for a trained client, or for one
+    that never trained (no state).
+    """
     server, half, _, initial = opened.halves
     settings, round = opened.run.settings, opened.checkpoint.round
-    broadcast = half.unpack(server.broadcast_type, dict(server.pack(server.broadcast(opened.server, client))))
+    broadcast = half.unpack(
+        server.broadcast_type, dict(server.pack(server.broadcast(opened.server, client)))
+    )
     before = half.init(*initial) if state is None else unflatten(half.state_type, state)
     keys: dict[str, Any] = {"seed": settings.seed, "client": client, "round": round}
     with solo.one_thread():
-        adapted = solo.adapt(half, before, broadcast, samples.train, "new" if state is None else "finetune", **keys)
-    return Kept(opened.run.method, half, adapted, broadcast, samples, **keys, new=state is None, scaling=known, dataset=dataset)
+        adapted = solo.adapt(
+            half, before, broadcast, samples.train, "new" if state is None else "finetune", **keys
+        )
+    return Kept(
+        opened.run.method,
+        half,
+        adapted,
+        broadcast,
+        samples,
+        **keys,
+        new=state is None,
+        scaling=known,
+        dataset=dataset,
+    )
 
 
 def client_state(opened: Opened, client: int) -> Tensors:
-    """Return what a client kept: in the checkpoint, in the fused engine's files, or in the client's own under `state`."""
+    """Return what a client kept: in the checkpoint, in the fused engine's files, or in the client's
+    own under `state`.
+    """
     found, half = opened.checkpoint, opened.halves.client
     if client in found.clients:
         return found.clients[client]
     if (opened.folder / "states").is_dir():
-        bank = DiskBank(opened.folder / "states", half.init(*opened.halves.initial), torch.device("cpu"), 10**8)
+        bank = DiskBank(
+            opened.folder / "states", half.init(*opened.halves.initial), torch.device("cpu"), 10**8
+        )
         return flatten(take(bank.take([client]), 0))
-    saved = [one for one in DiskStore(opened.folder / "state").load(found.run, client) if one.round <= found.round]
+    saved = [
+        one
+        for one in DiskStore(opened.folder / "state").load(found.run, client)
+        if one.round <= found.round
+    ]
     if not saved:
         where = opened.folder / "state" / found.run / f"client-{client}"
-        raise ConfigError(f"the state of client {client} is not in {where}; on a machine of its own the client saves its model itself")
+        raise ConfigError(
+            f"the state of client {client} is not in {where}; on a machine of its own the client "
+            "saves its model itself"
+        )
     return saved[0].state

@@ -19,12 +19,17 @@ FEATURES = ("auto", "all", "none")
 
 
 def write_report(
-    folders: Sequence[Path], file: Path, features: str = "auto", data_dir: str = "", say: Callable[[str], None] = lambda text: None
+    folders: Sequence[Path],
+    file: Path,
+    features: str = "auto",
+    data_dir: str = "",
+    say: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Write the report of the runs in `folders` to `file`; return how many runs it shows."""
     if file.is_dir() or not file.parent.exists():
         raise ConfigError(
-            f"{file} cannot be written: {'it is a folder' if file.is_dir() else f'{file.parent} does not exist'}; name a file"
+            f"{file} cannot be written: "
+            f"{'it is a folder' if file.is_dir() else f'{file.parent} does not exist'}; name a file"
         )
     if features not in FEATURES:
         raise ConfigError(f"features must be one of {', '.join(FEATURES)}, got {features!r}")
@@ -61,7 +66,12 @@ def made(groups: Sequence[Group], features: str, data_dir: str, say: Callable[[s
 
 
 def sections_of(
-    some: Sequence[Group], head: str, more: str, features: str, data_dir: str, say: Callable[[str], None]
+    some: Sequence[Group],
+    head: str,
+    more: str,
+    features: str,
+    data_dir: str,
+    say: Callable[[str], None],
 ) -> list[tuple[str, str]]:
     """Return the sections of groups that share their data."""
     states, notes = special.from_states(some, features, say, data_dir)
@@ -76,20 +86,33 @@ def sections_of(
         (f"{head}Calibration{more}", page.figures(figures.reliability(some))),
         (f"{head}What the methods show{more}", page.figures(shown) + text),
         (f"{head}Bytes and seconds{more}", page.figures(figures.costs(some))),
-        (f"{head}The partition{more}", page.figures([figures.partition(some[0].runs[0], class_counts(some[0].runs[0], data_dir))])),
+        (
+            f"{head}The partition{more}",
+            page.figures(
+                [figures.partition(some[0].runs[0], class_counts(some[0].runs[0], data_dir))]
+            ),
+        ),
     ]
 
 
 def class_counts(run: Found, data_dir: str = "") -> list[list[int]] | None:
-    """Return the training samples of each client by class, made again from the run's settings; None where the data are not at hand."""
+    """Return the training samples of each client by class, made again from the run's settings; None
+    where the data are not at hand.
+    """
     config = {key: value for key, value in run.result["config"].items() if key != "method"}
     try:
-        settings = parse(run.result["method"], {**config, "device": "cpu", **({"data_dir": data_dir} if data_dir else {})})
+        settings = parse(
+            run.result["method"],
+            {**config, "device": "cpu", **({"data_dir": data_dir} if data_dir else {})},
+        )
         federation = load_federation(settings.data, settings.settings.seed)
     except (BayflowerError, OSError, KeyError):
         return None
-    if [len(data.y_train) for data in federation.clients] != list(run.result["partition"].get("train_sizes", []))[
-        : len(federation.clients)
-    ]:
+    if [len(data.y_train) for data in federation.clients] != list(
+        run.result["partition"].get("train_sizes", [])
+    )[: len(federation.clients)]:
         return None  # other data under the same name
-    return [np.bincount(data.y_train, minlength=federation.num_classes).tolist() for data in federation.clients]
+    return [
+        np.bincount(data.y_train, minlength=federation.num_classes).tolist()
+        for data in federation.clients
+    ]

@@ -1,4 +1,6 @@
-"""Runs for a report: read from their folders, checked, and put into groups that differ by nothing but the seed."""
+"""Runs for a report: read from their folders, checked, and put into groups that differ by nothing
+but the seed.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,31 @@ from ..errors import ConfigError
 
 FILE = "result.json"
 NEEDED = ("method", "dataset", "partition", "seed", "config", "rounds", "final")
-ALIKE = ("seed", "device", "data_dir", "download", "checkpoint_every", "max_fused", "cuda_graphs", "client_states", "stacking")
-DATA = ("dataset", "partition", "beta", "num_clients", "new_clients", "keep", "test_fraction", "scenario", "classes_per_client",
-        "samples_per_client", "major_classes", "minor_share")  # fmt: skip
+ALIKE = (
+    "seed",
+    "device",
+    "data_dir",
+    "download",
+    "checkpoint_every",
+    "max_fused",
+    "cuda_graphs",
+    "client_states",
+    "stacking",
+)
+DATA = (
+    "dataset",
+    "partition",
+    "beta",
+    "num_clients",
+    "new_clients",
+    "keep",
+    "test_fraction",
+    "scenario",
+    "classes_per_client",
+    "samples_per_client",
+    "major_classes",
+    "minor_share",
+)
 
 
 @dataclass(frozen=True)
@@ -59,16 +83,23 @@ class Group:
         found = [value for run in self.runs if (value := pick(run.result)) is not None]
         return statistics.fmean(found) if found else None
 
-    def curve(self, pick: Callable[[dict[str, Any]], float | None]) -> list[tuple[float, float, float, float]]:
+    def curve(
+        self, pick: Callable[[dict[str, Any]], float | None]
+    ) -> list[tuple[float, float, float, float]]:
         """Return (round, mean, lowest, highest) over seeds of what `pick` finds in a round."""
         by_round: dict[int, list[float]] = {}
         for run in self.runs:
             for record in run.result["rounds"]:
                 if (value := pick(record)) is not None:
                     by_round.setdefault(int(record["round"]), []).append(float(value))
-        return [(round, statistics.fmean(values), min(values), max(values)) for round, values in sorted(by_round.items())]
+        return [
+            (round, statistics.fmean(values), min(values), max(values))
+            for round, values in sorted(by_round.items())
+        ]
 
-    def by_client(self, key: str = "accuracy", view: str = "personal") -> dict[tuple[int, int], float]:
+    def by_client(
+        self, key: str = "accuracy", view: str = "personal"
+    ) -> dict[tuple[int, int], float]:
         """Return a number of each client, by (seed, client)."""
         found = {}
         for run in self.runs:
@@ -97,10 +128,15 @@ def load(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({str(error).splitlines()[0]}); run it again or leave it out") from None
+        raise ConfigError(
+            f"{path} cannot be read as JSON ({str(error).splitlines()[0]}); run it again or leave "
+            "it out"
+        ) from None
     if not isinstance(result, dict) or (missing := [key for key in NEEDED if key not in result]):
         lacks = f"it lacks {missing[0]!r}" if isinstance(result, dict) else "it is no object"
-        raise ConfigError(f"{path} is no result of a run: {lacks}; docs/results-file.md says what one holds")
+        raise ConfigError(
+            f"{path} is no result of a run: {lacks}; docs/results-file.md says what one holds"
+        )
     if not isinstance(result["final"].get("personal"), dict) or not result["rounds"]:
         raise ConfigError(f"{path} has no test of the personal models; the run did not finish")
     return result
@@ -111,29 +147,62 @@ def group(runs: Sequence[Found]) -> list[Group]:
     sets: dict[str, list[Found]] = {}
     for run in runs:
         config = {key: value for key, value in run.result["config"].items() if key not in ALIKE}
-        sets.setdefault(json.dumps([run.result["dataset"], run.result["engine"], config], sort_keys=True), []).append(run)
+        sets.setdefault(
+            json.dumps([run.result["dataset"], run.result["engine"], config], sort_keys=True), []
+        ).append(run)
     members = [sorted(some, key=lambda run: run.seed) for some in sets.values()]
     groups = []
     for some in members:
         once = {run.seed: run for run in some}  # the same run in two folders counts once
-        others = [other for other in members if other is not some and other[0].result["method"] == some[0].result["method"]]
-        groups.append(Group(title(some[0].result, [other[0].result for other in others]), tuple(once.values())))
+        others = [
+            other
+            for other in members
+            if other is not some and other[0].result["method"] == some[0].result["method"]
+        ]
+        groups.append(
+            Group(
+                title(some[0].result, [other[0].result for other in others]), tuple(once.values())
+            )
+        )
     known = list(methods.METHODS)
-    return sorted(groups, key=lambda one: (str(one.first["dataset"]), known.index(one.method) if one.method in known else 99, one.title))
+    return sorted(
+        groups,
+        key=lambda one: (
+            str(one.first["dataset"]),
+            known.index(one.method) if one.method in known else 99,
+            one.title,
+        ),
+    )
 
 
 def title(result: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
     """Return the method's title and the settings in which it differs from the others."""
     row = methods.METHODS.get(result["method"])
-    name = row.title.replace("PFed", "pFed") if row else str(result["method"])  # titles are names of classes
-    differ = sorted({key for other in others for key in {*result["config"], *other["config"]} - set(ALIKE)
-                     if result["config"].get(key) != other["config"].get(key)})  # fmt: skip
+    # titles are names of classes
+    name = row.title.replace("PFed", "pFed") if row else str(result["method"])
+    differ = sorted(
+        {
+            key
+            for other in others
+            for key in {*result["config"], *other["config"]} - set(ALIKE)
+            if result["config"].get(key) != other["config"].get(key)
+        }
+    )
     if not differ:
-        return name if all(other["engine"] == result["engine"] for other in others) else f"{name} ({result['engine']})"
+        return (
+            name
+            if all(other["engine"] == result["engine"] for other in others)
+            else f"{name} ({result['engine']})"
+        )
     said = ", ".join(f"{key}={result['config'].get(key)}" for key in differ[:3])
     return f"{name} ({said})"
 
 
 def same_data(a: Group, b: Group) -> bool:
-    """Return whether two groups were given the same clients, so that client k of one is client k of the other."""
-    return all(a.first["config"].get(key) == b.first["config"].get(key) for key in DATA) and a.first["dataset"] == b.first["dataset"]
+    """Return whether two groups were given the same clients, so that client k of one is client k of
+    the other.
+    """
+    return (
+        all(a.first["config"].get(key) == b.first["config"].get(key) for key in DATA)
+        and a.first["dataset"] == b.first["dataset"]
+    )

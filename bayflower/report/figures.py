@@ -1,4 +1,6 @@
-"""The figures every method has: curves, clients, fairness, calibration, the partition, bytes and seconds."""
+"""The figures every method has: curves, clients, fairness, calibration, the partition, bytes and
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +39,59 @@ def curves(groups: Sequence[Group]) -> list[Figure]:
 
     wanted = [
         ("Accuracy over rounds", "accuracy, %", of("personal", "accuracy", 100.0), (0.0, 100.0)),
-        ("Loss of the personal models over rounds", "−log p(y), nats", of("personal", "nll"), (0.0, None)),
-        ("Training loss over rounds", "local objective", lambda record: record.get("train_loss"), (None, None)),
+        (
+            "Loss of the personal models over rounds",
+            "−log p(y), nats",
+            of("personal", "nll"),
+            (0.0, None),
+        ),
+        (
+            "Training loss over rounds",
+            "local objective",
+            lambda record: record.get("train_loss"),
+            (None, None),
+        ),
     ]
     found = []
     for heading, y_title, pick, limits in wanted:
         lines = [(group.title, group.curve(pick)) for group in groups[:SHOWN]]
         if not any(points for _, points in lines):
             continue
-        words = "Mean over seeds; the band is the range of the seeds." if any(len(group.runs) > 1 for group in groups) else "One seed."
+        words = (
+            "Mean over seeds; the band is the range of the seeds."
+            if any(len(group.runs) > 1 for group in groups)
+            else "One seed."
+        )
         if heading.startswith("Accuracy"):
-            words += " Personal models on the clients' own test data, at the rounds that were tested."
-        found.append(Figure(heading, lines_over_rounds(heading, lines, y_title, limits).svg(), words, legend([name for name, _ in lines])))
+            words += (
+                " Personal models on the clients' own test data, at the rounds that were tested."
+            )
+        found.append(
+            Figure(
+                heading,
+                lines_over_rounds(heading, lines, y_title, limits).svg(),
+                words,
+                legend([name for name, _ in lines]),
+            )
+        )
     return found
 
 
 def lines_over_rounds(
-    name: str, lines: Sequence[tuple[str, list[tuple[float, float, float, float]]]], y_title: str,
+    name: str,
+    lines: Sequence[tuple[str, list[tuple[float, float, float, float]]]],
+    y_title: str,
     limits: tuple[float | None, float | None] = (None, None),
-) -> Chart:  # fmt: skip
+) -> Chart:
     """Return a chart of (round, mean, low, high), a line a title."""
     rounds = [point[0] for _, points in lines for point in points]
     values = [value for _, points in lines for point in points for value in point[1:]]
     chart = Chart(
-        name, (min(rounds), max(rounds)), around(values, least=limits[0], most=limits[1]), x_title="round", y_title=y_title
+        name,
+        (min(rounds), max(rounds)),
+        around(values, least=limits[0], most=limits[1]),
+        x_title="round",
+        y_title=y_title,
     ).axes()
     for series, (_, points) in enumerate(lines):
         chart.band([(x, low, high) for x, _, low, high in points], series)
@@ -71,23 +102,46 @@ def lines_over_rounds(
 
 
 def clients(groups: Sequence[Group]) -> list[Figure]:
-    """Return every client's accuracy by method, and its gain over training alone where that was run."""
+    """Return every client's accuracy by method, and its gain over training alone where that was
+    run.
+    """
     some = [group for group in groups[:SHOWN] if group.by_client()]
     if not some:
         return []
     means = [mean_by_client(group) for group in some]
     base = means[0]
     order = sorted(base, key=lambda client: (base[client], client))
-    chart = Chart("accuracy of each client", (-0.5, len(order) - 0.5), around([100 * v for m in means for v in m.values()], most=100.0),
-                  x_title=f"client, by the accuracy with {some[0].title}", y_title="accuracy, %", width=1120.0)  # fmt: skip
+    chart = Chart(
+        "accuracy of each client",
+        (-0.5, len(order) - 0.5),
+        around([100 * v for m in means for v in m.values()], most=100.0),
+        x_title=f"client, by the accuracy with {some[0].title}",
+        y_title="accuracy, %",
+        width=1120.0,
+    )
     chart.axes(x_names=[str(client) for client in order])
     for series, (group, mean) in enumerate(zip(some, means, strict=True)):
         for place, client in enumerate(order):
             if client in mean:
                 shift = (series - (len(some) - 1) / 2) * 0.6 / max(len(some), 1)
-                chart.point(place + shift, 100 * mean[client], series, f"{group.title}, client {client}: {100 * mean[client]:.1f} %")
-    words = "Personal models on each client's own test data after the last round" + (", mean over seeds." if len(some[0].runs) > 1 else ".")
-    found = [Figure("Accuracy of each client", chart.svg(), words, legend([group.title for group in some], lines=False), wide=True)]
+                chart.point(
+                    place + shift,
+                    100 * mean[client],
+                    series,
+                    f"{group.title}, client {client}: {100 * mean[client]:.1f} %",
+                )
+    words = "Personal models on each client's own test data after the last round" + (
+        ", mean over seeds." if len(some[0].runs) > 1 else "."
+    )
+    found = [
+        Figure(
+            "Accuracy of each client",
+            chart.svg(),
+            words,
+            legend([group.title for group in some], lines=False),
+            wide=True,
+        )
+    ]
     return found + gains(groups)
 
 
@@ -114,33 +168,60 @@ def gains(groups: Sequence[Group]) -> list[Figure]:
         if not by_client:
             continue
         mean = sorted((statistics.fmean(values), client) for client, values in by_client.items())
-        chart = Chart(f"gain of {group.title} over local training", (-0.5, len(mean) - 0.5), around([v for v, _ in mean] + [0.0]),
-                      x_title="clients, by gain", y_title="points of accuracy")  # fmt: skip
+        chart = Chart(
+            f"gain of {group.title} over local training",
+            (-0.5, len(mean) - 0.5),
+            around([v for v, _ in mean] + [0.0]),
+            x_title="clients, by gain",
+            y_title="points of accuracy",
+        )
         chart.axes(x_names=[str(client) for _, client in mean])
         for place, (value, client) in enumerate(mean):
-            chart.bar(place - 0.4, place + 0.4, 0.0, value, series, f"client {client}: {value:+.1f} points")
+            chart.bar(
+                place - 0.4,
+                place + 0.4,
+                0.0,
+                value,
+                series,
+                f"client {client}: {value:+.1f} points",
+            )
         chart.rule(-0.5, 0.0, len(mean) - 0.5, 0.0)
         better = sum(value > 0 for value, _ in mean)
         average = statistics.fmean(value for value, _ in mean)
-        words = f"{better} of {len(mean)} clients are better off than with their own data alone; mean {average:+.1f} points."
+        words = (
+            f"{better} of {len(mean)} clients are better off than with their own data alone; "
+            f"mean {average:+.1f} points."
+        )
         found.append(Figure(f"Gain over local training: {group.title}", chart.svg(), words))
     return found
 
 
 def fairness(groups: Sequence[Group]) -> list[Figure]:
     """Return how the clients' accuracies are spread, a box a method."""
-    some = [(group, sorted(100 * value for value in group.by_client().values())) for group in groups[: 2 * SHOWN]]
+    some = [
+        (group, sorted(100 * value for value in group.by_client().values()))
+        for group in groups[: 2 * SHOWN]
+    ]
     some = [(group, values) for group, values in some if values]
     if not some:
         return []
     left = 20.0 + 6.6 * max(len(group.title) for group, _ in some)
     span = around([value for _, values in some for value in values], most=100.0)
-    chart = Chart("spread of the clients' accuracies", span, (-0.6, len(some) - 0.4),
-                  x_title="accuracy, %", left=min(left, 260.0), height=60.0 + 34.0 * len(some))  # fmt: skip
+    chart = Chart(
+        "spread of the clients' accuracies",
+        span,
+        (-0.6, len(some) - 0.4),
+        x_title="accuracy, %",
+        left=min(left, 260.0),
+        height=60.0 + 34.0 * len(some),
+    )
     chart.axes(y_names=[group.title for group, _ in some])
     for series, (group, values) in enumerate(some):
         low, first, middle, third, high = quantiles(values)
-        text = f"{group.title}: lowest {low:.1f}, quartiles {first:.1f}, {middle:.1f}, {third:.1f}, highest {high:.1f}"
+        text = (
+            f"{group.title}: lowest {low:.1f}, quartiles {first:.1f}, {middle:.1f}, "
+            f"{third:.1f}, highest {high:.1f}"
+        )
         chart.rule(low, series, high, series)
         chart.bar(first, third, series - 0.25, series + 0.25, series, text, kind="box")
         chart.point(middle, series, series, text)
@@ -163,12 +244,27 @@ def reliability(groups: Sequence[Group]) -> list[Figure]:
     """Return a reliability diagram a method: accuracy over confidence, bars by bin."""
     found = []
     for series, group in enumerate(groups[:SHOWN]):
-        for kind, words in (("top_label", "confidence of the predicted class"), ("all_class", "probability of each class")):
-            bars = pooled([run.result["final"]["personal"].get("reliability", {}).get(kind, []) for run in group.runs])
+        for kind, words in (
+            ("top_label", "confidence of the predicted class"),
+            ("all_class", "probability of each class"),
+        ):
+            bars = pooled(
+                [
+                    run.result["final"]["personal"].get("reliability", {}).get(kind, [])
+                    for run in group.runs
+                ]
+            )
             if not bars:
                 continue
-            chart = Chart(f"reliability of {group.title}, {words}", (0.0, 1.0), (0.0, 1.0), x_title=words, y_title="share that is right",
-                          width=360.0, height=340.0)  # fmt: skip
+            chart = Chart(
+                f"reliability of {group.title}, {words}",
+                (0.0, 1.0),
+                (0.0, 1.0),
+                x_title=words,
+                y_title="share that is right",
+                width=360.0,
+                height=340.0,
+            )
             chart.axes()
             for bar in bars:
                 text = f"{bar['low']:.1f}–{bar['high']:.1f}: {bar['count']} predictions, "
@@ -176,13 +272,26 @@ def reliability(groups: Sequence[Group]) -> list[Figure]:
                 chart.bar(bar["low"] + 0.01, bar["high"] - 0.01, 0.0, bar["accuracy"], series, text)
             chart.rule(0.0, 0.0, 1.0, 1.0)
             for bar in bars:
-                chart.point(bar["confidence"], bar["accuracy"], series, f"mean confidence {bar['confidence']:.2f}")
+                chart.point(
+                    bar["confidence"],
+                    bar["accuracy"],
+                    series,
+                    f"mean confidence {bar['confidence']:.2f}",
+                )
             key = "ece" if kind == "top_label" else "ece_allclass"
             error = group.values(key)
-            note = f"Expected calibration error {100 * statistics.fmean(error):.2f} %. " if error else ""
+            note = (
+                f"Expected calibration error {100 * statistics.fmean(error):.2f} %. "
+                if error
+                else ""
+            )
             name = "top label" if kind == "top_label" else "all classes"
             found.append(
-                Figure(f"Reliability, {name}: {group.title}", chart.svg(), note + "On the line, confidence is honest; below it, too high.")
+                Figure(
+                    f"Reliability, {name}: {group.title}",
+                    chart.svg(),
+                    note + "On the line, confidence is honest; below it, too high.",
+                )
             )
     return found
 
@@ -197,68 +306,125 @@ def pooled(diagrams: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
     found = []
     for (low, high), bars in sorted(bins.items()):
         count = sum(bar["count"] for bar in bars)
-        found.append({"low": low, "high": high, "count": count,
-                      **{key: sum(bar["count"] * bar[key] for bar in bars) / count for key in ("confidence", "accuracy")}})  # fmt: skip
+        found.append(
+            {
+                "low": low,
+                "high": high,
+                "count": count,
+                **{
+                    key: sum(bar["count"] * bar[key] for bar in bars) / count
+                    for key in ("confidence", "accuracy")
+                },
+            }
+        )
     return found
 
 
 def partition(run: Found, counts: Sequence[Sequence[int]] | None) -> Figure:
-    """Return who has how many samples of which class as bubbles; without class counts, bars of the clients' sizes."""
+    """Return who has how many samples of which class as bubbles; without class counts, bars of the
+    clients' sizes.
+    """
     said = run.result["partition"]
     name = f"{run.result['dataset']}, {said.get('kind', 'its own')} partition, seed {run.seed}"
     if counts:
         most = max((value for row in counts for value in row), default=1) or 1
         classes = len(counts[0])
         cell = min(560.0 / max(classes, 1), 1000.0 / max(len(counts), 1), 34.0)
-        chart = Chart(f"partition of {name}", (-0.7, len(counts) - 0.3), (-0.7, classes - 0.3), x_title="client", y_title="class",
-                      width=1120.0, height=max(200.0, 70.0 + cell * classes))  # fmt: skip
-        chart.axes(x_names=[str(i) for i in range(len(counts))], y_names=[str(k) for k in range(classes)])
-        room = min((chart.right - chart.left) / len(counts), (chart.bottom - chart.top) / classes) / 2
+        chart = Chart(
+            f"partition of {name}",
+            (-0.7, len(counts) - 0.3),
+            (-0.7, classes - 0.3),
+            x_title="client",
+            y_title="class",
+            width=1120.0,
+            height=max(200.0, 70.0 + cell * classes),
+        )
+        chart.axes(
+            x_names=[str(i) for i in range(len(counts))], y_names=[str(k) for k in range(classes)]
+        )
+        room = (
+            min((chart.right - chart.left) / len(counts), (chart.bottom - chart.top) / classes) / 2
+        )
         for client, row in enumerate(counts):
             for k, value in enumerate(row):
                 if value:
                     chart.circle(
-                        client, k, max(1.0, room * (value / most) ** 0.5), 0, f"client {client}, class {k}: {value} training samples"
+                        client,
+                        k,
+                        max(1.0, room * (value / most) ** 0.5),
+                        0,
+                        f"client {client}, class {k}: {value} training samples",
                     )
-        words = f"Training samples of each class; the area of a bubble is their number (largest: {most})."
+        words = (
+            "Training samples of each class; the area of a bubble is their number (largest: "
+            f"{most})."
+        )
         return Figure(f"The partition: {name}", chart.svg(), words, wide=True)
     sizes = said.get("train_sizes") or [0]
     span = (0.0, max(sizes) * 1.05)
-    chart = Chart(f"sizes of clients, {name}", (-0.5, len(sizes) - 0.5), span, x_title="client", y_title="training samples",
-                  width=1120.0)  # fmt: skip
+    chart = Chart(
+        f"sizes of clients, {name}",
+        (-0.5, len(sizes) - 0.5),
+        span,
+        x_title="client",
+        y_title="training samples",
+        width=1120.0,
+    )
     chart.axes(x_names=[str(i) for i in range(len(sizes))])
     for client, size in enumerate(sizes):
-        chart.bar(client - 0.4, client + 0.4, 0.0, size, 0, f"client {client}: {size} training samples")
-    words = "Training samples of each client. Which classes they have is not known here: the data are not at hand."
-    return Figure(f"The partition: {name}", chart.svg(), words,
-                  wide=True)  # fmt: skip
+        chart.bar(
+            client - 0.4, client + 0.4, 0.0, size, 0, f"client {client}: {size} training samples"
+        )
+    words = (
+        "Training samples of each client. Which classes they have is not known here: the data "
+        "are not at hand."
+    )
+    return Figure(f"The partition: {name}", chart.svg(), words, wide=True)
 
 
 def costs(groups: Sequence[Group]) -> list[Figure]:
     """Return bytes and seconds of a round by method."""
 
     def megabytes(result: dict[str, Any]) -> float:
-        return float(sum(record["bytes_up"] + record["bytes_down"] for record in result["rounds"]) / len(result["rounds"]) / 1e6)
+        return float(
+            sum(record["bytes_up"] + record["bytes_down"] for record in result["rounds"])
+            / len(result["rounds"])
+            / 1e6
+        )
 
     def seconds(result: dict[str, Any]) -> float:
         return float(statistics.median(record["seconds"] for record in result["rounds"]))
 
-    wanted = [("Bytes of a round", "megabytes, up and down", megabytes), ("Seconds of a round", "seconds, median", seconds)]
+    wanted = [
+        ("Bytes of a round", "megabytes, up and down", megabytes),
+        ("Seconds of a round", "seconds, median", seconds),
+    ]
     found = []
     for heading, x_title, pick in wanted:
-        rows = [(group.title, value) for group in groups[: 2 * SHOWN] if (value := group.mean(pick)) is not None]
+        rows = [
+            (group.title, value)
+            for group in groups[: 2 * SHOWN]
+            if (value := group.mean(pick)) is not None
+        ]
         if not rows:
             continue
         left = min(20.0 + 6.6 * max(len(title) for title, _ in rows), 260.0)
-        chart = Chart(heading, (0.0, 1.08 * max(value for _, value in rows) or 1.0), (-0.6, len(rows) - 0.4), x_title=x_title, left=left,
-                      height=60.0 + 30.0 * len(rows))  # fmt: skip
+        chart = Chart(
+            heading,
+            (0.0, 1.08 * max(value for _, value in rows) or 1.0),
+            (-0.6, len(rows) - 0.4),
+            x_title=x_title,
+            left=left,
+            height=60.0 + 30.0 * len(rows),
+        )
         chart.axes(y_names=[title for title, _ in rows])
         for series, (title, value) in enumerate(rows):
             chart.bar(0.0, value, series - 0.3, series + 0.3, series, f"{title}: {label(value)}")
         words = (
             "Content of all messages of a round."
             if heading.startswith("Bytes")
-            else "On the device that each run names above; runs on different devices do not compare."
+            else "On the device that each run names above; runs on different devices do not "
+            "compare."
         )
         found.append(Figure(heading, chart.svg(), words))
     return found

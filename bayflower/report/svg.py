@@ -1,6 +1,8 @@
-"""Charts as SVG text: axes, lines with bands, bars, points. Colours are classes, so that a page decides them for light, dark and paper.
+"""Charts as SVG text: axes, lines with bands, bars, points. Colours are classes, so that a page
+decides them for light, dark and paper.
 
-Series differ by colour, by marker and by dashes, because not everybody sees colours. Every mark has a title, which browsers show on hover.
+Series differ by colour, by marker and by dashes, because not everybody sees colours. Every mark has
+a title, which browsers show on hover.
 """
 
 from __future__ import annotations
@@ -48,9 +50,18 @@ class Chart:
     """A chart with two axes; coordinates are given in the units of the axes."""
 
     def __init__(
-        self, name: str, x: tuple[float, float], y: tuple[float, float], *, x_title: str = "", y_title: str = "", width: float = WIDTH,
-        height: float = HEIGHT, left: float = LEFT, bottom: float = BOTTOM,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        *,
+        x_title: str = "",
+        y_title: str = "",
+        width: float = WIDTH,
+        height: float = HEIGHT,
+        left: float = LEFT,
+        bottom: float = BOTTOM,
+    ) -> None:
         self.name, self.width, self.height = name, width, height
         self.x_range, self.y_range = wide(x), wide(y)
         self.x_title, self.y_title = x_title, y_title
@@ -68,35 +79,61 @@ class Chart:
         low, high = self.y_range
         return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
 
-    def axes(self, x_names: Sequence[str] | None = None, y_names: Sequence[str] | None = None, grid: bool = True) -> Chart:
+    def axes(
+        self,
+        x_names: Sequence[str] | None = None,
+        y_names: Sequence[str] | None = None,
+        grid: bool = True,
+    ) -> Chart:
         """Draw both axes; names stand for the values 0, 1, 2, …"""
         for value, text in named(y_names, self.y_range):
             at = self.y(value)
             if grid:
-                self.parts.append(f'<line class="grid" x1="{self.left:.1f}" x2="{self.right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
-            self.parts.append(f'<text class="tick" x="{self.left - 6:.1f}" y="{at + 4:.1f}" text-anchor="end">{escape(text)}</text>')
+                self.parts.append(
+                    f'<line class="grid" x1="{self.left:.1f}" x2="{self.right:.1f}" y1="{at:.1f}" '
+                    f'y2="{at:.1f}"/>'
+                )
+            self.parts.append(
+                f'<text class="tick" x="{self.left - 6:.1f}" y="{at + 4:.1f}" '
+                f'text-anchor="end">{escape(text)}</text>'
+            )
         each = every(x_names, self.right - self.left)
         for value, text in named(x_names, self.x_range, whole=self.x_title == "round")[::each]:
             at = self.x(value)
-            self.parts.append(f'<text class="tick" x="{at:.1f}" y="{self.bottom + 16:.1f}" text-anchor="middle">{escape(text)}</text>')
-        self.parts.append(f'<path class="axis" d="M{self.left:.1f},{self.top:.1f}V{self.bottom:.1f}H{self.right:.1f}"/>')
+            self.parts.append(
+                f'<text class="tick" x="{at:.1f}" y="{self.bottom + 16:.1f}" '
+                f'text-anchor="middle">{escape(text)}</text>'
+            )
+        self.parts.append(
+            '<path class="axis" '
+            f'd="M{self.left:.1f},{self.top:.1f}V{self.bottom:.1f}H{self.right:.1f}"/>'
+        )
         middle = (self.left + self.right) / 2
         self.parts.append(
-            f'<text class="title" x="{middle:.1f}" y="{self.height - 8:.1f}" text-anchor="middle">{escape(self.x_title)}</text>'
+            f'<text class="title" x="{middle:.1f}" y="{self.height - 8:.1f}" '
+            f'text-anchor="middle">{escape(self.x_title)}</text>'
         )
         down = (self.top + self.bottom) / 2
         self.parts.append(
-            f'<text class="title" transform="translate(14,{down:.1f}) rotate(-90)" text-anchor="middle">{escape(self.y_title)}</text>'
+            f'<text class="title" transform="translate(14,{down:.1f}) rotate(-90)" '
+            f'text-anchor="middle">{escape(self.y_title)}</text>'
         )
         return self
 
-    def line(self, points: Sequence[tuple[float, float]], series: int, title: str, markers: bool = True) -> None:
+    def line(
+        self, points: Sequence[tuple[float, float]], series: int, title: str, markers: bool = True
+    ) -> None:
         """Draw a line with a marker at some of its points."""
         some = [(self.x(x), self.y(y)) for x, y in points]
         if len(some) > 1:
             path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in some)
-            dash = f' stroke-dasharray="{DASHES[series % SERIES]}"' if DASHES[series % SERIES] else ""
-            self.parts.append(f'<path class="line s{series % SERIES}" d="{path}"{dash}><title>{escape(title)}</title></path>')
+            dash = (
+                f' stroke-dasharray="{DASHES[series % SERIES]}"' if DASHES[series % SERIES] else ""
+            )
+            self.parts.append(
+                f'<path class="line s{series % SERIES}" '
+                f'd="{path}"{dash}><title>{escape(title)}</title></path>'
+            )
         self.marks += 1
         if markers:
             each = max(1, -(-len(some) // 12))
@@ -107,7 +144,8 @@ class Chart:
         """Draw a marker at a place of the picture."""
         self.marks += 1
         self.parts.append(
-            f'<path class="mark s{series % SERIES}" transform="translate({x:.1f},{y:.1f})" d="{MARKERS[series % SERIES]}">'
+            f'<path class="mark s{series % SERIES}" transform="translate({x:.1f},{y:.1f})" '
+            f'd="{MARKERS[series % SERIES]}">'
             f"<title>{escape(title)}</title></path>"
         )
 
@@ -123,13 +161,16 @@ class Chart:
         back = "L".join(f"{self.x(x):.1f},{self.y(low):.1f}" for x, low, _ in reversed(points))
         self.parts.append(f'<path class="band s{series % SERIES}" d="M{there}L{back}Z"/>')
 
-    def bar(self, x0: float, x1: float, y0: float, y1: float, series: int, title: str, kind: str = "bar") -> None:
+    def bar(
+        self, x0: float, x1: float, y0: float, y1: float, series: int, title: str, kind: str = "bar"
+    ) -> None:
         """Draw a bar from corner to corner."""
         self.marks += 1
         left, right = sorted((self.x(x0), self.x(x1)))
         top, bottom = sorted((self.y(y0), self.y(y1)))
         self.parts.append(
-            f'<rect class="{kind} s{series % SERIES}" x="{left:.1f}" y="{top:.1f}" width="{max(right - left, 0.5):.1f}" '
+            f'<rect class="{kind} s{series % SERIES}" x="{left:.1f}" y="{top:.1f}" '
+            f'width="{max(right - left, 0.5):.1f}" '
             f'height="{max(bottom - top, 0.5):.1f}"><title>{escape(title)}</title></rect>'
         )
 
@@ -137,27 +178,36 @@ class Chart:
         """Draw a circle, its radius in units of the picture."""
         self.marks += 1
         self.parts.append(
-            f'<circle class="bubble s{series % SERIES}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius:.1f}">'
+            f'<circle class="bubble s{series % SERIES}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" '
+            f'r="{radius:.1f}">'
             f"<title>{escape(title)}</title></circle>"
         )
 
     def rule(self, x0: float, y0: float, x1: float, y1: float) -> None:
         """Draw a thin straight line, to compare with."""
-        self.parts.append(f'<line class="rule" x1="{self.x(x0):.1f}" y1="{self.y(y0):.1f}" x2="{self.x(x1):.1f}" y2="{self.y(y1):.1f}"/>')
+        self.parts.append(
+            f'<line class="rule" x1="{self.x(x0):.1f}" y1="{self.y(y0):.1f}" '
+            f'x2="{self.x(x1):.1f}" y2="{self.y(y1):.1f}"/>'
+        )
 
-    def text(self, x: float, y: float, words: str, series: int | None = None, anchor: str = "middle") -> None:
+    def text(
+        self, x: float, y: float, words: str, series: int | None = None, anchor: str = "middle"
+    ) -> None:
         """Write words at a point."""
         kind = "note" if series is None else f"glyph s{series % SERIES}"
         self.marks += series is not None
         self.parts.append(
-            f'<text class="{kind}" x="{self.x(x):.1f}" y="{self.y(y) + 3.5:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+            f'<text class="{kind}" x="{self.x(x):.1f}" y="{self.y(y) + 3.5:.1f}" '
+            f'text-anchor="{anchor}">{escape(words)}</text>'
         )
 
     def svg(self) -> str:
         """Return the chart."""
         return (
-            f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" role="img" aria-label="{escape(self.name, quote=True)}" '
-            f'data-marks="{self.marks}" xmlns="http://www.w3.org/2000/svg">{"".join(self.parts)}</svg>'
+            f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" role="img" '
+            f'aria-label="{escape(self.name, quote=True)}" '
+            f'data-marks="{self.marks}" '
+            f'xmlns="http://www.w3.org/2000/svg">{"".join(self.parts)}</svg>'
         )
 
 
@@ -167,12 +217,20 @@ def legend(titles: Sequence[str], lines: bool = True) -> str:
     for series, title in enumerate(titles):
         dash = f' stroke-dasharray="{DASHES[series % SERIES]}"' if DASHES[series % SERIES] else ""
         stroke = f'<path class="line s{series % SERIES}" d="M2,8H30"{dash}/>' if lines else ""
-        marker = f'<path class="mark s{series % SERIES}" transform="translate(16,8)" d="{MARKERS[series % SERIES]}"/>'
-        items.append(f'<li><svg viewBox="0 0 32 16" aria-hidden="true">{stroke}{marker}</svg>{escape(title)}</li>')
+        marker = (
+            f'<path class="mark s{series % SERIES}" transform="translate(16,8)" '
+            f'd="{MARKERS[series % SERIES]}"/>'
+        )
+        items.append(
+            '<li><svg viewBox="0 0 32 16" '
+            f'aria-hidden="true">{stroke}{marker}</svg>{escape(title)}</li>'
+        )
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def named(names: Sequence[str] | None, span: tuple[float, float], whole: bool = False) -> list[tuple[float, str]]:
+def named(
+    names: Sequence[str] | None, span: tuple[float, float], whole: bool = False
+) -> list[tuple[float, str]]:
     """Return (value, text) of the marks of an axis, perhaps whole numbers alone."""
     if names is not None:
         return [(float(i), text) for i, text in enumerate(names)]
@@ -192,7 +250,12 @@ def wide(span: tuple[float, float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def around(values: Sequence[float], share: float = 0.06, least: float | None = None, most: float | None = None) -> tuple[float, float]:
+def around(
+    values: Sequence[float],
+    share: float = 0.06,
+    least: float | None = None,
+    most: float | None = None,
+) -> tuple[float, float]:
     """Return a span with some room around the values, within limits."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

@@ -7,7 +7,12 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-BLOCKS = {"personal": "personal", "before": "before training", "global": "global", "new_clients": "new clients"}
+BLOCKS = {
+    "personal": "personal",
+    "before": "before training",
+    "global": "global",
+    "new_clients": "new clients",
+}
 
 
 def percent(value: float | None) -> str:
@@ -45,9 +50,16 @@ def plain(title: str, caption: str) -> Table:
 def result_table(result: dict[str, Any]) -> Table:
     """Return the final block of one result: a row a model."""
     rounds = result["rounds"]
-    title = f"{result['method']} on {result['dataset']}, {result['num_clients']} clients, {len(rounds)} rounds, seed {result['seed']}"
+    title = (
+        f"{result['method']} on {result['dataset']}, {result['num_clients']} clients, "
+        f"{len(rounds)} rounds, seed {result['seed']}"
+    )
     seconds = sum(record["seconds"] for record in rounds)
-    grid = plain(title, f"accuracies and ECE in %; {result['engine']} engine, {result['device']}, {seconds:.1f} s of rounds")
+    grid = plain(
+        title,
+        f"accuracies and ECE in %; {result['engine']} engine, {result['device']}, {seconds:.1f} s "
+        "of rounds",
+    )
     for column in ("model", "accuracy", "mean", "balanced", "worst", "NLL", "ECE", "fair. CV"):
         grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     names = [*BLOCKS, *(name for name in result["final"] if name not in BLOCKS and name != "after")]
@@ -55,30 +67,65 @@ def result_table(result: dict[str, Any]) -> Table:
         block = result["final"].get(name)
         if block:
             grid.add_row(
-                BLOCKS.get(name, name), percent(block["accuracy"]), percent(block["accuracy_mean"]),
-                percent(block["balanced_accuracy_mean"]), percent(block["worst_client_accuracy"]),
-                number(block["nll"]), percent(block["ece"]), number(block["fairness_cv"]),
-            )  # fmt: skip
+                BLOCKS.get(name, name),
+                percent(block["accuracy"]),
+                percent(block["accuracy_mean"]),
+                percent(block["balanced_accuracy_mean"]),
+                percent(block["worst_client_accuracy"]),
+                number(block["nll"]),
+                percent(block["ece"]),
+                number(block["fairness_cv"]),
+            )
     return grid
 
 
 def comparison_table(results: list[dict[str, Any]]) -> Table:
     """Return one row a method: the personal model, and what it cost."""
     first = results[0]
-    title = f"{first['dataset']}, {first['num_clients']} clients, {len(first['rounds'])} rounds, seed {first['seed']}"
-    words = "personal models, last round; % but for NLL and CV; bal.: balanced accuracy, mean over clients; worst client; aECE: over all"
-    grid = plain(title, f"{words} classes' probabilities; CV: fairness; up, down: bytes a round; s: seconds")
+    title = (
+        f"{first['dataset']}, {first['num_clients']} clients, {len(first['rounds'])} rounds, "
+        f"seed {first['seed']}"
+    )
+    words = (
+        "personal models, last round; % but for NLL and CV; bal.: balanced accuracy, mean "
+        "over clients; worst client; aECE: over all"
+    )
+    grid = plain(
+        title, f"{words} classes' probabilities; CV: fairness; up, down: bytes a round; s: seconds"
+    )
     grid.padding = 0  # eleven columns in eighty characters
-    for column in ("method", "acc.", "bal.", "worst", "NLL", "ECE", "aECE", "CV", "up", "down", "s"):
+    for column in (
+        "method",
+        "acc.",
+        "bal.",
+        "worst",
+        "NLL",
+        "ECE",
+        "aECE",
+        "CV",
+        "up",
+        "down",
+        "s",
+    ):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     best = max(result["final"]["personal"]["balanced_accuracy_mean"] for result in results)
     for result in results:
         block, rounds = result["final"]["personal"], result["rounds"]
         mark = "bold" if block["balanced_accuracy_mean"] == best else ""
         grid.add_row(
-            result["method"], percent(block["accuracy"]), percent(block["balanced_accuracy_mean"]), percent(block["worst_client_accuracy"]),
-            number(block["nll"]), percent(block["ece"]), percent(block["ece_allclass"]), number(block["fairness_cv"]),
-            *(size(sum(r[key] for r in rounds) / len(rounds)) for key in ("bytes_up", "bytes_down")),
-            f"{sum(r['seconds'] for r in rounds):.1f}", style=mark,
-        )  # fmt: skip
+            result["method"],
+            percent(block["accuracy"]),
+            percent(block["balanced_accuracy_mean"]),
+            percent(block["worst_client_accuracy"]),
+            number(block["nll"]),
+            percent(block["ece"]),
+            percent(block["ece_allclass"]),
+            number(block["fairness_cv"]),
+            *(
+                size(sum(r[key] for r in rounds) / len(rounds))
+                for key in ("bytes_up", "bytes_down")
+            ),
+            f"{sum(r['seconds'] for r in rounds):.1f}",
+            style=mark,
+        )
     return grid

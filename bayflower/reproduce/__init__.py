@@ -1,4 +1,6 @@
-"""Published tables by one command: what they say (`papers/*.toml`), what was run here (`cache`), and both side by side (`show`)."""
+"""Published tables by one command: what they say (`papers/*.toml`), what was run here (`cache`),
+and both side by side (`show`).
+"""
 
 from .cache import Cache
 from .tables import Table, find, load_tables

@@ -1,8 +1,10 @@
-"""Finished runs on disk: one JSON file a run, named by the hash of its configuration, whole or not there, and checked when read.
+"""Finished runs on disk: one JSON file a run, named by the hash of its configuration, whole or not
+there, and checked when read.
 
-The hash covers the method and every setting that differs from its default and decides the numbers. A file also holds the whole
-configuration: if a default has changed since, the run is not used. Where the samples are fewer than the original's, the number of them
-is part of the file's name, so that runs on a part of a data set are never taken for runs on the whole.
+The hash covers the method and every setting that differs from its default and decides the numbers.
+A file also holds the whole configuration: if a default has changed since, the run is not used.
+Where the samples are fewer than the original's, the number of them is part of the file's name, so
+that runs on a part of a data set are never taken for runs on the whole.
 """
 
 from __future__ import annotations
@@ -26,21 +28,42 @@ from .tables import Spec
 
 FORMAT = 1
 # how a run is done, not what comes out; `keep` is stated as a number of images
-SILENT = frozenset({"device", "data_dir", "download", "evaluate_every", "checkpoint_every", "max_fused", "stacking", "cuda_graphs",
-                    "client_states", "method", "keep"})  # fmt: skip
+SILENT = frozenset(
+    {
+        "device",
+        "data_dir",
+        "download",
+        "evaluate_every",
+        "checkpoint_every",
+        "max_fused",
+        "stacking",
+        "cuda_graphs",
+        "client_states",
+        "method",
+        "keep",
+    }
+)
 Say = Callable[[str], None]
 
 
 @cache
 def defaults(method: str) -> tuple[dict[str, Any], frozenset[str]]:
     """Return (the default of every setting of a method, the names that are bounds on replies)."""
-    found = {item.name: item.default for kind in groups(method).values() for item in dataclasses.fields(kind)}
-    return {**found, **get(method).defaults}, frozenset(item.name for item in dataclasses.fields(groups(method)["limits"]))
+    found = {
+        item.name: item.default
+        for kind in groups(method).values()
+        for item in dataclasses.fields(kind)
+    }
+    return {**found, **get(method).defaults}, frozenset(
+        item.name for item in dataclasses.fields(groups(method)["limits"])
+    )
 
 
 @cache
 def resolved(spec: Spec, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (all settings that decide the numbers, those of them that differ from their defaults)."""
+    """Return (all settings that decide the numbers, those of them
+    that differ from their defaults).
+    """
     values = {**spec.values(), "seed": seed}
     if spec.runner != "engine":
         return values, values
@@ -49,17 +72,23 @@ def resolved(spec: Spec, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     usual, bounds = defaults(spec.method)
     whole = {key: value for key, value in flat.items() if key not in SILENT | bounds}
     whole |= {"images": images, "keep": None if images else flat["keep"]}
-    return whole, {key: value for key, value in whole.items() if value is not None and value != usual.get(key)}
+    return whole, {
+        key: value for key, value in whole.items() if value is not None and value != usual.get(key)
+    }
 
 
 def digest(content: Any) -> str:
     """Return the SHA-256 of JSON content."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, ensure_ascii=False).encode()
+    ).hexdigest()
 
 
 def key_of(spec: Spec, seed: int) -> str:
     """Return the name of a run: a hash of what decides its numbers."""
-    return digest({"runner": spec.runner, "method": spec.method, "settings": resolved(spec, seed)[1]})[:20]
+    return digest(
+        {"runner": spec.runner, "method": spec.method, "settings": resolved(spec, seed)[1]}
+    )[:20]
 
 
 class Cache:
@@ -76,18 +105,33 @@ class Cache:
             self.keys[spec, seed] = key_of(spec, seed)
         return self.keys[spec, seed]
 
-    def get(self, spec: Spec, seed: int, data_dir: str = "", curve: bool = False) -> dict[str, Any] | None:
-        """Return a finished run on the data that are here (on any, if none are); with `curve` one that has points over rounds."""
+    def get(
+        self, spec: Spec, seed: int, data_dir: str = "", curve: bool = False
+    ) -> dict[str, Any] | None:
+        """Return a finished run on the data that are here (on any, if none are); with `curve` one
+        that has points over rounds.
+        """
         here = pooled(spec.values().get("dataset", ""), data_dir) if spec.runner == "engine" else 0
         for path in sorted(self.folder.glob(f"{self.key(spec, seed)}-*.json"), reverse=True):
             record = self.load(path)
-            if record is None or (here is not None and record["pooled"] != here) or (curve and len(record["result"]["curve"]) < 2):
+            if (
+                record is None
+                or (here is not None and record["pooled"] != here)
+                or (curve and len(record["result"]["curve"]) < 2)
+            ):
                 continue
             now = resolved(spec, seed)[0]
-            changed = [name for name, value in record["config"].items() if name in now and now[name] != value]
+            changed = [
+                name
+                for name, value in record["config"].items()
+                if name in now and now[name] != value
+            ]
             if not changed:
                 return record["result"]
-            self.say(f"{path.name} is not used: {changed[0]} was {record['config'][changed[0]]!r}, now it is {now[changed[0]]!r}")
+            self.say(
+                f"{path.name} is not used: {changed[0]} was {record['config'][changed[0]]!r}, now "
+                f"it is {now[changed[0]]!r}"
+            )
         return None
 
     def load(self, path: Path) -> dict[str, Any] | None:
@@ -95,7 +139,9 @@ class Cache:
         if path not in self.read:
             try:
                 record = json.loads(path.read_text())
-                whole = record["format"] == FORMAT and digest(record["result"]) == record["checksum"]
+                whole = (
+                    record["format"] == FORMAT and digest(record["result"]) == record["checksum"]
+                )
                 whole = whole and digest(record["config"]) == record["config_checksum"]
             except (OSError, ValueError, KeyError, TypeError):
                 whole, record = False, None
@@ -112,8 +158,17 @@ class Cache:
         path = self.folder / f"{self.key(spec, seed)}-{samples}.json"
         config = json.loads(json.dumps(resolved(spec, seed)[0]))
         result = json.loads(json.dumps(result, allow_nan=False))
-        record = {"format": FORMAT, "runner": spec.runner, "method": spec.method, "seed": seed, "pooled": samples, "config": config,
-                  "config_checksum": digest(config), "checksum": digest(result), "result": result}  # fmt: skip
+        record = {
+            "format": FORMAT,
+            "runner": spec.runner,
+            "method": spec.method,
+            "seed": seed,
+            "pooled": samples,
+            "config": config,
+            "config_checksum": digest(config),
+            "checksum": digest(result),
+            "result": result,
+        }
         write_json(path, record)
         self.read[path] = record
         return path
@@ -125,19 +180,38 @@ class Cache:
 
 
 def engine_values(spec: Spec, seed: int, data_dir: str, device: str) -> dict[str, Any]:
-    """Return what `config.parse` needs for a run: images turned into a share of the data that are here."""
-    values = with_folder({**spec.values(), "seed": seed, "data_dir": data_dir, "device": device}, data_dir)
+    """Return what `config.parse` needs for a run: images turned into a share of the data that are
+    here.
+    """
+    values = with_folder(
+        {**spec.values(), "seed": seed, "data_dir": data_dir, "device": device}, data_dir
+    )
     images = values.pop("images", None)
     if images:
         values["keep"] = images_to_keep(images, spec.values()["dataset"], data_dir)
-    return {"evaluate_every": max(1, int(values.get("rounds", 50)) // 20), "checkpoint_every": 0, **values}
+    return {
+        "evaluate_every": max(1, int(values.get("rounds", 50)) // 20),
+        "checkpoint_every": 0,
+        **values,
+    }
 
 
 def commit() -> str:
-    """Return the commit of the checkout that this package is in, "" if it is in none; BAYFLOWER_COMMIT names that of a copy without git."""
+    """Return the commit of the checkout that this package is in, "" if it is in none;
+    BAYFLOWER_COMMIT names that of a copy without git.
+    """
     if stated := os.environ.get("BAYFLOWER_COMMIT"):
         return stated
-    call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    call = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--exclude",
+        "*",
+    ]
     try:
         return subprocess.run(call, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):

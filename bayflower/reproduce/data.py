@@ -16,7 +16,9 @@ from ..errors import ConfigError
 
 @cache
 def pooled(dataset: str, data_dir: str) -> int | None:
-    """Return how many samples of a data set are here; 0 where there is nothing to count, None where it is not here."""
+    """Return how many samples of a data set are here; 0 where there is nothing to count, None where
+    it is not here.
+    """
     if dataset in ("digits", "synthetic", ""):
         return 0
     if "+" in dataset and not dataset.endswith(".npz"):
@@ -43,7 +45,9 @@ def pooled(dataset: str, data_dir: str) -> int | None:
 def with_folder(values: dict[str, Any], data_dir: str) -> dict[str, Any]:
     """Return the settings with a data set that is a bare file name put into `data_dir`."""
     name = str(values.get("dataset", ""))
-    return {**values, "dataset": str(Path(data_dir) / name)} if name.endswith(".npz") else dict(values)
+    return (
+        {**values, "dataset": str(Path(data_dir) / name)} if name.endswith(".npz") else dict(values)
+    )
 
 
 def images_to_keep(images: int, dataset: str, data_dir: str) -> float:
@@ -57,9 +61,17 @@ def remedy(dataset: str, data_dir: str) -> str:
     if dataset.endswith(".npz"):
         return f"put {dataset} with x and y (docs/data.md) into {data_dir}"
     if "+" in dataset:
-        return "; ".join(remedy(name, data_dir) for name in dataset.split("+") if pooled(name, data_dir) is None)
+        return "; ".join(
+            remedy(name, data_dir) for name in dataset.split("+") if pooled(name, data_dir) is None
+        )
     if dataset in FOLDERS:
-        return f"put the files of {dataset} (docs/data.md) into {data_dir}/{FOLDERS[dataset]}, or name the folder above by --data-dir"
+        return (
+            f"put the files of {dataset} (docs/data.md) into {data_dir}/{FOLDERS[dataset]}, or "
+            "name the folder above by --data-dir"
+        )
     if KNOWN[dataset][1]:
-        return f"put {dataset}.npz or torchvision's folders into {data_dir}, or name their folder by --data-dir"
+        return (
+            f"put {dataset}.npz or torchvision's folders into {data_dir}, or name their folder "
+            "by --data-dir"
+        )
     return f"put {dataset}.npz (docs/data.md) into {data_dir}, or name its folder by --data-dir"

@@ -1,4 +1,6 @@
-"""A table with ours, the paper's number and the difference side by side: for a terminal, as Markdown, as JSON."""
+"""A table with ours, the paper's number and the difference side by side: for a terminal, as
+Markdown, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from .sweep import Plan, expected, jobs, missing_data
 from .tables import Cell, Table
 
 NOT_YET, NOT_RUN = "not yet", "not run"
-LEGEND = "Ours as mean ± standard deviation (number of seeds); *the paper's*; ours less the paper's."
+LEGEND = (
+    "Ours as mean ± standard deviation (number of seeds); *the paper's*; ours less the paper's."
+)
 
 
 class Shown(NamedTuple):
@@ -50,11 +54,16 @@ def number(cell: Cell, result: dict[str, Any]) -> float | None:
         points = [one for one in result["curve"] if metric.view in one]
         if points:
             wanted = cell.column.at * result["rounds"]
-            block = min(points, key=lambda one: (abs(one["round"] - wanted), one["round"]))[metric.view]
+            block = min(points, key=lambda one: (abs(one["round"] - wanted), one["round"]))[
+                metric.view
+            ]
     else:
         block = result["final"].get(metric.view)
         if block and cell.row.client is not None:
-            block = next((one for one in block.get("per_client", []) if one["client"] == cell.row.client), None)
+            block = next(
+                (one for one in block.get("per_client", []) if one["client"] == cell.row.client),
+                None,
+            )
     value = (block or {}).get(metric.key, metric.absent)
     return None if value is None else metric.scale * float(value)
 
@@ -64,10 +73,18 @@ def look(table: Table, plan: Plan, cache: Cache) -> list[Shown]:
     found = []
     for cell in plan.cells(table):
         if cell.spec is None:
-            found.append(Shown(cell, [], f"{NOT_YET} ({cell.row.missing})" if cell.row.missing else NOT_YET, []))
+            found.append(
+                Shown(
+                    cell, [], f"{NOT_YET} ({cell.row.missing})" if cell.row.missing else NOT_YET, []
+                )
+            )
             continue
         curve = cell.column.at is not None
-        runs = [run for seed in plan.seed_list(table) if (run := cache.get(cell.spec, seed, plan.data_dir, curve)) is not None]
+        runs = [
+            run
+            for seed in plan.seed_list(table)
+            if (run := cache.get(cell.spec, seed, plan.data_dir, curve)) is not None
+        ]
         values = [value for run in runs if (value := number(cell, run)) is not None]
         found.append(Shown(cell, values, "" if values else "undefined" if runs else NOT_RUN, runs))
     return found
@@ -114,23 +131,38 @@ def unit(table: Table, metric: str) -> str:
 
 
 def facts(table: Table, plan: Plan, found: list[Shown], folder: bool = True) -> list[str]:
-    """Return sentences on form, runs, devices, data (what the data folder lacks if `folder`) and errata."""
+    """Return sentences on form, runs, devices, data (what the data folder lacks if `folder`) and
+    errata.
+    """
     form = table.form(plan.form)
     said = ", ".join(f"{key} {value}" for key, value in {**form, **plan.changes}.items())
-    theirs = ", ".join(f"{key} {value or 'not stated'}" for key, value in table.paper.items()) or "not stated"
+    theirs = (
+        ", ".join(f"{key} {value or 'not stated'}" for key, value in table.paper.items())
+        or "not stated"
+    )
     lines = [f"* Form: {plan.form} ({said}); the paper: {theirs}."]
     runs = {id(run): run for one in found for run in one.runs}.values()
     if runs:
         seconds = sum(run["seconds"] for run in runs)
         lines.append(
-            f"* {len(runs)} runs, {seconds:.0f} s in all; rounds: {listed(runs, 'rounds')}; device: {listed(runs, 'device')}; "
-            f"commit: {listed(runs, 'commit')}; torch {', '.join(sorted({run['versions']['torch'] for run in runs}))}."
+            f"* {len(runs)} runs, {seconds:.0f} s in all; rounds: {listed(runs, 'rounds')}; "
+            f"device: {listed(runs, 'device')}; "
+            f"commit: {listed(runs, 'commit')}; torch "
+            f"{', '.join(sorted({run['versions']['torch'] for run in runs}))}."
         )
         notes = sorted({run["note"] for run in runs if run["note"]})
         lines += [f"* Data used: {'; '.join(notes)}."] if notes else []
     absent = missing_data(jobs(table, plan), plan.data_dir) if folder else {}
-    lines += [f"* Not in the data folder: {', '.join(absent)}."] if absent and any(one.state == NOT_RUN for one in found) else []
-    lines += [f"* {text}" for text in (table.data, table.tuning if plan.form == "full" else "", table.errata) if text]
+    lines += (
+        [f"* Not in the data folder: {', '.join(absent)}."]
+        if absent and any(one.state == NOT_RUN for one in found)
+        else []
+    )
+    lines += [
+        f"* {text}"
+        for text in (table.data, table.tuning if plan.form == "full" else "", table.errata)
+        if text
+    ]
     return lines
 
 
@@ -142,28 +174,53 @@ def listed(runs: Any, key: str) -> str:
 def content(table: Table, plan: Plan, found: list[Shown]) -> dict[str, Any]:
     """Return the table in JSON's types."""
     return {
-        "table": table.id, "title": table.title, "caption": table.caption, "source": table.source, "form": plan.form,
-        "settings": {**table.form(plan.form), **plan.changes}, "paper": table.paper, "data": table.data, "errata": table.errata,
+        "table": table.id,
+        "title": table.title,
+        "caption": table.caption,
+        "source": table.source,
+        "form": plan.form,
+        "settings": {**table.form(plan.form), **plan.changes},
+        "paper": table.paper,
+        "data": table.data,
+        "errata": table.errata,
         "cells": [
-            {"row": one.cell.row.name, "column": one.cell.column.name, "method": one.cell.spec.method if one.cell.spec else None,
-             "unit": one.cell.metric.unit, "published": one.cell.published or None, "mean": one.mean, "sd": one.sd, "values": one.values,
-             "seeds": len(one.values), "difference": one.difference, "state": one.state or "done",
-             "rounds": sorted({run["rounds"] for run in one.runs})}
+            {
+                "row": one.cell.row.name,
+                "column": one.cell.column.name,
+                "method": one.cell.spec.method if one.cell.spec else None,
+                "unit": one.cell.metric.unit,
+                "published": one.cell.published or None,
+                "mean": one.mean,
+                "sd": one.sd,
+                "values": one.values,
+                "seeds": len(one.values),
+                "difference": one.difference,
+                "state": one.state or "done",
+                "rounds": sorted({run["rounds"] for run in one.runs}),
+            }
             for one in found
         ],
-    }  # fmt: skip
+    }
 
 
 def state(table: Table, plan: Plan, cache: Cache, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a line of the list of tables: cells that have a number, runs that are there, seconds that the others should take."""
+    """Return a line of the list of tables: cells that have a number, runs that are there, seconds
+    that the others should take.
+    """
     needed = jobs(table, plan)
-    todo = [job for job in needed if cache.get(job.spec, job.seed, plan.data_dir, job.curve) is None]
+    todo = [
+        job for job in needed if cache.get(job.spec, job.seed, plan.data_dir, job.curve) is None
+    ]
     guesses = [expected(job, records) for job in todo]
     known = [guess for guess in guesses if guess is not None]
     seconds = sum(known) / len(known) * len(todo) if known else (0.0 if not todo else None)
     shown = look(table, plan, cache)
     return {
-        "cells": len(shown), "done": sum(bool(one.values) for one in shown),
-        "not_yet": sum(one.cell.spec is None for one in shown), "runs": len(needed), "runs_done": len(needed) - len(todo),
-        "seconds_left": seconds, "missing_data": sorted(missing_data(todo, plan.data_dir)),
-    }  # fmt: skip
+        "cells": len(shown),
+        "done": sum(bool(one.values) for one in shown),
+        "not_yet": sum(one.cell.spec is None for one in shown),
+        "runs": len(needed),
+        "runs_done": len(needed) - len(todo),
+        "seconds_left": seconds,
+        "missing_data": sorted(missing_data(todo, plan.data_dir)),
+    }

@@ -16,8 +16,23 @@ from .data import pooled, remedy
 from .tables import Cell, Spec, Table
 
 SPOKEN = 20.0  # seconds between two lines of progress
-BLOCK = ("num_examples", "num_clients", "accuracy", "accuracy_mean", "balanced_accuracy", "balanced_accuracy_mean", "nll", "ece", "mce",
-         "ece_allclass", "mce_allclass", "fairness_std", "fairness_cv", "worst_client_accuracy", "gap")  # fmt: skip
+BLOCK = (
+    "num_examples",
+    "num_clients",
+    "accuracy",
+    "accuracy_mean",
+    "balanced_accuracy",
+    "balanced_accuracy_mean",
+    "nll",
+    "ece",
+    "mce",
+    "ece_allclass",
+    "mce_allclass",
+    "fairness_std",
+    "fairness_cv",
+    "worst_client_accuracy",
+    "gap",
+)
 
 
 class OutOfTimeError(BayflowerError):
@@ -37,7 +52,8 @@ class Plan:
     engine: str = "fused"
     minutes: float = 0.0
     part: tuple[int, int] = (1, 1)
-    where: tuple[tuple[str, str], ...] = ()  # only runs that have these settings; method and seed count as settings
+    # only runs that have these settings; method and seed count as settings
+    where: tuple[tuple[str, str], ...] = ()
     keep: str = ""  # a folder for the folders of runs
 
     def wants(self, job: Job) -> bool:
@@ -69,12 +85,16 @@ def jobs(table: Table, plan: Plan) -> list[Job]:
         for cell in plan.cells(table):
             if cell.spec is not None:
                 known = found.get((cell.spec, seed))
-                found[cell.spec, seed] = Job(cell.spec, seed, cell.column.at is not None or bool(known and known.curve))
+                found[cell.spec, seed] = Job(
+                    cell.spec, seed, cell.column.at is not None or bool(known and known.curve)
+                )
     return list(found.values())
 
 
 def unique(tables: Iterable[Table], plan: Plan, cache: Cache) -> list[Job]:
-    """Return the runs of some tables; one that two tables need, or that two rows state differently, is there once."""
+    """Return the runs of some tables; one that two tables need, or that two rows state differently,
+    is there once.
+    """
     found: dict[str, Job] = {}
     for table in tables:
         for job in jobs(table, plan):
@@ -85,18 +105,32 @@ def unique(tables: Iterable[Table], plan: Plan, cache: Cache) -> list[Job]:
 
 def missing_data(todo: Iterable[Job], data_dir: str) -> dict[str, str]:
     """Return the data sets of these runs that are not here, with what can be done about it."""
-    wanted = sorted({job.spec.values().get("dataset", "") for job in todo if job.spec.runner == "engine"})
+    wanted = sorted(
+        {job.spec.values().get("dataset", "") for job in todo if job.spec.runner == "engine"}
+    )
     return {name: remedy(name, data_dir) for name in wanted if pooled(name, data_dir) is None}
 
 
 def expected(job: Job, records: list[dict[str, Any]], device: str = "") -> float | None:
-    """Return the seconds a run should take, by runs like it (method and data, else data); None if there are none."""
+    """Return the seconds a run should take, by runs like it (method and data, else data); None if
+    there are none.
+    """
     values = job.spec.values()
     for keys in (("method", "dataset", "num_clients"), ("method", "dataset"), ("dataset",)):
-        want = {"method": job.spec.method, "dataset": values.get("dataset"), "num_clients": values.get("num_clients")}
-        like = [one["result"]["seconds"] / max(1, one["result"]["rounds"]) for one in records
-                if one["runner"] == job.spec.runner and (not device or one["result"]["device"].startswith(device))
-                and all({**one["config"], "method": one["method"]}.get(key) == want[key] for key in keys)]  # fmt: skip
+        want = {
+            "method": job.spec.method,
+            "dataset": values.get("dataset"),
+            "num_clients": values.get("num_clients"),
+        }
+        like = [
+            one["result"]["seconds"] / max(1, one["result"]["rounds"])
+            for one in records
+            if one["runner"] == job.spec.runner
+            and (not device or one["result"]["device"].startswith(device))
+            and all(
+                {**one["config"], "method": one["method"]}.get(key) == want[key] for key in keys
+            )
+        ]
         if like:
             return sum(like) / len(like) * int(values.get("rounds", 50))
     return None
@@ -108,20 +142,31 @@ def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
     chosen = [job for job in unique(tables, plan, cache) if plan.wants(job)]
     if not chosen and plan.where:
         said = " ".join(f"{key}={value}" for key, value in plan.where)
-        raise ConfigError(f"no run of these tables has {said}; `method`, `seed` and the settings in the tables' files can be named")
-    needed = chosen[place - 1 :: parts]  # before looking what is there: a late process has the same part
-    todo = [job for job in needed if cache.get(job.spec, job.seed, plan.data_dir, job.curve) is None]
+        raise ConfigError(
+            f"no run of these tables has {said}; `method`, `seed` and the settings in the tables' "
+            "files can be named"
+        )
+    # before looking what is there: a late process has the same part
+    needed = chosen[place - 1 :: parts]
+    todo = [
+        job for job in needed if cache.get(job.spec, job.seed, plan.data_dir, job.curve) is None
+    ]
     absent = missing_data(todo, plan.data_dir)
     for name, words in absent.items():
         say(f"no data: {name} is not in {plan.data_dir}; {words}")
     todo = [job for job in todo if job.spec.values().get("dataset") not in absent]
-    say(f"{len(needed)} runs, {len(todo)} to do{f' in part {place} of {parts}' if parts > 1 else ''}")
+    say(
+        f"{len(needed)} runs, {len(todo)} to "
+        f"do{f' in part {place} of {parts}' if parts > 1 else ''}"
+    )
     end = time.monotonic() + 60 * plan.minutes if plan.minutes else math.inf
     failed = 0
     for number, job in enumerate(todo, 1):
         values = job.spec.values()
         words = f"{number}/{len(todo)} {job.spec.method} " + " ".join(
-            f"{key}={values[key]}" for key in ("dataset", "scenario", "beta", "num_clients", "rounds") if key in values
+            f"{key}={values[key]}"
+            for key in ("dataset", "scenario", "beta", "num_clients", "rounds")
+            if key in values
         )
         words += f" seed={job.seed}"
         guess = expected(job, cache.everything())
@@ -142,7 +187,9 @@ def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
     return failed
 
 
-def run_one(job: Job, plan: Plan, words: str, say: Say, end: float = math.inf) -> tuple[dict[str, Any], int]:
+def run_one(
+    job: Job, plan: Plan, words: str, say: Say, end: float = math.inf
+) -> tuple[dict[str, Any], int]:
     """Return what the tables need of a run, and how many samples the data set has here."""
     if job.spec.runner == "toy":
         from .toy import run_toy
@@ -152,13 +199,21 @@ def run_one(job: Job, plan: Plan, words: str, say: Say, end: float = math.inf) -
     from ..engines import prepare, run_to_result
 
     if plan.engine not in ("fused", "loop"):
-        raise ConfigError(f"engine must be fused or loop for tables, got {plan.engine!r}; `bayflower run` has the others")
+        raise ConfigError(
+            f"engine must be fused or loop for tables, got {plan.engine!r}; `bayflower run` has "
+            "the others"
+        )
     values = engine_values(job.spec, job.seed, plan.data_dir, plan.device)
     out = Path(plan.keep) / f"{job.spec.method}-{key_of(job.spec, job.seed)}" if plan.keep else None
-    chosen = parse(job.spec.method, {**values, **({"checkpoint_every": values.get("rounds", 50)} if out else {})})
+    chosen = parse(
+        job.spec.method,
+        {**values, **({"checkpoint_every": values.get("rounds", 50)} if out else {})},
+    )
     started = time.monotonic()
     try:
-        result = run_to_result(prepare(chosen, plan.engine), out, speaker(words, chosen.settings.rounds, say, end))
+        result = run_to_result(
+            prepare(chosen, plan.engine), out, speaker(words, chosen.settings.rounds, say, end)
+        )
     finally:
         gc.collect()
         free_device()
@@ -193,20 +248,46 @@ def free_device() -> None:
 def condensed(result: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Return the part of result.json that tables and figures need."""
     rounds = result["rounds"]
-    curve = [{key: value for key, value in one.items() if key != "num_clients"} for one in rounds if "personal" in one]
+    curve = [
+        {key: value for key, value in one.items() if key != "num_clients"}
+        for one in rounds
+        if "personal" in one
+    ]
     final = {}
     for view, block in result["final"].items():
         if block and view != "after":
             final[view] = {key: block[key] for key in BLOCK if key in block}
             final[view]["per_client"] = [
-                {key: client[key] for key in ("client", "num_examples", "accuracy", "balanced_accuracy")} for client in block["per_client"]
+                {
+                    key: client[key]
+                    for key in ("client", "num_examples", "accuracy", "balanced_accuracy")
+                }
+                for client in block["per_client"]
             ]
-    partition = {key: value for key, value in result["partition"].items() if key not in ("parts", "train_sizes", "test_sizes")}
+    partition = {
+        key: value
+        for key, value in result["partition"].items()
+        if key not in ("parts", "train_sizes", "test_sizes")
+    }
     return {
-        "method": result["method"], "dataset": result["dataset"], "note": result["note"], "partition": partition, "model": result["model"],
-        "engine": result["engine"], "device": result["device"], "versions": result["versions"], "commit": commit(), "origin": "reproduce",
-        "seconds": round(seconds, 3), "seconds_per_round": sum(one["seconds"] for one in rounds) / len(rounds), "rounds": len(rounds),
-        "bytes_up": rounds[-1]["bytes_up"], "bytes_down": rounds[-1]["bytes_down"], "remark": result["remark"],
+        "method": result["method"],
+        "dataset": result["dataset"],
+        "note": result["note"],
+        "partition": partition,
+        "model": result["model"],
+        "engine": result["engine"],
+        "device": result["device"],
+        "versions": result["versions"],
+        "commit": commit(),
+        "origin": "reproduce",
+        "seconds": round(seconds, 3),
+        "seconds_per_round": sum(one["seconds"] for one in rounds) / len(rounds),
+        "rounds": len(rounds),
+        "bytes_up": rounds[-1]["bytes_up"],
+        "bytes_down": rounds[-1]["bytes_down"],
+        "remark": result["remark"],
         "faults": len(result["faults"]),
-        "last": {key: value for key, value in rounds[-1].items() if isinstance(value, int | float)}, "curve": curve, "final": final,
-    }  # fmt: skip
+        "last": {key: value for key, value in rounds[-1].items() if isinstance(value, int | float)},
+        "curve": curve,
+        "final": final,
+    }

@@ -1,9 +1,11 @@
-"""Published tables as data. A file in `papers/` is one paper; a table is rows × columns of cells, each a run and a number of it.
+"""Published tables as data. A file in `papers/` is one paper; a table is rows × columns of cells,
+each a run and a number of it.
 
-What a file says under `usual` holds for every table that does not say it itself. A cell's settings are the table's, then its column's, its
-row's, and those of the form (`quick` or `full`) that its method has. Its method is named by its row or column; where neither names one, the
-method does not exist here and the cell says "not yet". In the form `full` a row takes the values that `bayflower tune --table` chose for
-it, where `papers/tuned` has a file for the table.
+What a file says under `usual` holds for every table that does not say it itself. A cell's settings
+are the table's, then its column's, its row's, and those of the form (`quick` or `full`) that its
+method has. Its method is named by its row or column; where neither names one, the method does not
+exist here and the cell says "not yet". In the form `full` a row takes the values that `bayflower
+tune --table` chose for it, where `papers/tuned` has a file for the table.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from ..errors import ConfigError
 
 PAPERS = Path(__file__).parent / "papers"
 FORMS = ("full", "quick")
-TUNED, ABOUT = "tuned", "about"  # the folder of chosen values in that of the papers; the entry that is no row
+# the folder of chosen values in that of the papers; the entry that is no row
+TUNED, ABOUT = "tuned", "about"
 PUBLISHED = re.compile(r"([-+]?\d+(?:\.\d+)?)(?: ± (\d+(?:\.\d+)?))?")
 Settings = Mapping[str, Any]
 
@@ -31,7 +34,9 @@ Settings = Mapping[str, Any]
 class Metric:
     """Which number of a run a cell shows: `key` of the final block `view`, times `scale`."""
 
-    view: str  # a block of `final`; last: the last round's entry; run: of the run as a whole; toy: of the toy problem
+    # a block of `final`; last: the last round's entry; run: of the run as a whole; toy: of the toy
+    # problem
+    view: str
     key: str
     unit: str
     scale: float = 1.0
@@ -54,7 +59,8 @@ class Line:
     at: float | None = None  # a column that is a point of the curve, as a share of the rounds
     extra: bool = False  # a column that the paper does not have
     missing: str = ""  # why a method cannot be run here, beyond "not yet"
-    tuned: dict[str, Any] = field(default_factory=dict)  # of a row: values chosen by `bayflower tune --table`, for the form full
+    # of a row: values chosen by `bayflower tune --table`, for the form full
+    tuned: dict[str, Any] = field(default_factory=dict)
     published: tuple[str, ...] = ()  # of a row: what the paper prints, "" where it has nothing
 
 
@@ -73,7 +79,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: where it is, what is printed there, and which run gives ours; without a run the method does not exist here."""
+    """One cell: where it is, what is printed there, and which run gives ours; without a run the
+    method does not exist here.
+    """
 
     row: Line
     column: Line
@@ -118,18 +126,33 @@ class Table:
             raise ConfigError(f"form must be one of {', '.join(FORMS)}, got {name!r}")
         return self.quick if name == "quick" else self.full
 
-    def cells(self, form: str, changes: Settings | None = None, tuned: Mapping[str, Settings] | None = None) -> Iterator[Cell]:
-        """Yield every cell in reading order; `changes` come last, `tuned` holds settings by method."""
+    def cells(
+        self,
+        form: str,
+        changes: Settings | None = None,
+        tuned: Mapping[str, Settings] | None = None,
+    ) -> Iterator[Cell]:
+        """Yield every cell in reading order; `changes` come last,
+        `tuned` holds settings by method.
+        """
         for row in self.rows:
             for column, published in zip(self.columns, row.published, strict=True):
                 method = row.method or column.method
                 metric = self.metrics[row.metric or column.metric or self.metric]
                 if row.client is not None:
                     metric = dataclasses.replace(metric, key=metric.client)
-                spec = self._spec(method, row, column, form, changes or {}, (tuned or {}).get(method, {})) if method else None
+                spec = (
+                    self._spec(
+                        method, row, column, form, changes or {}, (tuned or {}).get(method, {})
+                    )
+                    if method
+                    else None
+                )
                 yield Cell(row, column, metric, published, spec)
 
-    def _spec(self, method: str, row: Line, column: Line, form: str, changes: Settings, tuned: Settings) -> Spec:
+    def _spec(
+        self, method: str, row: Line, column: Line, form: str, changes: Settings, tuned: Settings
+    ) -> Spec:
         chosen = row.tuned if form == "full" else {}
         stated = {**self.settings, **column.settings, **row.settings, **chosen, **tuned}
         fits = settings_of(method) if self.runner == "engine" else {"rounds"}
@@ -144,7 +167,12 @@ def settings_of(method: str) -> frozenset[str]:
     """Return the names of a method's settings, and `images`, which stands for `keep`."""
     from ..config import groups
 
-    return frozenset({"images", *(item.name for kind in groups(method).values() for item in dataclasses.fields(kind))})
+    return frozenset(
+        {
+            "images",
+            *(item.name for kind in groups(method).values() for item in dataclasses.fields(kind)),
+        }
+    )
 
 
 @cache
@@ -157,28 +185,59 @@ def load_tables(folder: Path = PAPERS) -> dict[str, Table]:
             metrics = {name: Metric(**values) for name, values in content["metrics"].items()}
             for own in content["table"]:
                 values = {**content.get("usual", {}), **own}
-                table = make_table(values, metrics, content["source"], folder / TUNED / f"{values.get('tuned_by') or values['id']}.toml")
+                table = make_table(
+                    values,
+                    metrics,
+                    content["source"],
+                    folder / TUNED / f"{values.get('tuned_by') or values['id']}.toml",
+                )
                 if table.id in found:
                     raise ValueError(f"two tables are called {table.id}")
                 found[table.id] = table
         except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is no file of tables ({error}); docs/evidence.md describes the form") from None
+            raise ConfigError(
+                f"{path} is no file of tables ({error}); docs/evidence.md describes the form"
+            ) from None
     return found
 
 
-def make_table(values: dict[str, Any], metrics: dict[str, Metric], source: str, tuned: Path) -> Table:
-    """Return a table from its section of a file and the values in the file `tuned`, if there is one, checked."""
+def make_table(
+    values: dict[str, Any], metrics: dict[str, Metric], source: str, tuned: Path
+) -> Table:
+    """Return a table from its section of a file and the values in the file `tuned`, if there is
+    one, checked.
+    """
     content = tomllib.loads(tuned.read_text()) if tuned.exists() else {}
     chosen = {name: entry["values"] for name, entry in content.items() if name != ABOUT}
-    if strange := set() if values.get("tuned_by") else set(chosen) - {row["name"] for row in values["rows"]}:
-        raise ValueError(f"{tuned} has values for {sorted(strange)[0]!r}, which is no row of {values['id']}")
-    rows = tuple(Line(**{**row, "published": tuple(row["published"]), "tuned": chosen.get(row["name"], {})}) for row in values["rows"])
+    if (
+        strange := set()
+        if values.get("tuned_by")
+        else set(chosen) - {row["name"] for row in values["rows"]}
+    ):
+        raise ValueError(
+            f"{tuned} has values for {sorted(strange)[0]!r}, which is no row of {values['id']}"
+        )
+    rows = tuple(
+        Line(**{**row, "published": tuple(row["published"]), "tuned": chosen.get(row["name"], {})})
+        for row in values["rows"]
+    )
     values = {"tuning": content.get(ABOUT, {}).get("words", ""), **values}
     columns = tuple(Line(**column) for column in values["columns"])
-    table = Table(**{"settings": {}, **values, "rows": rows, "columns": columns, "metrics": metrics, "source": source})
+    table = Table(
+        **{
+            "settings": {},
+            **values,
+            "rows": rows,
+            "columns": columns,
+            "metrics": metrics,
+            "source": source,
+        }
+    )
     for row in rows:
         if len(row.published) != len(columns):
-            raise ValueError(f"{table.id}, {row.name}: {len(row.published)} numbers for {len(columns)} columns")
+            raise ValueError(
+                f"{table.id}, {row.name}: {len(row.published)} numbers for {len(columns)} columns"
+            )
         for text in row.published:
             if text and not PUBLISHED.fullmatch(text):
                 raise ValueError(f"{table.id}, {row.name}: {text!r} is no number")
@@ -190,9 +249,17 @@ def make_table(values: dict[str, Any], metrics: dict[str, Metric], source: str, 
 def find(name: str) -> Table:
     """Return the table called `name`; "pfedvmp table 2" and "pfedvmp-2" are the same."""
     tables = load_tables()
-    plain = re.sub(r"[ _]+", "-", name.strip().lower()).replace("-table-", "-").replace("-fig-", "-figure-")
+    plain = (
+        re.sub(r"[ _]+", "-", name.strip().lower())
+        .replace("-table-", "-")
+        .replace("-fig-", "-figure-")
+    )
     if plain not in tables:
         close = difflib.get_close_matches(plain, tables, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "`bayflower reproduce --list` shows all"
+        hint = (
+            f"did you mean {' or '.join(close)}?"
+            if close
+            else "`bayflower reproduce --list` shows all"
+        )
         raise ConfigError(f"table {name!r} is not known; {hint}")
     return tables[plain]

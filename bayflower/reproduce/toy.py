@@ -1,8 +1,10 @@
-"""FedNP's toy problem (its Table 4): a polynomial with four coefficients, three clients on three segments of x.
+"""FedNP's toy problem (its Table 4): a polynomial with four coefficients, three clients on three
+segments of x.
 
-y = −x² + 2x + 5 + noise of standard deviation 5; 30, 20 and 50 points on [−7, −5], [−2, 2] and [4, 8]; 4 local epochs in batches of 10 by
-RMSprop. The package's contract is classification: here its halves are used as they are, on a `Model` whose mean NLL is the squared error.
-Rounds are a loop over clients (`solo.train`) and the server half's own statistics; no engine is involved.
+y = −x² + 2x + 5 + noise of standard deviation 5; 30, 20 and 50 points on [−7, −5], [−2, 2] and [4,
+8]; 4 local epochs in batches of 10 by RMSprop. The package's contract is classification: here its
+halves are used as they are, on a `Model` whose mean NLL is the squared error. Rounds are a loop
+over clients (`solo.train`) and the server half's own statistics; no engine is involved.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Regression(Model):
 
 
 class Found(NamedTuple):
-    """What one run gives: error on all data, the server's state, the data, each client's last own coefficients."""
+    """What one run gives: error on all data, the server's state, the data, each client's last own
+    coefficients.
+    """
 
     mse: float
     state: Any
@@ -65,11 +69,20 @@ def make_data(seed: int) -> list[Batch]:
     for count, low, high in SEGMENTS:
         x = rng.uniform(low, high, count)
         y = -x * x + 2 * x + 5 + rng.normal(0, 5, count)
-        found.append(Batch(torch.tensor(x)[:, None], torch.tensor(y), torch.ones(count, dtype=torch.float64)))
+        found.append(
+            Batch(torch.tensor(x)[:, None], torch.tensor(y), torch.ones(count, dtype=torch.float64))
+        )
     return found
 
 
-def run(method: str, seed: int, epochs: int = EPOCHS, rounds: int = ROUNDS, lr: float = 0.01, **options: Any) -> Found:
+def run(
+    method: str,
+    seed: int,
+    epochs: int = EPOCHS,
+    rounds: int = ROUNDS,
+    lr: float = 0.01,
+    **options: Any,
+) -> Found:
     """Return a run of `method` through its two halves, from coefficients that are 0."""
     row, model = methods.get(method), Regression()
     training = Training(optimizer="rmsprop", lr=lr, batch_size=10, local_epochs=epochs)
@@ -84,7 +97,15 @@ def run(method: str, seed: int, epochs: int = EPOCHS, rounds: int = ROUNDS, lr: 
     for number in range(1, rounds + 1):
         total, local = Total(), []
         for k, batch in enumerate(data):
-            trained = solo.train(client, states[k], server.broadcast(state, k), batch, seed=seed, client=k, round=number)
+            trained = solo.train(
+                client,
+                states[k],
+                server.broadcast(state, k),
+                batch,
+                seed=seed,
+                client=k,
+                round=number,
+            )
             states[k] = trained.state
             update: Any = trained.update
             local.append(update.params["head.weight"][0])
@@ -113,9 +134,22 @@ def run_toy(spec: Spec, seed: int) -> dict[str, Any]:
         found = run(spec.method, seed, **values)
     seconds, rounds = time.monotonic() - started, int(values.get("rounds", ROUNDS))
     return {
-        "method": spec.method, "dataset": "toy", "note": "", "partition": {"kind": "segments"},
+        "method": spec.method,
+        "dataset": "toy",
+        "note": "",
+        "partition": {"kind": "segments"},
         "model": {"name": "polynomial", "parameters": 4},
-        "engine": "none", "device": f"cpu ({platform.machine()})", "versions": versions(), "commit": commit(), "origin": "reproduce",
-        "seconds": round(seconds, 3), "seconds_per_round": seconds / rounds, "rounds": rounds, "last": {}, "curve": [],
-        "final": {"toy": {"mse": found.mse}}, "remark": None, "faults": 0,
-    }  # fmt: skip
+        "engine": "none",
+        "device": f"cpu ({platform.machine()})",
+        "versions": versions(),
+        "commit": commit(),
+        "origin": "reproduce",
+        "seconds": round(seconds, 3),
+        "seconds_per_round": seconds / rounds,
+        "rounds": rounds,
+        "last": {},
+        "curve": [],
+        "final": {"toy": {"mse": found.mse}},
+        "remark": None,
+        "faults": 0,
+    }

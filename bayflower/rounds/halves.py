@@ -13,7 +13,9 @@ from ..tree import Tensors
 
 
 class Halves(NamedTuple):
-    """Both halves of a method on one model, and the seeded initialisation every part of the run starts from."""
+    """Both halves of a method on one model, and the seeded initialisation every part of the run
+    starts from.
+    """
 
     server: ServerHalf
     client: ClientHalf
@@ -28,4 +30,6 @@ def make_halves(run: Run, input_shape: tuple[int, ...], num_classes: int) -> Hal
     model.bf16 = run.settings.bf16
     server = row.server(run.options, model.anatomy)
     client = row.client(run.options, run.training, model)
-    return Halves(server, client, model, model.initial(run.settings.seed, run.settings.torch_dtype()))
+    return Halves(
+        server, client, model, model.initial(run.settings.seed, run.settings.torch_dtype())
+    )

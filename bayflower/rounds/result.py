@@ -19,42 +19,77 @@ from ..wire.hello import Summary
 from .halves import Halves
 
 
-def result(run: Run, engine: str, federation: Federation | Summary, halves: Halves, outcome: Outcome) -> dict[str, Any]:
+def result(
+    run: Run, engine: str, federation: Federation | Summary, halves: Halves, outcome: Outcome
+) -> dict[str, Any]:
     """Return the content of result.json."""
     views = halves.client.views()
-    trained = f"the {len(federation.clients)} training clients, each on its own test data, after round {run.settings.rounds}"
-    unseen = f"{len(federation.new_clients)} clients that never trained, each adapted on its own training data as the method defines"
+    trained = (
+        f"the {len(federation.clients)} training clients, each on its own test data, after "
+        f"round {run.settings.rounds}"
+    )
+    unseen = (
+        f"{len(federation.new_clients)} clients that never trained, each adapted on its own "
+        "training data as the method defines"
+    )
 
     def block(tallies: Mapping[int, metrics.Tally], model: str, clients: str) -> dict[str, Any]:
         return {"model": model, "clients": clients, **metrics.summarise(tallies)}
 
-    final = {view: block(tallies, views[view], trained) for view, tallies in outcome.views.items() if view in views}
+    final = {
+        view: block(tallies, views[view], trained)
+        for view, tallies in outcome.views.items()
+        if view in views
+    }
     final.setdefault("global", None)  # type: ignore[arg-type]
-    if "before" in final:  # then the personal model is the one after local training; a reader finds it under both names
+    # then the personal model is the one after local training; a reader finds it under both names
+    if "before" in final:
         final["after"] = final["personal"]
     new = outcome.new_clients.get("personal")
     final["new_clients"] = block(new, views["personal"], unseen) if new else None  # type: ignore[assignment]
     if new and "personal" in final:
-        final["new_clients"]["gap"] = final["new_clients"]["accuracy"] - final["personal"]["accuracy"]
+        final["new_clients"]["gap"] = (
+            final["new_clients"]["accuracy"] - final["personal"]["accuracy"]
+        )
     settings = run.settings
     device = settings.torch_device()
     return {
-        "method": run.method, "dataset": federation.dataset, "note": federation.note, "partition": federation.partition,
-        "engine": engine, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
-        "seed": settings.seed, "num_clients": len(federation.clients), "num_new_clients": len(federation.new_clients),
+        "method": run.method,
+        "dataset": federation.dataset,
+        "note": federation.note,
+        "partition": federation.partition,
+        "engine": engine,
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu ({platform.machine()})",
+        "seed": settings.seed,
+        "num_clients": len(federation.clients),
+        "num_new_clients": len(federation.new_clients),
         "model": {"name": halves.model.name, "parameters": halves.model.num_parameters},
-        "versions": versions(), "config": run.flat(), "rounds": [dict(record) for record in outcome.rounds], "final": final,
-        "faults": list(outcome.faults), "usage": outcome.usage and dict(outcome.usage),
+        "versions": versions(),
+        "config": run.flat(),
+        "rounds": [dict(record) for record in outcome.rounds],
+        "final": final,
+        "faults": list(outcome.faults),
+        "usage": outcome.usage and dict(outcome.usage),
         "remark": "; ".join(filter(None, [halves.client.remark(), *outcome.remarks])) or None,
-    }  # fmt: skip
+    }
 
 
 def versions() -> dict[str, str]:
     """Return the versions that decide the numbers."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
     for package in ("bayflower", "flwr"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed as a package" if package in sys.modules or package == "bayflower" else "not installed"
+            found[package] = (
+                "not installed as a package"
+                if package in sys.modules or package == "bayflower"
+                else "not installed"
+            )
     return found

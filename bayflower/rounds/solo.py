@@ -1,7 +1,8 @@
-"""One client alone, the plain way: train a round, adapt, test. Every engine but the fused one runs this; so does debugging.
+"""One client alone, the plain way: train a round, adapt, test. Every engine but the fused one runs
+this; so does debugging.
 
-The numbers depend on the arguments only: batches and noise are drawn from (seed, client, round), and torch's own generator is
-seeded likewise for networks that draw for themselves (dropout).
+The numbers depend on the arguments only: batches and noise are drawn from (seed, client, round),
+and torch's own generator is seeded likewise for networks that draw for themselves (dropout).
 """
 
 from __future__ import annotations
@@ -43,21 +44,45 @@ def samples(data: ClientData, device: torch.device, dtype: torch.dtype) -> Sampl
 
     def batch(x: np.ndarray, y: np.ndarray) -> Batch:
         inputs = torch.as_tensor(x).to(device=device, dtype=dtype)
-        return Batch(inputs, torch.as_tensor(y).to(device), torch.ones(len(y), dtype=dtype, device=device))
+        return Batch(
+            inputs, torch.as_tensor(y).to(device), torch.ones(len(y), dtype=dtype, device=device)
+        )
 
     return Samples(batch(data.x_train, data.y_train), batch(data.x_test, data.y_test))
 
 
-def train(half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int) -> Trained:
+def train(
+    half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int
+) -> Trained:
     """Return the client's state, update and loss after one round."""
     with seeded(seed, client, round):
-        work, loss = run_phases(half, half.begin(state, broadcast, data), data, "train", seed=seed, client=client, round=round)
+        work, loss = run_phases(
+            half,
+            half.begin(state, broadcast, data),
+            data,
+            "train",
+            seed=seed,
+            client=client,
+            round=round,
+        )
         new_state, update = half.finish(state, surveyed(half, work, data), data)
     return Trained(detach(new_state), detach(update), loss)
 
 
-def adapt(half: ClientHalf, state: Any, broadcast: Any, data: Batch, purpose: Purpose, *, seed: int, client: int, round: int) -> Any:
-    """Return the state to predict with: `state` itself where the method adapts nothing for `purpose`."""
+def adapt(
+    half: ClientHalf,
+    state: Any,
+    broadcast: Any,
+    data: Batch,
+    purpose: Purpose,
+    *,
+    seed: int,
+    client: int,
+    round: int,
+) -> Any:
+    """Return the state to predict with: `state` itself where the method adapts nothing for
+    `purpose`.
+    """
     if not half.phases(purpose):
         return state
     with seeded(seed, client, round):
@@ -66,10 +91,20 @@ def adapt(half: ClientHalf, state: Any, broadcast: Any, data: Batch, purpose: Pu
         return detach(half.adapted(state, work, data, purpose))
 
 
-def test(half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int) -> dict[str, metrics.Tally]:
+def test(
+    half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int
+) -> dict[str, metrics.Tally]:
     """Return the tally of every view on `data`."""
     shapes = half.noise("predict", CHUNK)
-    noise = batches.noise(shapes, seed=seed, client=client, round=round, stage="predict", step=0, dtype=data.mask.dtype)
+    noise = batches.noise(
+        shapes,
+        seed=seed,
+        client=client,
+        round=round,
+        stage="predict",
+        step=0,
+        dtype=data.mask.dtype,
+    )
     noise = {name: value.to(data.x.device) for name, value in noise.items()}
     result = {}
     with torch.no_grad():
@@ -86,7 +121,16 @@ def test(half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int
     return result
 
 
-def run_phases(half: ClientHalf, work: Work, data: Batch, purpose: Purpose, *, seed: int, client: int, round: int) -> tuple[Work, float]:
+def run_phases(
+    half: ClientHalf,
+    work: Work,
+    data: Batch,
+    purpose: Purpose,
+    *,
+    seed: int,
+    client: int,
+    round: int,
+) -> tuple[Work, float]:
     """Return the work after all phases of `purpose`, and the mean loss over the samples seen."""
     total = torch.zeros((), dtype=torch.float64, device=data.x.device)
     seen = 0
@@ -97,7 +141,14 @@ def run_phases(half: ClientHalf, work: Work, data: Batch, purpose: Purpose, *, s
         plan = batches.plan(len(data.y), phase, **keys, purpose=purpose, coupled=half.model.coupled)
         for step, groups in enumerate(plan):
             chosen = tuple(pick(data, rows) for rows in groups)
-            noise = batches.noise(shapes, **keys, stage=f"{purpose}/{phase.name}", step=step, dtype=data.mask.dtype, device=data.x.device)
+            noise = batches.noise(
+                shapes,
+                **keys,
+                stage=f"{purpose}/{phase.name}",
+                step=step,
+                dtype=data.mask.dtype,
+                device=data.x.device,
+            )
             work, info = half.step(phase, work, chosen, noise)
             count = sum(len(rows) for rows in groups)
             total += info["loss"].detach().double() * count
@@ -111,7 +162,10 @@ def surveyed(half: ClientHalf, work: Work, data: Batch) -> Work:
         return work
     starts = range(0, len(data.y), half.surveys)
     with torch.no_grad():
-        parts = [half.survey(work, Batch(*(tensor[start : start + half.surveys] for tensor in data))) for start in starts]
+        parts = [
+            half.survey(work, Batch(*(tensor[start : start + half.surveys] for tensor in data)))
+            for start in starts
+        ]
     total = parts[0].total
     for part in parts[1:]:
         total = map_tree(torch.add, total, part.total)
@@ -121,7 +175,9 @@ def surveyed(half: ClientHalf, work: Work, data: Batch) -> Work:
 
 def fresh_optimizer(phase: Any, work: Work) -> Work:
     """Return the work with a new optimiser state for the parameters that move in `phase`."""
-    return work._replace(opt=phase.optimizer.init({name: work.params[name] for name in phase.moving(work.params)}))
+    return work._replace(
+        opt=phase.optimizer.init({name: work.params[name] for name in phase.moving(work.params)})
+    )
 
 
 def pick(data: Batch, rows: np.ndarray) -> Batch:
@@ -146,7 +202,9 @@ def seeded(seed: int, client: int, round: int) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run with one torch thread: with more, sums are split differently on machines with other numbers of cores."""
+    """Run with one torch thread: with more, sums are split differently on machines with other
+    numbers of cores.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

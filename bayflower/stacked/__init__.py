@@ -1,1 +1,3 @@
-"""Many clients on one device: stacks of models, layers and kernels for them, what fits into memory. The fused engine is made of these."""
+"""Many clients on one device: stacks of models, layers and kernels for them, what fits into memory.
+The fused engine is made of these.
+"""

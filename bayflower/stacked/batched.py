@@ -1,8 +1,10 @@
-"""Layers for stacks of networks: under `torch.func.vmap` with weights of their own for every client, one product of matrices each.
+"""Layers for stacks of networks: under `torch.func.vmap` with weights of their own for every
+client, one product of matrices each.
 
-torch turns a convolution with per-client weights into a grouped convolution, which GPUs do slowly. Here it is patches × weights, for
-all clients in one batched product. Everything is differentiable any number of times (MAML needs two): the three maps of a
-convolution (output, input gradient, weight gradient) and the two of a pooling (pick, scatter) are closed under differentiation.
+torch turns a convolution with per-client weights into a grouped convolution, which GPUs do slowly.
+Here it is patches × weights, for all clients in one batched product. Everything is differentiable
+any number of times (MAML needs two): the three maps of a convolution (output, input gradient,
+weight gradient) and the two of a pooling (pick, scatter) are closed under differentiation.
 `stackable.py` puts them into modules; the numbers are those of torch's layers up to rounding.
 """
 
@@ -26,35 +28,54 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def padded(rows: int, multiple: int = 4) -> int:
-    """Return the rows of a patch matrix: one more for the bias, then up to a multiple of 16 bytes, which products of matrices like."""
+    """Return the rows of a patch matrix: one more for the bias, then up to a multiple of 16 bytes,
+    which products of matrices like.
+    """
     return -(-(rows + 1) // multiple) * multiple
 
 
 def out_size(x: Tensor, size: Size, stride: int, pad: int) -> Size:
     """Return rows and columns of a convolution's output."""
-    return (x.shape[-2] + 2 * pad - size[0]) // stride + 1, (x.shape[-1] + 2 * pad - size[1]) // stride + 1
+    return (x.shape[-2] + 2 * pad - size[0]) // stride + 1, (
+        x.shape[-1] + 2 * pad - size[1]
+    ) // stride + 1
 
 
 def is_whole(outputs: int, area: int) -> bool:
-    """Return whether one product for all samples of a client is better than one a sample, which needs a copy of the weights for each."""
+    """Return whether one product for all samples of a client is better than one a sample, which
+    needs a copy of the weights for each.
+    """
     return 8 * outputs > area
 
 
 def patches(x: Tensor, size: Size, stride: int, pad: int, rows: int, whole: bool) -> Tensor:
-    """Return (A, rows, B·P·Q) if `whole`, else (A·B, rows, P·Q), of x (A, B, C, H, W): patches, a row of ones, rows of zeros."""
+    """Return (A, rows, B·P·Q) if `whole`, else (A·B, rows, P·Q), of x (A, B, C, H, W): patches, a
+    row of ones, rows of zeros.
+    """
     if has_kernels(x):
         from . import kernels
 
         return kernels.patches(x, size, stride, pad, rows, whole)
     clients, samples = x.shape[:2]
-    cols = functional.unfold(x.reshape(clients * samples, *x.shape[2:]), size, padding=pad, stride=stride)
+    cols = functional.unfold(
+        x.reshape(clients * samples, *x.shape[2:]), size, padding=pad, stride=stride
+    )
     if whole:
-        cols = cols.reshape(clients, samples, cols.shape[1], -1).transpose(1, 2).reshape(clients, cols.shape[1], -1)
-    ones, zeros = torch.ones_like(cols[:, :1]), cols.new_zeros(cols.shape[0], rows - cols.shape[1] - 1, cols.shape[2])
+        cols = (
+            cols.reshape(clients, samples, cols.shape[1], -1)
+            .transpose(1, 2)
+            .reshape(clients, cols.shape[1], -1)
+        )
+    ones, zeros = (
+        torch.ones_like(cols[:, :1]),
+        cols.new_zeros(cols.shape[0], rows - cols.shape[1] - 1, cols.shape[2]),
+    )
     return torch.cat([cols, ones, zeros], 1)
 
 
-def image(cols: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int, whole: bool) -> Tensor:
+def image(
+    cols: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int, whole: bool
+) -> Tensor:
     """Return (A, B, C, H, W) of `shape`: the transpose of `patches`."""
     if has_kernels(cols):
         from . import kernels
@@ -64,7 +85,11 @@ def image(cols: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: in
     used = channels * size[0] * size[1]
     part = cols[:, :used]
     if whole:
-        part = part.reshape(clients, used, samples, -1).transpose(1, 2).reshape(clients * samples, used, -1)
+        part = (
+            part.reshape(clients, used, samples, -1)
+            .transpose(1, 2)
+            .reshape(clients * samples, used, -1)
+        )
     return functional.fold(part, tuple(shape[3:]), size, padding=pad, stride=stride).reshape(shape)
 
 
@@ -74,14 +99,18 @@ def front(tensor: Tensor, dim: int | None, clients: int) -> Tensor:
 
 
 def on_stacks(fn: Callable[..., Any], tensors: tuple[Tensor, ...], *settings: Any) -> Any:
-    """Return fn(*tensors, *settings), the clients' axis in front of the tensors, perhaps with more axes hidden by an outer vmap."""
+    """Return fn(*tensors, *settings), the clients' axis in front of the tensors, perhaps with more
+    axes hidden by an outer vmap.
+    """
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
         return Merged.apply(fn, settings, *tensors)  # a kernel cannot look into such tensors
     return fn(*tensors, *settings)
 
 
 class Merged(Function):
-    """`fn` of stacks, mapped over further axes: they become one with the clients'. It has no derivative."""
+    """`fn` of stacks, mapped over further axes: they become one with the clients'. It has no
+    derivative.
+    """
 
     @staticmethod
     def forward(fn: Callable[..., Any], settings: tuple[Any, ...], *tensors: Tensor) -> Any:
@@ -92,8 +121,17 @@ class Merged(Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], fn: Callable[..., Any], settings: tuple[Any, ...], *tensors: Tensor) -> tuple[Any, Any]:
-        some = [front(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, dims[2:], strict=True)]
+    def vmap(
+        info: Any,
+        dims: tuple[Any, ...],
+        fn: Callable[..., Any],
+        settings: tuple[Any, ...],
+        *tensors: Tensor,
+    ) -> tuple[Any, Any]:
+        some = [
+            front(tensor, dim, info.batch_size)
+            for tensor, dim in zip(tensors, dims[2:], strict=True)
+        ]
         found = on_stacks(fn, tuple(tensor.flatten(0, 1) for tensor in some), *settings)
         outer = some[0].shape[:2]
         if isinstance(found, tuple):
@@ -102,10 +140,14 @@ class Merged(Function):
 
 
 class Conv(Function):
-    """weights (O, R) × patches of x (B, C, H, W) → (B, O, P, Q), and the patches; the weights' columns are (c, i, j), the bias, zeros."""
+    """weights (O, R) × patches of x (B, C, H, W) → (B, O, P, Q), and the patches; the weights'
+    columns are (c, i, j), the bias, zeros.
+    """
 
     @staticmethod
-    def forward(x: Tensor, weights: Tensor, size: Size, stride: int, pad: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        x: Tensor, weights: Tensor, size: Size, stride: int, pad: int
+    ) -> tuple[Tensor, Tensor]:
         out, cols = stacked_conv(x[None], weights[None], size, stride, pad)
         return out[0], cols[0]
 
@@ -122,23 +164,39 @@ class Conv(Function):
             return (None,) * 5
         x, weights, cols = ctx.saved_tensors
         facts = (ctx.size, ctx.stride, ctx.pad)
-        to_x = ConvInput.apply(g, weights, tuple(x.shape), *facts) if ctx.needs_input_grad[0] else None
-        to_weights = ConvWeights.apply(x, g, cols, weights.shape[-1], *facts) if ctx.needs_input_grad[1] else None
+        to_x = (
+            ConvInput.apply(g, weights, tuple(x.shape), *facts) if ctx.needs_input_grad[0] else None
+        )
+        to_weights = (
+            ConvWeights.apply(x, g, cols, weights.shape[-1], *facts)
+            if ctx.needs_input_grad[1]
+            else None
+        )
         return to_x, to_weights, None, None, None
 
     @staticmethod
     def vmap(
-        info: Any, dims: tuple[Any, ...], x: Tensor, weights: Tensor, size: Size, stride: int, pad: int
+        info: Any,
+        dims: tuple[Any, ...],
+        x: Tensor,
+        weights: Tensor,
+        size: Size,
+        stride: int,
+        pad: int,
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         x, weights = front(x, dims[0], info.batch_size), front(weights, dims[1], info.batch_size)
         return on_stacks(stacked_conv, (x, weights), size, stride, pad), (0, 0)
 
 
 class ConvInput(Function):
-    """The gradient of `Conv` with respect to x, linear in g (B, O, P, Q) and in the weights; `shape` is that of x."""
+    """The gradient of `Conv` with respect to x, linear in g (B, O, P, Q) and in the weights;
+    `shape` is that of x.
+    """
 
     @staticmethod
-    def forward(g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int) -> Tensor:
+    def forward(
+        g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int
+    ) -> Tensor:
         return stacked_input(g[None], weights[None], shape, size, stride, pad)[0]
 
     @staticmethod
@@ -154,23 +212,38 @@ class ConvInput(Function):
         to_g = Conv.apply(gg, linear, *facts)[0] if ctx.needs_input_grad[0] else None
         to_weights = None
         if ctx.needs_input_grad[1]:
-            to_weights = no_bias(ConvWeights.apply(gg, g, None, weights.shape[-1], *facts), gg.shape[-3], ctx.size)
+            to_weights = no_bias(
+                ConvWeights.apply(gg, g, None, weights.shape[-1], *facts), gg.shape[-3], ctx.size
+            )
         return to_g, to_weights, None, None, None, None
 
     @staticmethod
     def vmap(
-        info: Any, dims: tuple[Any, ...], g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int
+        info: Any,
+        dims: tuple[Any, ...],
+        g: Tensor,
+        weights: Tensor,
+        shape: tuple[int, ...],
+        size: Size,
+        stride: int,
+        pad: int,
     ) -> tuple[Tensor, int]:
         g, weights = front(g, dims[0], info.batch_size), front(weights, dims[1], info.batch_size)
         return on_stacks(stacked_input, (g, weights), shape, size, stride, pad), 0
 
 
 class ConvWeights(Function):
-    """The gradient of `Conv` with respect to the weights (O, R), linear in x and in g; `cols` are the patches of x, or None."""
+    """The gradient of `Conv` with respect to the weights (O, R), linear in x and in g; `cols` are
+    the patches of x, or None.
+    """
 
     @staticmethod
-    def forward(x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: Size, stride: int, pad: int) -> Tensor:
-        return stacked_weights(x[None], g[None], None if cols is None else cols[None], rows, size, stride, pad)[0]
+    def forward(
+        x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: Size, stride: int, pad: int
+    ) -> Tensor:
+        return stacked_weights(
+            x[None], g[None], None if cols is None else cols[None], rows, size, stride, pad
+        )[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -187,7 +260,15 @@ class ConvWeights(Function):
 
     @staticmethod
     def vmap(
-        info: Any, dims: tuple[Any, ...], x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: Size, stride: int, pad: int
+        info: Any,
+        dims: tuple[Any, ...],
+        x: Tensor,
+        g: Tensor,
+        cols: Tensor | None,
+        rows: int,
+        size: Size,
+        stride: int,
+        pad: int,
     ) -> tuple[Tensor, int]:
         x, g = front(x, dims[0], info.batch_size), front(g, dims[1], info.batch_size)
         cols = None if cols is None else front(cols, dims[2], info.batch_size)
@@ -196,7 +277,9 @@ class ConvWeights(Function):
         return on_stacks(stacked_weights, (x, g, cols), rows, size, stride, pad), 0
 
 
-def stacked_conv(x: Tensor, weights: Tensor, size: Size, stride: int, pad: int) -> tuple[Tensor, Tensor]:
+def stacked_conv(
+    x: Tensor, weights: Tensor, size: Size, stride: int, pad: int
+) -> tuple[Tensor, Tensor]:
     """Return ((A, B, O, P, Q) in either memory order, the patches with A in front)."""
     clients, samples, outputs = *x.shape[:2], weights.shape[1]
     high, wide = out_size(x, size, stride, pad)
@@ -205,10 +288,14 @@ def stacked_conv(x: Tensor, weights: Tensor, size: Size, stride: int, pad: int) 
     out = torch.bmm(weights if whole else repeat(weights, samples), cols)
     if whole:
         return out.view(clients, outputs, samples, high, wide).transpose(1, 2), cols
-    return out.view(clients, samples, outputs, high, wide), cols.view(clients, samples, *cols.shape[1:])
+    return out.view(clients, samples, outputs, high, wide), cols.view(
+        clients, samples, *cols.shape[1:]
+    )
 
 
-def stacked_input(g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int) -> Tensor:
+def stacked_input(
+    g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size, stride: int, pad: int
+) -> Tensor:
     """Return the gradient with respect to x, (A, B, C, H, W), of which `shape` is all but A."""
     samples, outputs, high, wide = g.shape[1:]
     whole = is_whole(outputs, high * wide)
@@ -216,7 +303,9 @@ def stacked_input(g: Tensor, weights: Tensor, shape: tuple[int, ...], size: Size
     return image(cols, (len(g), *shape), size, stride, pad, whole)
 
 
-def stacked_weights(x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: Size, stride: int, pad: int) -> Tensor:
+def stacked_weights(
+    x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: Size, stride: int, pad: int
+) -> Tensor:
     """Return the gradient with respect to the weights, (A, O, rows)."""
     clients, samples, outputs, high, wide = g.shape
     whole = is_whole(outputs, high * wide)
@@ -226,7 +315,9 @@ def stacked_weights(x: Tensor, g: Tensor, cols: Tensor | None, rows: int, size: 
     return found if whole else found.view(clients, samples, outputs, rows).sum(1)
 
 
-def stacked_weights_anew(x: Tensor, g: Tensor, rows: int, size: Size, stride: int, pad: int) -> Tensor:
+def stacked_weights_anew(
+    x: Tensor, g: Tensor, rows: int, size: Size, stride: int, pad: int
+) -> Tensor:
     """Return the gradient with respect to the weights, the patches not known."""
     return stacked_weights(x, g, None, rows, size, stride, pad)
 
@@ -237,7 +328,9 @@ def repeat(weights: Tensor, samples: int) -> Tensor:
 
 
 def columns(g: Tensor, whole: bool) -> Tensor:
-    """Return (A, O, B·P·Q) if `whole`, else (A·B, O, P·Q), of g (A, B, O, P, Q); a view if its memory order is right."""
+    """Return (A, O, B·P·Q) if `whole`, else (A·B, O, P·Q), of g (A, B, O, P, Q); a view if its
+    memory order is right.
+    """
     clients, samples, outputs = g.shape[:3]
     if whole:
         return g.transpose(1, 2).reshape(clients, outputs, -1)
@@ -251,7 +344,8 @@ def no_bias(weights: Tensor, channels: int, size: Size) -> Tensor:
 
 
 class Pool(Function):
-    """The largest of each window of x (B, C, H, W), times `slope` below 0, and which it was (int8); windows side by side.
+    """The largest of each window of x (B, C, H, W), times `slope` below 0, and which it was (int8);
+    windows side by side.
 
     Which: its place in the window, plus the size of the window where the slope applies.
     """
@@ -276,7 +370,9 @@ class Pool(Function):
         return Scatter.apply(g, ctx.saved_tensors[0], ctx.shape, ctx.size, ctx.slope), None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, size: Size, slope: float) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    def vmap(
+        info: Any, dims: tuple[Any, ...], x: Tensor, size: Size, slope: float
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         return on_stacks(stacked_pool, (front(x, dims[0], info.batch_size),), size, slope), (0, 0)
 
 
@@ -284,7 +380,9 @@ class Scatter(Function):
     """g at the places `index` names, times the slope where it applies, zero elsewhere."""
 
     @staticmethod
-    def forward(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float) -> Tensor:
+    def forward(
+        g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float
+    ) -> Tensor:
         return stacked_scatter(g[None], index[None], shape, size, slope)[0]
 
     @staticmethod
@@ -298,14 +396,22 @@ class Scatter(Function):
 
     @staticmethod
     def vmap(
-        info: Any, dims: tuple[Any, ...], g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float
+        info: Any,
+        dims: tuple[Any, ...],
+        g: Tensor,
+        index: Tensor,
+        shape: tuple[int, ...],
+        size: Size,
+        slope: float,
     ) -> tuple[Tensor, int]:
         g, index = front(g, dims[0], info.batch_size), front(index, dims[1], info.batch_size)
         return on_stacks(stacked_scatter, (g, index), shape, size, slope), 0
 
 
 class Pick(Function):
-    """x at the places `index` names, times the slope where it applies: the transpose of `Scatter`."""
+    """x at the places `index` names, times the slope where
+    it applies: the transpose of `Scatter`.
+    """
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, size: Size, slope: float) -> Tensor:
@@ -319,17 +425,28 @@ class Pick(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return Scatter.apply(g, ctx.saved_tensors[0], ctx.shape, ctx.size, ctx.slope), None, None, None
+        return (
+            Scatter.apply(g, ctx.saved_tensors[0], ctx.shape, ctx.size, ctx.slope),
+            None,
+            None,
+            None,
+        )
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, index: Tensor, size: Size, slope: float) -> tuple[Tensor, int]:
-        return picked(front(x, dims[0], info.batch_size), front(index, dims[1], info.batch_size), size, slope), 0
+    def vmap(
+        info: Any, dims: tuple[Any, ...], x: Tensor, index: Tensor, size: Size, slope: float
+    ) -> tuple[Tensor, int]:
+        return picked(
+            front(x, dims[0], info.batch_size), front(index, dims[1], info.batch_size), size, slope
+        ), 0
 
 
 def windows(x: Tensor, size: Size) -> Tensor:
     """Return (…, P, Q, I·J) of x (…, H, W): the elements of each window."""
     high, wide = x.shape[-2] // size[0], x.shape[-1] // size[1]
-    x = x[..., : high * size[0], : wide * size[1]].reshape(*x.shape[:-2], high, size[0], wide, size[1])
+    x = x[..., : high * size[0], : wide * size[1]].reshape(
+        *x.shape[:-2], high, size[0], wide, size[1]
+    )
     return x.transpose(-3, -2).reshape(*x.shape[:-4], high, wide, size[0] * size[1])
 
 
@@ -341,7 +458,9 @@ def picked(x: Tensor, index: Tensor, size: Size, slope: float) -> Tensor:
 
 
 def stacked_pool(x: Tensor, size: Size, slope: float) -> tuple[Tensor, Tensor]:
-    """Return (the largest of each window, times `slope` below 0; which it was) of x (A, B, C, H, W)."""
+    """Return (the largest of each window, times `slope` below 0; which it was) of x (A, B, C, H,
+    W).
+    """
     if has_kernels(x):
         from . import kernels
 
@@ -351,8 +470,12 @@ def stacked_pool(x: Tensor, size: Size, slope: float) -> tuple[Tensor, Tensor]:
     return torch.where(best > 0, best, best * slope), index.to(torch.int8)
 
 
-def stacked_scatter(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float) -> Tensor:
-    """Return g at the places `index` names, in images (A, B, C, H, W), of which `shape` is all but A."""
+def stacked_scatter(
+    g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size, slope: float
+) -> Tensor:
+    """Return g at the places `index` names, in images (A, B, C, H, W), of which `shape` is all but
+    A.
+    """
     shape = (len(g), *shape)
     if has_kernels(g):
         from . import kernels
@@ -362,5 +485,9 @@ def stacked_scatter(g: Tensor, index: Tensor, shape: tuple[int, ...], size: Size
     g = torch.where(index >= area, g * slope, g)
     spread = g[..., None] * (index[..., None] % area == torch.arange(area, device=g.device))
     high, wide = g.shape[-2:]
-    x = spread.reshape(*g.shape, *size).transpose(-3, -2).reshape(*g.shape[:-2], high * size[0], wide * size[1])
+    x = (
+        spread.reshape(*g.shape, *size)
+        .transpose(-3, -2)
+        .reshape(*g.shape[:-2], high * size[0], wide * size[1])
+    )
     return functional.pad(x, (0, shape[-1] - x.shape[-1], 0, shape[-2] - x.shape[-2]))

@@ -1,4 +1,6 @@
-"""−log p of stacks of clients in two GPU kernels: torch takes some twenty small ones under vmap, more than the network itself."""
+"""−log p of stacks of clients in two GPU kernels: torch takes some twenty small ones under vmap,
+more than the network itself.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class NegativeLogProbability(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor) -> tuple[Tensor, int]:
-        return on_stacks(values, (front(logits, dims[0], info.batch_size), front(y, dims[1], info.batch_size))), 0
+        return on_stacks(
+            values, (front(logits, dims[0], info.batch_size), front(y, dims[1], info.batch_size))
+        ), 0
 
 
 class Slope(Function):
@@ -48,15 +52,23 @@ class Slope(Function):
         logits, y, g = ctx.saved_tensors
         p = torch.softmax(logits, -1)
         along = (p * v).sum(-1, keepdim=True)
-        return g[..., None] * p * (v - along), None, along[..., 0] - v.gather(-1, y[..., None])[..., 0]
+        return (
+            g[..., None] * p * (v - along),
+            None,
+            along[..., 0] - v.gather(-1, y[..., None])[..., 0],
+        )
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor, g: Tensor
+    ) -> tuple[Tensor, int]:
         return on_stacks(slopes, fronts((logits, y, g), dims, info)), 0
 
 
 class MeanNegativeLogProbability(Function):
-    """The mean of −log softmax(logits)_y over the samples that count: logits (B, C), y (B,), mask (B,) → ()."""
+    """The mean of −log softmax(logits)_y over the samples that count: logits (B, C), y (B,), mask
+    (B,) → ().
+    """
 
     @staticmethod
     def forward(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -73,18 +85,24 @@ class MeanNegativeLogProbability(Function):
         return Slope.apply(logits, y, weight), None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor, mask: Tensor
+    ) -> tuple[Tensor, int]:
         return on_stacks(means, fronts((logits, y, mask), dims, info)), 0
 
 
 class Pull(Function):
-    """The mean, over the samples that count, of known_y · mean_j (z_j − centre_yj)², and its gradient with respect to z.
+    """The mean, over the samples that count, of known_y · mean_j (z_j − centre_yj)², and its
+    gradient with respect to z.
 
-    z (B, D), centres (K, D), known (K,), y and mask (B,) → (), (B, D). Constant in all but z; the gradient is not to be differentiated.
+    z (B, D), centres (K, D), known (K,), y and mask (B,) → (), (B, D). Constant in all but z; the
+    gradient is not to be differentiated.
     """
 
     @staticmethod
-    def forward(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         loss, slope = pulls(z[None], centres[None], known[None], y[None], mask[None])
         return loss[0], slope[0]
 
@@ -99,12 +117,16 @@ class Pull(Function):
         return (None if g is None else g * ctx.saved_tensors[0], None, None, None, None)
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    def vmap(
+        info: Any, dims: tuple[Any, ...], *inputs: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         return on_stacks(pulls, fronts(inputs, dims, info)), (0, 0)
 
 
 def pull(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean, over the samples that count, of known_y · mean_j (z_j − centre_yj)²; 0 if there is none."""
+    """Return the mean, over the samples that count, of known_y · mean_j (z_j − centre_yj)²; 0 if
+    there is none.
+    """
     loss, _ = Pull.apply(z, centres, known, y, mask)
     return loss  # type: ignore[no-any-return]
 
@@ -121,24 +143,26 @@ def nll(logits: Tensor, y: Tensor) -> Tensor:
 
 def fronts(tensors: tuple[Tensor, ...], dims: tuple[Any, ...], info: Any) -> tuple[Tensor, ...]:
     """Return the tensors with the clients' axis in front."""
-    return tuple(front(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, dims, strict=True))
+    return tuple(
+        front(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, dims, strict=True)
+    )
 
 
 def values(logits: Tensor, y: Tensor) -> Tensor:
     """Return −log p(y) for logits (…, C), y (…)."""
     if has_kernels(logits):
-        from . import kernels
+        from . import losskernels
 
-        return kernels.nll(logits, y)
+        return losskernels.nll(logits, y)
     return torch.logsumexp(logits, -1) - logits.gather(-1, y[..., None])[..., 0]
 
 
 def slopes(logits: Tensor, y: Tensor, g: Tensor) -> Tensor:
     """Return g·(softmax(logits) − 1_y)."""
     if has_kernels(logits):
-        from . import kernels
+        from . import losskernels
 
-        return kernels.nll_slope(logits, y, g)
+        return losskernels.nll_slope(logits, y, g)
     hot = torch.zeros_like(logits).scatter(-1, y[..., None], 1.0)
     return g[..., None] * (torch.softmax(logits, -1) - hot)
 
@@ -146,18 +170,22 @@ def slopes(logits: Tensor, y: Tensor, g: Tensor) -> Tensor:
 def means(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of −log p(y) where the mask is 1, for logits (…, B, C), y and mask (…, B)."""
     if has_kernels(logits):
-        from . import kernels
+        from . import losskernels
 
-        return kernels.mean_nll(logits, y, mask)
+        return losskernels.mean_nll(logits, y, mask)
     return (values(logits, y) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def pulls(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the mean of known_y · mean_j (z_j − centre_yj)² (A,), its gradient (A, B, D)), with A in front of every tensor."""
+def pulls(
+    z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (the mean of known_y · mean_j (z_j − centre_yj)² (A,), its gradient (A, B, D)), with A
+    in front of every tensor.
+    """
     if has_kernels(z):
-        from . import kernels
+        from . import losskernels
 
-        return kernels.pull(z, centres, known, y, mask)
+        return losskernels.pull(z, centres, known, y, mask)
     client = torch.arange(len(z), device=z.device)[:, None]
     weight = known[client, y] * mask / mask.sum(-1, keepdim=True).clamp(min=1)
     distance = z - centres[client, y]

@@ -1,7 +1,9 @@
-"""BatchNorm that leaves padding out: the statistics of a padded batch are those of its real samples, exactly.
+"""BatchNorm that leaves padding out: the statistics of a padded batch are those of its real
+samples, exactly.
 
-torch's own layer would count the padding, so that clients with a short last batch could not be stacked with others. Written with torch's
-functions, the layer and its derivative read the batch some forty times; `Norm` has them as one kernel each on a GPU.
+torch's own layer would count the padding, so that clients with a short last batch could not be
+stacked with others. Written with torch's functions, the layer and its derivative read the batch
+some forty times; `Norm` has them as one kernel each on a GPU.
 
     symbol   here       meaning
     k_i      mask       1 where sample i is real, 0 where it is padding
@@ -27,7 +29,8 @@ from ..errors import BayflowerError
 from .batched import front, has_kernels, on_stacks
 
 MASKABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_masks: list[Tensor] = []  # the mask of the batch that is passing through; a pass is one call in one thread
+# the mask of the batch that is passing through; a pass is one call in one thread
+_masks: list[Tensor] = []
 
 
 @contextmanager
@@ -44,20 +47,33 @@ def real_samples(mask: Tensor | None) -> Iterator[None]:
 
 
 class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """torch's BatchNorm in training mode over the real samples; padding comes out as something finite."""
+    """torch's BatchNorm in training mode over the real samples; padding comes out as something
+    finite.
+    """
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Take any number of dimensions; the layer this one replaces has its own opinion, and torch checks it elsewhere."""
+        """Take any number of dimensions; the layer this one replaces has its own opinion, and torch
+        checks it elsewhere.
+        """
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training or self.running_mean is None):
             return super().forward(x)
         if not _masks:
-            raise BayflowerError("a stacked network with BatchNorm needs to know which samples are real: pass mask to Model.forward")
-        weight, bias = (self.weight, self.bias) if self.affine else (x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]))
+            raise BayflowerError(
+                "a stacked network with BatchNorm needs to know which samples are real: pass mask "
+                "to Model.forward"
+            )
+        weight, bias = (
+            (self.weight, self.bias)
+            if self.affine
+            else (x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]))
+        )
         mask = _masks[-1].to(weight.dtype)
         out, mean, variance = Norm.apply(x, mask, weight, bias, self.eps)
-        self._remember(mean.detach(), variance.detach(), mask.sum() * (x[0, 0].numel() if x.ndim > 2 else 1))
+        self._remember(
+            mean.detach(), variance.detach(), mask.sum() * (x[0, 0].numel() if x.ndim > 2 else 1)
+        )
         return out  # type: ignore[no-any-return]
 
     def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -71,7 +87,10 @@ class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
             if rate is None:
                 rate = 1 / buffers.num_batches_tracked.to(mean.dtype)
         self.running_mean.copy_(self.running_mean + rate * (mean - self.running_mean))
-        self.running_var.copy_(self.running_var + rate * (variance * count / (count - 1).clamp(min=1) - self.running_var))
+        self.running_var.copy_(
+            self.running_var
+            + rate * (variance * count / (count - 1).clamp(min=1) - self.running_var)
+        )
 
 
 def mask_norms(module: nn.Module) -> nn.Module:
@@ -83,15 +102,21 @@ def mask_norms(module: nn.Module) -> nn.Module:
 
 
 class Norm(Function):
-    """(y, m, v) of x (B, C, …), the mask (B,), w and b (C,); m and v have no derivative, as they only become running statistics."""
+    """(y, m, v) of x (B, C, …), the mask (B,), w and b (C,); m and v have no derivative, as they
+    only become running statistics.
+    """
 
     @staticmethod
-    def forward(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         out, mean, variance = stacked_norm(x[None], mask[None], weight[None], bias[None], eps)
         return out[0], mean[0], variance[0]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         x, mask, weight, _, ctx.eps = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
@@ -105,17 +130,33 @@ class Norm(Function):
         return to_x, None, to_weight, to_bias, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        tensors = tuple(front(one, dim, info.batch_size) for one, dim in zip(inputs[:4], dims, strict=False))
+    def vmap(
+        info: Any, dims: tuple[Any, ...], *inputs: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        tensors = tuple(
+            front(one, dim, info.batch_size) for one, dim in zip(inputs[:4], dims, strict=False)
+        )
         return on_stacks(stacked_norm, tensors, inputs[4]), (0, 0, 0)
 
 
 class Slopes(Function):
-    """The gradients of `Norm` with respect to x, w and b; its own derivative is that of the plain formula, m and v included."""
+    """The gradients of `Norm` with respect to x, w and b; its own derivative is that of the plain
+    formula, m and v included.
+    """
 
     @staticmethod
-    def forward(g: Tensor, x: Tensor, mask: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, ...]:
-        found = stacked_slopes(g[None], x[None], mask[None], weight[None], mean[None], variance[None], eps)
+    def forward(
+        g: Tensor,
+        x: Tensor,
+        mask: Tensor,
+        weight: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, ...]:
+        found = stacked_slopes(
+            g[None], x[None], mask[None], weight[None], mean[None], variance[None], eps
+        )
         return tuple(one[0] for one in found)
 
     @staticmethod
@@ -129,24 +170,37 @@ class Slopes(Function):
 
         def plain(g: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
             mean, variance = moments(x[None], mask[None])
-            return tuple(one[0] for one in slopes(g[None], x[None], mask[None], weight[None], mean, variance, ctx.eps))
+            return tuple(
+                one[0]
+                for one in slopes(
+                    g[None], x[None], mask[None], weight[None], mean, variance, ctx.eps
+                )
+            )
 
         _, pull = vjp(plain, g, x, weight)  # type: ignore[misc]
         to_g, to_x, to_weight = pull(gg)
         return to_g, to_x, None, to_weight, None, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        tensors = tuple(front(one, dim, info.batch_size) for one, dim in zip(inputs[:6], dims, strict=False))
+    def vmap(
+        info: Any, dims: tuple[Any, ...], *inputs: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        tensors = tuple(
+            front(one, dim, info.batch_size) for one, dim in zip(inputs[:6], dims, strict=False)
+        )
         return on_stacks(stacked_slopes, tensors, inputs[6]), (0, 0, 0)
 
 
-def stacked_norm(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, m, v) of x (A, B, C, …), mask (A, B), weight and bias (A, C); sums in the weights' dtype, y in that of x."""
+def stacked_norm(
+    x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y, m, v) of x (A, B, C, …), mask (A, B), weight and bias (A, C); sums in the weights'
+    dtype, y in that of x.
+    """
     if has_kernels(x) and x.ndim == 5:
-        from . import kernels
+        from . import normkernels
 
-        return kernels.norm(x, mask, weight, bias, eps)
+        return normkernels.norm(x, mask, weight, bias, eps)
     mean, variance = moments(x.to(weight.dtype), mask)
     normal = (x - around(mean, x)) * around(torch.rsqrt(variance + eps), x)
     return (normal * around(weight, x) + around(bias, x)).to(x.dtype), mean, variance
@@ -157,13 +211,15 @@ def stacked_slopes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients with respect to x, weight and bias."""
     if has_kernels(x) and x.ndim == 5:
-        from . import kernels
+        from . import normkernels
 
-        return kernels.norm_slopes(g, x, mask, weight, mean, variance, eps)
+        return normkernels.norm_slopes(g, x, mask, weight, mean, variance, eps)
     return slopes(g, x, mask, weight, mean, variance, eps)
 
 
-def slopes(g: Tensor, x: Tensor, mask: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def slopes(
+    g: Tensor, x: Tensor, mask: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients by the formula of the module's table."""
     axes = [axis for axis in range(x.ndim) if axis not in (0, 2)]
     scale = torch.rsqrt(variance + eps)
@@ -171,7 +227,9 @@ def slopes(g: Tensor, x: Tensor, mask: Tensor, weight: Tensor, mean: Tensor, var
     g = g.to(weight.dtype)
     to_bias, to_weight = g.sum(axes), (g * normal).sum(axes)
     share = (mask / counts(x, mask)[:, None]).reshape(*mask.shape, *(1,) * (x.ndim - 2))
-    to_x = around(weight * scale, x) * (g - share * (around(to_bias, x) + normal * around(to_weight, x)))
+    to_x = around(weight * scale, x) * (
+        g - share * (around(to_bias, x) + normal * around(to_weight, x))
+    )
     return to_x.to(x.dtype), to_weight, to_bias
 
 

@@ -1,8 +1,10 @@
-"""A piece of work recorded once and replayed: on a GPU as CUDA graphs, one for each number of active clients; elsewhere a plain call.
+"""A piece of work recorded once and replayed: on a GPU as CUDA graphs, one for each number of
+active clients; elsewhere a plain call.
 
-Starting some sixty small kernels from Python takes longer than running them. A graph starts them all at once. What is recorded works in
-place on tensors that stay where they are (`Fixed`), so a replay needs no arguments. The first call with a size is a plain one: it
-compiles what must be compiled, and does the work.
+Starting some sixty small kernels from Python takes longer than running them. A graph starts them
+all at once. What is recorded works in place on tensors that stay where they are (`Fixed`), so a
+replay needs no arguments. The first call with a size is a plain one: it compiles what must be
+compiled, and does the work.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ SIDE = 3  # side streams
 
 
 class Graphs:
-    """Whether work is recorded, and the memory that all recordings share: they never run at the same time, and keep nothing in it."""
+    """Whether work is recorded, and the memory that all recordings share: they never run at the
+    same time, and keep nothing in it.
+    """
 
     def __init__(self, device: torch.device, wanted: bool = True) -> None:
         self.on = wanted and device.type == "cuda"
@@ -50,7 +54,9 @@ class Replay:
                 self.body(size)
 
     def _record(self, size: int) -> bool:
-        """Record a graph, which does no work yet; return False, and say why, if the work cannot be recorded."""
+        """Record a graph, which does no work yet; return False, and say why, if the work cannot be
+        recorded.
+        """
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         try:
@@ -62,7 +68,10 @@ class Replay:
         except RuntimeError as error:
             torch.cuda.synchronize()
             self.graphs.on = False
-            log.warning("steps are started one by one, not replayed: they cannot be recorded (%s)", str(error).splitlines()[0])
+            log.warning(
+                "steps are started one by one, not replayed: they cannot be recorded (%s)",
+                str(error).splitlines()[0],
+            )
             return False
         finally:
             if collecting:
@@ -77,7 +86,9 @@ class Replay:
 
 
 class Streams:
-    """Side streams of a GPU: what is done in each runs beside the rest, and all are joined at the end. Elsewhere nothing happens."""
+    """Side streams of a GPU: what is done in each runs beside the rest, and all are joined at the
+    end. Elsewhere nothing happens.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.number = device, 0
@@ -90,7 +101,9 @@ class Streams:
         return self
 
     def next(self) -> AbstractContextManager[Any]:
-        """Return the next side stream, to work in; it begins with what was there when the streams were entered."""
+        """Return the next side stream, to work in; it begins with what was there when the streams
+        were entered.
+        """
         if self.device.type != "cuda":
             return nullcontext()
         stream = side_stream(self.device, self.number % SIDE)

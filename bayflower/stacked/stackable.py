@@ -1,4 +1,6 @@
-"""Modules whose layers have a form made for stacks of networks (`batched.py`): the same names, the same numbers up to rounding."""
+"""Modules whose layers have a form made for stacks of networks (`batched.py`): the same names, the
+same numbers up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ class StackedConv2d(nn.Conv2d):
         weights = torch.cat([weight.flatten(1), bias[:, None], filler], 1)
         if low:  # as torch's own layers do
             x, weights = x.bfloat16(), weights.bfloat16()
-        return Conv.apply(x, weights, tuple(self.kernel_size), self.stride[0], int(self.padding[0]))[0]  # type: ignore[no-any-return]
+        return Conv.apply(
+            x, weights, tuple(self.kernel_size), self.stride[0], int(self.padding[0])
+        )[0]  # type: ignore[no-any-return]
 
 
 class StackedMaxPool2d(nn.MaxPool2d):
-    """torch's pooling with windows side by side, and the activation before it: `slope` times what is below 0 (1: none)."""
+    """torch's pooling with windows side by side, and the activation before it: `slope` times what
+    is below 0 (1: none).
+    """
 
     slope = 1.0
 
@@ -44,10 +50,11 @@ def pair(size: int | tuple[int, ...]) -> Size:
 
 
 def for_stacks(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with the layers replaced that have a faster form for stacks of networks.
+    """Return a copy of the module with the layers replaced that have a faster form for stacks of
+    networks.
 
-    An increasing activation and the maximum of a window may change places, exactly; then there is a quarter of it left to do, and
-    ReLU and LeakyReLU become part of the pooling.
+    An increasing activation and the maximum of a window may change places, exactly; then there is a
+    quarter of it left to do, and ReLU and LeakyReLU become part of the pooling.
     """
     module = copy.deepcopy(module)
     for part in module.modules():
@@ -76,24 +83,45 @@ def change_places(layers: nn.Sequential) -> None:
 
 
 def slope_below(layer: nn.Module) -> float | None:
-    """Return what a piecewise linear activation multiplies negative numbers with; None for another layer."""
+    """Return what a piecewise linear activation multiplies negative numbers with; None for another
+    layer.
+    """
     if type(layer) is nn.ReLU:
         return 0.0
-    return layer.negative_slope if type(layer) is nn.LeakyReLU and layer.negative_slope > 0 else None
+    return (
+        layer.negative_slope if type(layer) is nn.LeakyReLU and layer.negative_slope > 0 else None
+    )
 
 
 def plain_conv(layer: nn.Conv2d) -> bool:
     """Return whether the convolution is of the kind `Conv` does."""
-    even = layer.stride[0] == layer.stride[1] and not isinstance(layer.padding, str) and layer.padding[0] == layer.padding[1]
-    return even and layer.groups == 1 and tuple(layer.dilation) == (1, 1) and layer.padding_mode == "zeros"
+    even = (
+        layer.stride[0] == layer.stride[1]
+        and not isinstance(layer.padding, str)
+        and layer.padding[0] == layer.padding[1]
+    )
+    return (
+        even
+        and layer.groups == 1
+        and tuple(layer.dilation) == (1, 1)
+        and layer.padding_mode == "zeros"
+    )
 
 
 def plain_pool(layer: nn.MaxPool2d) -> bool:
     """Return whether the pooling has windows side by side."""
-    same = pair(layer.stride) == pair(layer.kernel_size) and pair(layer.padding) == (0, 0) and pair(layer.dilation) == (1, 1)
+    same = (
+        pair(layer.stride) == pair(layer.kernel_size)
+        and pair(layer.padding) == (0, 0)
+        and pair(layer.dilation) == (1, 1)
+    )
     return same and not layer.ceil_mode and not layer.return_indices
 
 
 def increasing(layer: nn.Module) -> bool:
-    """Return whether the activation never falls and has no parameters: the largest stays the largest."""
-    return isinstance(layer, (nn.ReLU, nn.Tanh, nn.Sigmoid)) or (isinstance(layer, nn.LeakyReLU) and layer.negative_slope > 0)
+    """Return whether the activation never falls and has no parameters: the largest stays the
+    largest.
+    """
+    return isinstance(layer, (nn.ReLU, nn.Tanh, nn.Sigmoid)) or (
+        isinstance(layer, nn.LeakyReLU) and layer.negative_slope > 0
+    )

@@ -1,4 +1,5 @@
-"""Server halves, one a method, and Flower strategies made of them: `from bayflower.strategies import FedMAP`.
+"""Server halves, one a method, and Flower strategies made of them: `from bayflower.strategies
+import FedMAP`.
 
 The classes are made on demand, so that importing a server half never imports flwr.
 """
@@ -9,7 +10,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name != "__all__" and not name[:1].isupper():  # a submodule that is not loaded yet, or nothing
+    # a submodule that is not loaded yet, or nothing
+    if name != "__all__" and not name[:1].isupper():
         raise AttributeError(f"bayflower.strategies has no {name!r}")
     from ..flower import classes
 

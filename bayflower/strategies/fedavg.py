@@ -1,4 +1,5 @@
-"""FedAvg, server half (McMahan et al. 2017, AISTATS): the average of the clients' models, weighted by sample count.
+"""FedAvg, server half (McMahan et al. 2017, AISTATS): the average of the clients' models, weighted
+by sample count.
 
     paper      here                shape
     w          state.params        by name
@@ -9,8 +10,9 @@
 
 FedProx, FedBN and the other averaging methods reuse this half: they differ in what a client sends.
 
-Departs: the paper's formula is applied to the clients of the round (partial participation), and to floating-point buffers
-(BatchNorm's running statistics) as to parameters; integer buffers (counters) take the rounded mean.
+Departs: the paper's formula is applied to the clients of the round (partial participation), and to
+floating-point buffers (BatchNorm's running statistics) as to parameters; integer buffers (counters)
+take the rounded mean.
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ from ..tree import Tensors
 class Config:
     """What the user sets for FedAvg."""
 
-    finetune_epochs: int = setting(0, "epochs of local fine-tuning before a test; 0 = test the global model (fedavg-ft: 1)")
+    finetune_epochs: int = setting(
+        0, "epochs of local fine-tuning before a test; 0 = test the global model (fedavg-ft: 1)"
+    )
 
     def __post_init__(self) -> None:
         if self.finetune_epochs < 0:
-            raise ConfigError(f"finetune_epochs must not be negative, got {self.finetune_epochs}; 0 means no fine-tuning")
+            raise ConfigError(
+                f"finetune_epochs must not be negative, got {self.finetune_epochs}; 0 means no "
+                "fine-tuning"
+            )
 
 
 class State(NamedTuple):
@@ -82,25 +89,40 @@ class Server(ServerHalf):
     def check(self, state: State, client: int, update: Update) -> str | None:
         """Return why the update cannot be averaged, or None."""
         count = int(update.num_examples)
-        return None if 0 < count < 2**40 else f"num_examples must be positive and below 2^40, got {count}"
+        return (
+            None
+            if 0 < count < 2**40
+            else f"num_examples must be positive and below 2^40, got {count}"
+        )
 
     def statistic(self, state: State, client: int, update: Update) -> Statistic:
-        """Return (n_k, n_k w_k); the product is exact in float64 for float32 weights and n_k < 2^29."""
-        return {"num_examples": update.num_examples, **weighted("params", update.params, update.num_examples),
-                **weighted("buffers", update.buffers, update.num_examples)}  # fmt: skip
+        """Return (n_k, n_k w_k); the product is exact in float64 for float32 weights and n_k <
+        2^29.
+        """
+        return {
+            "num_examples": update.num_examples,
+            **weighted("params", update.params, update.num_examples),
+            **weighted("buffers", update.buffers, update.num_examples),
+        }
 
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
         """Return (Σ n_k, Σ n_k w_k) of stacked updates."""
         weight = updates.num_examples.double()
-        return {"num_examples": updates.num_examples.sum(), **summed("params", updates.params, weight),
-                **summed("buffers", updates.buffers, weight)}  # fmt: skip
+        return {
+            "num_examples": updates.num_examples.sum(),
+            **summed("params", updates.params, weight),
+            **summed("buffers", updates.buffers, weight),
+        }
 
     def finalise(self, state: State, total: Sum) -> State:
         """Return w = Σ n_k w_k / Σ n_k [eq. 1]; no reply leaves the state as it was."""
         if "num_examples" not in total:
             return state
         weight = total["num_examples"]
-        return State(averaged("params", state.params, total, weight), averaged("buffers", state.buffers, total, weight))
+        return State(
+            averaged("params", state.params, total, weight),
+            averaged("buffers", state.buffers, total, weight),
+        )
 
     def shared(self, state: State) -> Tensors:
         """Return the global model, or its shared part."""
@@ -114,7 +136,10 @@ def weighted(group: str, tensors: Tensors, weight: Tensor) -> dict[str, Scaled]:
 
 def summed(group: str, tensors: Tensors, weight: Tensor) -> Tensors:
     """Return Σ_k weight_k·tensor_k by "group/name" of stacked tensors, in float64."""
-    return {f"{group}/{name}": torch.tensordot(weight, value.double(), 1) for name, value in tensors.items()}
+    return {
+        f"{group}/{name}": torch.tensordot(weight, value.double(), 1)
+        for name, value in tensors.items()
+    }
 
 
 def averaged(group: str, old: Tensors, total: Sum, weight: Tensor) -> Tensors:

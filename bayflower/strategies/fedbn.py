@@ -3,8 +3,8 @@
     paper      here            shape
     w^l        state.params    by name, without normalisation layers
 
-Departs: on a network without normalisation layers nothing stays local and the method equals FedAvg; the run says so.
-All normalisation layers stay local (BatchNorm in the paper).
+Departs: on a network without normalisation layers nothing stays local and the method equals FedAvg;
+the run says so. All normalisation layers stay local (BatchNorm in the paper).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""FedBPS, server half (Luo and Kuruoglu, arXiv 2402.16091): one mask says which weights are personal.
+"""FedBPS, server half (Luo and Kuruoglu, arXiv 2402.16091): one mask says which weights are
+personal.
 
     paper      here                 shape
     w_i, mu_i  update.params        by name: a client's weights after local training
@@ -13,19 +14,22 @@
     w_g = Σ pi_i mu_i,    sigma_g = Σ pi_i (sigma_i + (mu_i − w_g)²)                     [eq. 5]
     M = 1 on the round(p P) entries with the largest sigma_g                            [eq. 3]
 
-sigma_g does not depend on the shift c: Σ pi (mu − w_g)² = Σ pi (mu − c)² − (w_g − c)².
-Down travel the mask as bits, and w_g on the shared entries alone; before the first round every entry is shared.
+sigma_g does not depend on the shift c: Σ pi (mu − w_g)² = Σ pi (mu − c)² − (w_g − c)². Down travel
+the mask as bits, and w_g on the shared entries alone; before the first round every entry is shared.
 
 Departs:
   E-B2  the algorithm's line 6 lacks the square of [eq. 5], without which the term is always 0.
-  E-B5  the variance of the weights between clients is 10^4 to 10^8 times smaller than their variance within, so the ranking of [eq. 3] is
-        that of the curvature alone (`report` says how small). `ranking=balanced` divides each term by its median before adding.
-  E-B6  exactly round(p P) entries, of equals the lower index first (in the order of names); one threshold for all tensors, or
-        `threshold=tensor`: round(p size) in each.
-  E-B8  running statistics of BatchNorm have no curvature: they stay on the client, or are averaged (`statistics=average`).
-  E-B9  moments are summed shifted by the last w_g and in float64. The mean itself is summed as it is, exactly, so that p = 0 is FedAvg
-        to the bit.
-  E-B10 "KL aggregation" is moment matching, which is [eq. 5]; pi_i is not defined in the paper and is n_i / Σ n here.
+  E-B5  the variance of the weights between clients is 10^4 to 10^8 times smaller than their
+        variance within, so the ranking of [eq. 3] is that of the curvature alone (`report` says how
+        small). `ranking=balanced` divides each term by its median before adding.
+  E-B6  exactly round(p P) entries, of equals the lower index first (in the order of names); one
+        threshold for all tensors, or `threshold=tensor`: round(p size) in each.
+  E-B8  running statistics of BatchNorm have no curvature: they stay on the client, or are averaged
+        (`statistics=average`).
+  E-B9  moments are summed shifted by the last w_g and in float64. The mean itself is summed as it
+        is, exactly, so that p = 0 is FedAvg to the bit.
+  E-B10 "KL aggregation" is moment matching, which is [eq. 5]; pi_i is not defined in the paper and
+  is n_i / Σ n here.
 """
 
 from __future__ import annotations
@@ -54,23 +58,48 @@ Statistics = Literal["local", "average"]
 class Config:
     """What the user sets for FedBPS."""
 
-    personal_share: float = setting(0.7, "share p of the entries that are personal; 0 is FedAvg, 1 is local training")
-    delta: float | None = setting(None, "prior precision added to the curvature; none = weight_decay · n_i, or 1 without weight decay")
-    curvature: Kind = setting("fisher", "fisher: over the model's own labels, the Hessian's for ReLU; sketch: its estimate; empirical: true labels")
-    ranking: Ranking = setting("paper", "paper: variance within plus between clients; balanced: each divided by its median first")
-    threshold: Threshold = setting("global", "global: one threshold for all tensors; tensor: the share p in each of them")
-    statistics: Statistics = setting("local", "BatchNorm's running statistics: kept by each client, or averaged")
+    personal_share: float = setting(
+        0.7, "share p of the entries that are personal; 0 is FedAvg, 1 is local training"
+    )
+    delta: float | None = setting(
+        None,
+        "prior precision added to the curvature; none = weight_decay · n_i, or 1 without weight "
+        "decay",
+    )
+    curvature: Kind = setting(
+        "fisher",
+        "fisher: over the model's own labels, the Hessian's for ReLU; sketch: its estimate; "
+        "empirical: true labels",
+    )
+    ranking: Ranking = setting(
+        "paper",
+        "paper: variance within plus between clients; balanced: each divided by its median first",
+    )
+    threshold: Threshold = setting(
+        "global", "global: one threshold for all tensors; tensor: the share p in each of them"
+    )
+    statistics: Statistics = setting(
+        "local", "BatchNorm's running statistics: kept by each client, or averaged"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.personal_share <= 1:
-            raise ConfigError(f"personal_share must be in [0, 1], got {self.personal_share}; 0 is FedAvg, 1 is local training")
+            raise ConfigError(
+                f"personal_share must be in [0, 1], got {self.personal_share}; 0 is FedAvg, 1 is "
+                "local training"
+            )
         if self.delta is not None and not (self.delta > 0 and math.isfinite(self.delta)):
-            raise ConfigError(f"delta must be positive and finite, got {self.delta}; without it a weight without curvature has no variance")
+            raise ConfigError(
+                f"delta must be positive and finite, got {self.delta}; without it a weight "
+                "without curvature has no variance"
+            )
         check_words(self)
 
 
 class State(NamedTuple):
-    """The mean of the mixture (the averaged running statistics), the mask, and median variance between over within clients (E-B5)."""
+    """The mean of the mixture (the averaged running statistics), the mask, and median variance
+    between over within clients (E-B5).
+    """
 
     params: Tensors
     buffers: Tensors
@@ -79,7 +108,9 @@ class State(NamedTuple):
 
 
 class Broadcast(NamedTuple):
-    """What every client is sent: w_g where it is shared (0 elsewhere), and which entries are personal."""
+    """What every client is sent: w_g where it is shared (0 elsewhere), and which entries are
+    personal.
+    """
 
     params: Tensors
     buffers: Tensors
@@ -109,44 +140,76 @@ class Server(ServerHalf):
 
     def broadcast(self, state: State, client: int) -> Broadcast:
         """Return the shared entries and the mask, the same for every client."""
-        shared = {name: value.masked_fill(state.mask[name], 0) for name, value in state.params.items()}
+        shared = {
+            name: value.masked_fill(state.mask[name], 0) for name, value in state.params.items()
+        }
         return Broadcast(shared, state.buffers, state.mask)
 
     def pack(self, broadcast: Broadcast) -> Tensors:
-        """Return the mask as bits and the shared entries as one vector, both in the order of names."""
+        """Return the mask as bits and the shared entries as one vector,
+        both in the order of names.
+        """
         names = sorted(broadcast.mask)
         mask = torch.cat([broadcast.mask[name].reshape(-1) for name in names])
         values = torch.cat([broadcast.params[name].reshape(-1) for name in names])[~mask]
-        return {"mask": pack_bits(mask), "values": values, **{f"buffers/{name}": value for name, value in broadcast.buffers.items()}}
+        return {
+            "mask": pack_bits(mask),
+            "values": values,
+            **{f"buffers/{name}": value for name, value in broadcast.buffers.items()},
+        }
 
     def expects(self, state: State) -> Update:
         """Return the shape of an update."""
         return Update(torch.zeros((), dtype=torch.int64), state.params, state.params, state.buffers)
 
     def check(self, state: State, client: int, update: Update) -> str | None:
-        """Return why the update cannot be used, or None: a client that claims any variance it likes could choose the mask alone."""
+        """Return why the update cannot be used, or None: a client that claims any variance it likes
+        could choose the mask alone.
+        """
         count = int(update.num_examples)
         if not 0 < count < 2**40:
             return f"num_examples must be positive and below 2^40, got {count}"
         least = min(float(value.min()) for value in update.variance.values())
         most = max(float(value.max()) for value in update.variance.values())
         bound = math.inf if self.config.delta is None else (1 + 1e-5) / self.config.delta
-        return None if least > 0 and most <= bound else f"variance must be in (0, {bound:.6g}], got [{least:.3g}, {most:.3g}]"
+        return (
+            None
+            if least > 0 and most <= bound
+            else f"variance must be in (0, {bound:.6g}], got [{least:.3g}, {most:.3g}]"
+        )
 
-    def bounds(self, state: State, client: int, update: Update, limits: Any, training: Any) -> str | None:
-        """Return why variances cannot be those of the default prior, 1/(weight_decay n) or 1, or None."""
+    def bounds(
+        self, state: State, client: int, update: Update, limits: Any, training: Any
+    ) -> str | None:
+        """Return why variances cannot be those of the default prior, 1/(weight_decay n) or 1, or
+        None.
+        """
         if self.config.delta is not None:
             return None  # `check` has looked
         delta = training.weight_decay * int(update.num_examples) if training.weight_decay else 1.0
         most = max(float(value.max()) for value in update.variance.values())
-        return None if most <= (1 + 1e-5) / delta else f"variance must be at most {1 / delta:.6g}, got {most:.3g}"
+        return (
+            None
+            if most <= (1 + 1e-5) / delta
+            else f"variance must be at most {1 / delta:.6g}, got {most:.3g}"
+        )
 
     def statistic(self, state: State, client: int, update: Update) -> Statistic:
-        """Return (n, n mu, n sigma, n (mu − c)²) with c the last w_g; the last two in two sums, because E-B5 needs them apart."""
+        """Return (n, n mu, n sigma, n (mu − c)²) with c the last w_g; the last two in two sums,
+        because E-B5 needs them apart.
+        """
         number = update.num_examples
-        apart = {name: (value.double() - state.params[name].double()).square() for name, value in update.params.items()}
-        return {"num_examples": number, **weighted("params", update.params, number), **weighted("within", update.variance, number),
-                **weighted("between", apart, number), **weighted("buffers", update.buffers, number)}  # fmt: skip
+        apart = {
+            name: (value.double() - state.params[name].double()).square()
+            for name, value in update.params.items()
+        }
+        return {
+            "num_examples": number,
+            **weighted("params", update.params, number),
+            **weighted("within", update.variance, number),
+            **weighted("between", apart, number),
+            **weighted("buffers", update.buffers, number),
+        }
 
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
         """Return the same sums over stacked updates, in float64 on their device."""
@@ -154,14 +217,27 @@ class Server(ServerHalf):
         weight = number.double()
 
         def add(group: str, tensors: Tensors) -> Tensors:
-            return {f"{group}/{name}": torch.tensordot(weight, value.double(), 1) for name, value in tensors.items()}
+            return {
+                f"{group}/{name}": torch.tensordot(weight, value.double(), 1)
+                for name, value in tensors.items()
+            }
 
-        apart = {name: (value.double() - state.params[name].to(value.device).double()).square() for name, value in updates.params.items()}
-        return {"num_examples": number.sum(), **add("params", updates.params), **add("within", updates.variance), **add("between", apart),
-                **add("buffers", updates.buffers)}  # fmt: skip
+        apart = {
+            name: (value.double() - state.params[name].to(value.device).double()).square()
+            for name, value in updates.params.items()
+        }
+        return {
+            "num_examples": number.sum(),
+            **add("params", updates.params),
+            **add("within", updates.variance),
+            **add("between", apart),
+            **add("buffers", updates.buffers),
+        }
 
     def finalise(self, state: State, total: Sum) -> State:
-        """Return w_g, sigma_g's mask and the averaged statistics [eq. 5] [eq. 3]; no reply leaves the state as it was."""
+        """Return w_g, sigma_g's mask and the averaged statistics [eq. 5] [eq. 3]; no reply leaves
+        the state as it was.
+        """
         if "num_examples" not in total:
             return state
         number = total["num_examples"]
@@ -181,42 +257,71 @@ class Server(ServerHalf):
         names = sorted(within)
         scores = {name: within[name] + between[name] for name in names}
         if self.config.threshold == "tensor":
-            return {name: top(scores[name].reshape(-1), self.config.personal_share).reshape(scores[name].shape) for name in names}
-        parts = top(flat(scores), self.config.personal_share).split([scores[name].numel() for name in names])
-        return {name: part.reshape(scores[name].shape) for name, part in zip(names, parts, strict=True)}
+            return {
+                name: top(scores[name].reshape(-1), self.config.personal_share).reshape(
+                    scores[name].shape
+                )
+                for name in names
+            }
+        parts = top(flat(scores), self.config.personal_share).split(
+            [scores[name].numel() for name in names]
+        )
+        return {
+            name: part.reshape(scores[name].shape) for name, part in zip(names, parts, strict=True)
+        }
 
     def shared(self, state: State) -> Tensors:
-        """Return w_g, entries included that are personal on every client: there it is the clients' mean."""
+        """Return w_g, entries included that are personal on every client: there it is the clients'
+        mean.
+        """
         return {**state.params, **state.buffers}
 
     def report(self, state: State) -> dict[str, float]:
-        """Return the share of personal entries, in all and in each layer, and median variance between over within clients (E-B5)."""
+        """Return the share of personal entries, in all and in each layer, and median variance
+        between over within clients (E-B5).
+        """
         layers: dict[str, list[Tensor]] = {}
         for name, mask in state.mask.items():
             layers.setdefault(name.rpartition(".")[0] or name, []).append(mask.reshape(-1))
-        shares = {f"personal_share/{layer}": float(torch.cat(parts).double().mean()) for layer, parts in layers.items()}
-        return {"personal_share": float(flat(state.mask).double().mean()), "disagreement": float(state.disagreement), **shares}
+        shares = {
+            f"personal_share/{layer}": float(torch.cat(parts).double().mean())
+            for layer, parts in layers.items()
+        }
+        return {
+            "personal_share": float(flat(state.mask).double().mean()),
+            "disagreement": float(state.disagreement),
+            **shares,
+        }
 
 
 def moments(last: Tensors, total: Sum) -> tuple[Tensors, Tensors]:
-    """Return (Σ pi sigma, Σ pi (mu − w_g)²) by name, whose sum is sigma_g [eq. 5]; `last` is the shift c."""
+    """Return (Σ pi sigma, Σ pi (mu − w_g)²) by name, whose sum is sigma_g [eq. 5]; `last` is the
+    shift c.
+    """
     number = total["num_examples"]
     within = {name: total[f"within/{name}"] / number for name in last}
     between = {}
     for name, value in last.items():
         step = total[f"params/{name}"] / number - value.to(number.device).double()
-        between[name] = (total[f"between/{name}"] / number - step.square()).clamp(min=0)  # rounding may leave −1e-30
+        # rounding may leave −1e-30
+        between[name] = (total[f"between/{name}"] / number - step.square()).clamp(min=0)
     return within, between
 
 
 def top(scores: Tensor, share: float) -> Tensor:
-    """Return true on the round(share · size) largest of a vector, of equals the lower index first (E-B6)."""
+    """Return true on the round(share · size) largest of a vector, of equals the lower index first
+    (E-B6).
+    """
     order = torch.sort(scores, descending=True, stable=True).indices
-    return torch.zeros_like(scores, dtype=torch.bool).index_fill(0, order[: round(share * scores.numel())], True)
+    return torch.zeros_like(scores, dtype=torch.bool).index_fill(
+        0, order[: round(share * scores.numel())], True
+    )
 
 
 def divided(term: Tensors, median: Tensor) -> Tensors:
-    """Return the term over its median; as it is where the median is 0, because most entries do not differ at all."""
+    """Return the term over its median; as it is where the median is 0, because most entries do not
+    differ at all.
+    """
     scale = torch.where(median > 0, median, torch.ones_like(median))
     return {name: value / scale for name, value in term.items()}
 

@@ -1,4 +1,5 @@
-"""FedDC, server half (Gao et al. 2022, CVPR): the mean of models to which each client has added its drift.
+"""FedDC, server half (Gao et al. 2022, CVPR): the mean of models to which each client has added its
+drift.
 
     paper      here             shape
     w          state.params     by name
@@ -12,8 +13,8 @@
 
 Defaults of the paper: alpha in {0.005, 0.01, 0.1, 0.2}.
 
-Departs: g_i is sent divided by K eta, so that clients with other numbers of steps K can be compared; the mean of g_i is weighted like that
-of w.
+Departs: g_i is sent divided by K eta, so that clients with other numbers of steps K can be
+compared; the mean of g_i is weighted like that of w.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from . import fedavg
 class Config:
     """What the user sets for FedDC."""
 
-    dc_alpha: float = setting(0.01, "strength of the penalty that ties a client's model to the global one less its drift")
+    dc_alpha: float = setting(
+        0.01, "strength of the penalty that ties a client's model to the global one less its drift"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.dc_alpha < float("inf"):
@@ -67,7 +70,9 @@ class Server(fedavg.Server):
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
         """Return the initial model; g = 0."""
-        return State(params, buffers, {name: torch.zeros_like(value) for name, value in params.items()})
+        return State(
+            params, buffers, {name: torch.zeros_like(value) for name, value in params.items()}
+        )
 
     def expects(self, state: Any) -> Any:
         """Return the shape of an update."""
@@ -75,14 +80,25 @@ class Server(fedavg.Server):
 
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
         """Return (n_i, n_i (theta_i + h_i), n_i g_i)."""
-        return {**super().statistic(state, client, update), **fedavg.weighted("pace", update.pace, update.num_examples)}
+        return {
+            **super().statistic(state, client, update),
+            **fedavg.weighted("pace", update.pace, update.num_examples),
+        }
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum:
         """Return the same sums over stacked updates."""
-        return {**super().total(state, clients, updates), **fedavg.summed("pace", updates.pace, updates.num_examples.double())}
+        return {
+            **super().total(state, clients, updates),
+            **fedavg.summed("pace", updates.pace, updates.num_examples.double()),
+        }
 
     def finalise(self, state: Any, total: Sum) -> Any:
         """Return w [eq. 6] and g [eq. 7]; no reply leaves the state as it was."""
         if "num_examples" not in total:
             return state
-        return State(*(fedavg.averaged(group, getattr(state, group), total, total["num_examples"]) for group in State._fields))
+        return State(
+            *(
+                fedavg.averaged(group, getattr(state, group), total, total["num_examples"])
+                for group in State._fields
+            )
+        )

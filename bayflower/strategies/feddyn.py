@@ -1,4 +1,5 @@
-"""FedDyn, server half (Acar et al. 2021, ICLR): the mean of the clients' models, corrected by the sum of their drifts.
+"""FedDyn, server half (Acar et al. 2021, ICLR): the mean of the clients' models, corrected by the
+sum of their drifts.
 
     paper      here                 shape
     theta      state.params         by name
@@ -11,9 +12,9 @@
 
 Defaults of the paper: alpha in {0.1, 0.01, 0.001}.
 
-Departs: buffers (running statistics) take the plain mean: corrected, a variance could become negative. m is the number of clients
-that ever trained: one that comes later enters without a drift, one that leaves counts on like one that is not drawn. Clients count alike,
-as in the paper.
+Departs: buffers (running statistics) take the plain mean: corrected, a variance could become
+negative. m is the number of clients that ever trained: one that comes later enters without a drift,
+one that leaves counts on like one that is not drawn. Clients count alike, as in the paper.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from . import fedavg
 class Config:
     """What the user sets for FedDyn."""
 
-    dyn_alpha: float = setting(0.01, "strength of the proximal term; also the rate at which drifts are corrected")
+    dyn_alpha: float = setting(
+        0.01, "strength of the proximal term; also the rate at which drifts are corrected"
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.dyn_alpha < float("inf"):
@@ -58,12 +61,22 @@ class Server(fedavg.Server):
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
         """Return the initial model; h = 0."""
-        return State(params, buffers, {n: torch.zeros_like(v) for n, v in params.items()}, torch.tensor(max(len(clients), 1)))
+        return State(
+            params,
+            buffers,
+            {n: torch.zeros_like(v) for n, v in params.items()},
+            torch.tensor(max(len(clients), 1)),
+        )
 
     def admit(self, state: Any, client: int) -> Any:
-        """Return the state with one client more, which has not drifted yet: h is a mean over m + 1."""
+        """Return the state with one client more, which has not drifted yet: h
+        is a mean over m + 1.
+        """
         more = state.num_clients + 1
-        drift = {name: (value.double() * state.num_clients / more).to(value.dtype) for name, value in state.drift.items()}
+        drift = {
+            name: (value.double() * state.num_clients / more).to(value.dtype)
+            for name, value in state.drift.items()
+        }
         return state._replace(drift=drift, num_clients=more)
 
     def broadcast(self, state: Any, client: int) -> fedavg.State:
@@ -73,13 +86,20 @@ class Server(fedavg.Server):
     def statistic(self, state: Any, client: int, update: fedavg.Update) -> Statistic:
         """Return (1, theta_k): clients count alike."""
         one = torch.ones((), dtype=torch.int64)
-        return {"num_clients": one, **fedavg.weighted("params", update.params, one), **fedavg.weighted("buffers", update.buffers, one)}
+        return {
+            "num_clients": one,
+            **fedavg.weighted("params", update.params, one),
+            **fedavg.weighted("buffers", update.buffers, one),
+        }
 
     def total(self, state: Any, clients: tuple[int, ...], updates: fedavg.Update) -> Sum:
         """Return the same sums over stacked updates."""
         ones = torch.ones_like(updates.num_examples)
-        return {"num_clients": ones.sum(), **fedavg.summed("params", updates.params, ones.double()),
-                **fedavg.summed("buffers", updates.buffers, ones.double())}  # fmt: skip
+        return {
+            "num_clients": ones.sum(),
+            **fedavg.summed("params", updates.params, ones.double()),
+            **fedavg.summed("buffers", updates.buffers, ones.double()),
+        }
 
     def finalise(self, state: Any, total: Sum) -> Any:
         """Return h [eq. 3] and theta [eq. 4]; no reply leaves the state as it was."""
@@ -93,4 +113,8 @@ class Server(fedavg.Server):
             share = number.to(device).double() / state.num_clients.to(device)
             h = state.drift[name].double() - alpha * share * (mean - value.double())
             drift[name], params[name] = h.to(value.dtype), (mean - h / alpha).to(value.dtype)
-        return state._replace(params=params, drift=drift, buffers=fedavg.averaged("buffers", state.buffers, total, number))
+        return state._replace(
+            params=params,
+            drift=drift,
+            buffers=fedavg.averaged("buffers", state.buffers, total, number),
+        )

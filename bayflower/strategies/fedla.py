@@ -1,4 +1,5 @@
-"""FedLA, server half (Liu et al. 2021, arXiv 2102.01936): online Laplace approximations, multiplied on the server.
+"""FedLA, server half (Liu et al. 2021, arXiv 2102.01936): online Laplace approximations, multiplied
+on the server.
 
     paper      here                 shape
     mu_S       state.params         by name: mean of the global posterior
@@ -10,8 +11,9 @@
     Lambda_S = Σ pi_k Lambda_k                                                          [eq. 1]
     mu_S = Σ pi_k Lambda_k mu_k / Lambda_S                                              [eq. 2]
 
-Departs: the paper's settings are not at hand; the precision is diagonal, of the mean (not summed) loss, and what is older than a round
-counts `memory` as much, without which an online precision grows without bound. Buffers are averaged by sample count.
+Departs: the paper's settings are not at hand; the precision is diagonal, of the mean (not summed)
+loss, and what is older than a round counts `memory` as much, without which an online precision
+grows without bound. Buffers are averaged by sample count.
 """
 
 from __future__ import annotations
@@ -35,10 +37,18 @@ from . import fedavg
 class Config:
     """What the user sets for FedLA."""
 
-    la_weight: float = setting(1.0, "weight of the prior that the server sends, in the local loss; 1 is MAP")
+    la_weight: float = setting(
+        1.0, "weight of the prior that the server sends, in the local loss; 1 is MAP"
+    )
     la_start: float = setting(0.01, "precision of the prior before the first round")
-    memory: float = setting(0.9, "share of the precision that is left after a round, in [0, 1]; 1 never forgets")
-    curvature: Kind = setting("fisher", "fisher: over the model's own labels; sketch: its estimate, one pass for all; empirical: true labels")
+    memory: float = setting(
+        0.9, "share of the precision that is left after a round, in [0, 1]; 1 never forgets"
+    )
+    curvature: Kind = setting(
+        "fisher",
+        "fisher: over the model's own labels; sketch: its estimate, one pass for all; empirical: "
+        "true labels",
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.la_weight < float("inf"):
@@ -59,7 +69,9 @@ class State(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a client sends: mean and precision of its Laplace approximation, its number of samples, its buffers."""
+    """What a client sends: mean and precision of its Laplace approximation, its number of samples,
+    its buffers.
+    """
 
     num_examples: Tensor
     params: Tensors
@@ -75,42 +87,81 @@ class Server(fedavg.Server):
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
         """Return the initial model with a weak prior around it."""
-        return State(params, buffers, {name: torch.full_like(value, self.config.la_start) for name, value in params.items()})
+        return State(
+            params,
+            buffers,
+            {name: torch.full_like(value, self.config.la_start) for name, value in params.items()},
+        )
 
     def expects(self, state: Any) -> Any:
         """Return the shape of an update."""
-        return Update(torch.zeros((), dtype=torch.int64), state.params, state.buffers, state.precision)
+        return Update(
+            torch.zeros((), dtype=torch.int64), state.params, state.buffers, state.precision
+        )
 
     def check(self, state: Any, client: int, update: Any) -> str | None:
         """Return why the update cannot be used, or None."""
         least = min(float(value.min()) for value in update.precision.values())
-        return super().check(state, client, update) if least > 0 else f"precision must be positive, got {least:.3g}"
+        return (
+            super().check(state, client, update)
+            if least > 0
+            else f"precision must be positive, got {least:.3g}"
+        )
 
-    def bounds(self, state: Any, client: int, update: Any, limits: Any, training: Any) -> str | None:
-        """Return why a precision is too large, or None: the client that claims the largest decides the mean."""
+    def bounds(
+        self, state: Any, client: int, update: Any, limits: Any, training: Any
+    ) -> str | None:
+        """Return why a precision is too large, or None: the client that claims the largest decides
+        the mean.
+        """
         most = max(float(value.max()) for value in update.precision.values())
         return (
-            None if most <= limits.max_precision else f"precision must be at most max_precision = {limits.max_precision:g}, got {most:.3g}"
+            None
+            if most <= limits.max_precision
+            else f"precision must be at most max_precision = {limits.max_precision:g}, got "
+            f"{most:.3g}"
         )
 
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
         """Return (n_k, n_k Lambda_k, n_k Lambda_k mu_k)."""
         number = update.num_examples
-        shift = {f"shift/{n}": Scaled(v.double() * update.precision[n].double(), float(number)) for n, v in update.params.items()}
-        return {"num_examples": number, **shift, **fedavg.weighted("precision", update.precision, number),
-                **fedavg.weighted("buffers", update.buffers, number)}  # fmt: skip
+        shift = {
+            f"shift/{n}": Scaled(v.double() * update.precision[n].double(), float(number))
+            for n, v in update.params.items()
+        }
+        return {
+            "num_examples": number,
+            **shift,
+            **fedavg.weighted("precision", update.precision, number),
+            **fedavg.weighted("buffers", update.buffers, number),
+        }
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum:
         """Return the same sums over stacked updates."""
         weight = updates.num_examples.double()
-        shift = {name: value.double() * updates.precision[name].double() for name, value in updates.params.items()}
-        return {"num_examples": updates.num_examples.sum(), **fedavg.summed("shift", shift, weight),
-                **fedavg.summed("precision", updates.precision, weight), **fedavg.summed("buffers", updates.buffers, weight)}  # fmt: skip
+        shift = {
+            name: value.double() * updates.precision[name].double()
+            for name, value in updates.params.items()
+        }
+        return {
+            "num_examples": updates.num_examples.sum(),
+            **fedavg.summed("shift", shift, weight),
+            **fedavg.summed("precision", updates.precision, weight),
+            **fedavg.summed("buffers", updates.buffers, weight),
+        }
 
     def finalise(self, state: Any, total: Sum) -> Any:
-        """Return the product of the Gaussians [eq. 1] [eq. 2]; no reply leaves the state as it was."""
+        """Return the product of the Gaussians [eq. 1] [eq. 2]; no reply
+        leaves the state as it was.
+        """
         if "num_examples" not in total:
             return state
-        buffers, precision = (fedavg.averaged(g, getattr(state, g), total, total["num_examples"]) for g in ("buffers", "precision"))
-        params = {name: (total[f"shift/{name}"] / total[f"precision/{name}"]).to(value.dtype) for name, value in state.params.items()}
+        buffers, precision = (
+            fedavg.averaged(g, getattr(state, g), total, total["num_examples"])
+            for g in ("buffers", "precision")
+        )
+        params = {
+            name: (total[f"shift/{name}"] / total[f"precision/{name}"]).to(value.dtype)
+            for name, value in state.params.items()
+        }
         return State(params, buffers, precision)

@@ -1,4 +1,5 @@
-"""FedMAP, server half (Zhang et al., "FedMAP: Bi-Level MAP Optimization", arXiv 2405.19000v1): evidence-weighted prior mean.
+"""FedMAP, server half (Zhang et al., "FedMAP: Bi-Level MAP Optimization", arXiv 2405.19000v1):
+evidence-weighted prior mean.
 
     paper      here                  shape
     gamma      state.params          by name: mean of the Gaussian prior over the clients' models
@@ -9,17 +10,22 @@
 
     gamma = Σ_k omega_k theta_k / Σ_k omega_k                                           [eq. 9]
 
-The weights span e^{±1000} in `sum` mode, so they are never formed. Each is split as omega = m·2^e, and sums are kept exactly per
-*exponent bin* of 256 powers of two: statistic names are "bin/<b>/…" with omega·2^{−256 b} in them. In the end only the two
-highest bins can matter (a bin lower is 2^{−256} of the total), so lower ones are dropped as soon as a higher one exists. A running
+The weights span e^{±1000} in `sum` mode, so they are never formed. Each is split as omega = m·2^e,
+and sums are kept exactly per *exponent bin* of 256 powers of two: statistic names are "bin/<b>/…"
+with omega·2^{−256 b} in them. In the end only the two highest bins can matter (a bin lower is
+2^{−256} of the total), so lower ones are dropped as soon as a higher one exists. A running
 log-sum-exp would be associative only up to rounding; this is associative to the bit.
 
 Departs:
-  E-M1  exp(−ΣNLL) under- and overflows: only log omega is ever computed; the Gaussian's constant cancels in [eq. 9].
-  E-M2  the summed posterior of the paper's [eq. 8] (`weights=sum`) gives all weight to one client; `mean` is the default.
+  E-M1  exp(−ΣNLL) under- and overflows: only log omega is ever computed; the Gaussian's constant
+        cancels in [eq. 9].
+  E-M2  the summed posterior of the paper's [eq. 8] (`weights=sum`) gives all weight to one client;
+        `mean` is the default.
   E-M4  the constant of [eq. 5] needs the power (2πσ²)^{−d/2}; it is dropped with E-M1.
-  E-M5  minimising [eq. 3] gives weights without the prior's factor; both carry it here (it discounts clients far from gamma).
-  E-M8  sums run over the q clients of the round; gamma starts at a seeded, untrained initialisation.
+  E-M5  minimising [eq. 3] gives weights without the prior's factor; both carry it here (it
+        discounts clients far from gamma).
+  E-M8  sums run over the q clients of the round; gamma starts at a seeded, untrained
+        initialisation.
 """
 
 from __future__ import annotations
@@ -46,20 +52,31 @@ BIN = 256  # powers of two in one exponent bin
 class Config:
     """What the user sets for FedMAP."""
 
-    sigma2: float = setting(100.0, "variance of the prior around gamma; small ties clients together, large lets them go")
-    weights: Weights = setting("mean", "mean: exp(−J_k/tau); count: n_k times that; sum: the paper's eq. 8; uniform: equal")
+    sigma2: float = setting(
+        100.0, "variance of the prior around gamma; small ties clients together, large lets them go"
+    )
+    weights: Weights = setting(
+        "mean", "mean: exp(−J_k/tau); count: n_k times that; sum: the paper's eq. 8; uniform: equal"
+    )
     tau: float = setting(1.0, "temperature of the weights `mean` and `count`")
 
     def __post_init__(self) -> None:
         if not (self.sigma2 > 0 and math.isfinite(self.sigma2)):
-            raise ConfigError(f"sigma2 must be positive and finite, got {self.sigma2}; it is the variance of the prior around gamma")
+            raise ConfigError(
+                f"sigma2 must be positive and finite, got {self.sigma2}; it is the variance of "
+                "the prior around gamma"
+            )
         check_words(self)
         if not (self.tau > 0 and math.isfinite(self.tau)):
-            raise ConfigError(f"tau must be positive and finite, got {self.tau}; 1 means no tempering")
+            raise ConfigError(
+                f"tau must be positive and finite, got {self.tau}; 1 means no tempering"
+            )
 
 
 class State(NamedTuple):
-    """The prior's mean, and how many clients effectively made it: 1/Σ w² of the normalised weights."""
+    """The prior's mean, and how many clients effectively made it:
+    1/Σ w² of the normalised weights.
+    """
 
     params: Tensors
     effective_clients: Tensor
@@ -72,7 +89,9 @@ class Broadcast(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a client sends: its personal model, its log weight and its number of training samples."""
+    """What a client sends: its personal model, its log weight
+    and its number of training samples.
+    """
 
     num_examples: Tensor
     log_weight: Tensor  # float64
@@ -86,7 +105,9 @@ class Server(ServerHalf):
     broadcast_type = Broadcast
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> State:
-        """Return gamma at the initial model (E-M8); running statistics of normalisation layers belong to the clients."""
+        """Return gamma at the initial model (E-M8); running statistics of normalisation layers
+        belong to the clients.
+        """
         return State(params, torch.zeros((), dtype=torch.float64))
 
     def broadcast(self, state: State, client: int) -> Broadcast:
@@ -95,7 +116,9 @@ class Server(ServerHalf):
 
     def expects(self, state: State) -> Update:
         """Return the shape of an update."""
-        return Update(torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.float64), state.params)
+        return Update(
+            torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.float64), state.params
+        )
 
     def check(self, state: State, client: int, update: Update) -> str | None:
         """Return why the update cannot be used, or None."""
@@ -106,16 +129,29 @@ class Server(ServerHalf):
         if not abs(log_weight) < 2**40:
             return f"log_weight must lie within ±2^40, got {log_weight:.3g}"
         most = self.largest_weight(state, update)
-        return None if log_weight <= most else f"log_weight must be at most {most:.6g} that far from gamma, got {log_weight:.6g}"
+        return (
+            None
+            if log_weight <= most
+            else f"log_weight must be at most {most:.6g} that far from gamma, got {log_weight:.6g}"
+        )
 
     def largest_weight(self, state: State, update: Update) -> float:
-        """Return the log weight of a client at theta_k that predicts all its labels with certainty, and a little for rounding."""
+        """Return the log weight of a client at theta_k that predicts all its labels with certainty,
+        and a little for rounding.
+        """
         mode, tau = self.config.weights, self.config.tau
         if mode == "uniform":
             return 1e-6
-        apart = sum(float((value.double() - state.params[name].double()).square().sum()) for name, value in update.params.items())
+        apart = sum(
+            float((value.double() - state.params[name].double()).square().sum())
+            for name, value in update.params.items()
+        )
         prior = apart / (2 * self.config.sigma2)
-        best = -prior if mode == "sum" else -prior / tau + (math.log(int(update.num_examples)) if mode == "count" else 0.0)
+        best = (
+            -prior
+            if mode == "sum"
+            else -prior / tau + (math.log(int(update.num_examples)) if mode == "count" else 0.0)
+        )
         return best + 1e-3 * (1 + abs(best))
 
     def statistic(self, state: State, client: int, update: Update) -> Statistic:
@@ -123,19 +159,30 @@ class Server(ServerHalf):
         number, mantissa = split(float(update.log_weight))
         weight = torch.tensor(mantissa, dtype=torch.float64)
         key = f"bin/{number}"
-        return {f"{key}/weight": weight, f"{key}/sq_weight": weight.square(), **weighted(f"{key}/params", update.params, weight)}
+        return {
+            f"{key}/weight": weight,
+            f"{key}/sq_weight": weight.square(),
+            **weighted(f"{key}/params", update.params, weight),
+        }
 
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
-        """Return the sums of stacked updates in the two highest bins; what is lower cannot matter."""
+        """Return the sums of stacked updates in the two highest
+        bins; what is lower cannot matter.
+        """
         exponent = (updates.log_weight / math.log(2)).floor()
         number = ((exponent + BIN // 2) / BIN).floor()
         top = int(number.max())
-        mantissa = (updates.log_weight - exponent * math.log(2)).exp() * (exponent - BIN * number).exp2()
+        mantissa = (updates.log_weight - exponent * math.log(2)).exp() * (
+            exponent - BIN * number
+        ).exp2()
         found: dict[str, Tensor] = {}
         for one in (top, top - 1):
             weight = mantissa * (number == one)
-            found |= {f"bin/{one}/weight": weight.sum(), f"bin/{one}/sq_weight": weight.square().sum(),
-                      **summed(f"bin/{one}/params", updates.params, weight)}  # fmt: skip
+            found |= {
+                f"bin/{one}/weight": weight.sum(),
+                f"bin/{one}/sq_weight": weight.square().sum(),
+                **summed(f"bin/{one}/params", updates.params, weight),
+            }
         return found
 
     def negligible(self, names: Iterable[str]) -> set[str]:
@@ -156,7 +203,10 @@ class Server(ServerHalf):
             return high if low is None else high + low * 2.0 ** (-power * BIN)
 
         weight = joined("weight")
-        params = {name: (joined(f"params/{name}") / weight).to(value.dtype) for name, value in state.params.items()}
+        params = {
+            name: (joined(f"params/{name}") / weight).to(value.dtype)
+            for name, value in state.params.items()
+        }
         return State(params, weight.square() / joined("sq_weight", power=2))
 
     def shared(self, state: State) -> Tensors:
@@ -164,12 +214,16 @@ class Server(ServerHalf):
         return dict(state.params)
 
     def report(self, state: State) -> dict[str, float]:
-        """Return the number of clients that effectively made gamma: near 1, one client has taken over (E-M2)."""
+        """Return the number of clients that effectively made gamma: near 1, one client has taken
+        over (E-M2).
+        """
         return {"effective_clients": float(state.effective_clients)}
 
 
 def split(log_weight: float) -> tuple[int, float]:
-    """Return (b, x) with exp(log_weight) = x·2^{BIN·b} and 2^{−BIN/2} ≤ x < 2^{BIN/2}; usual weights fall into bin 0."""
+    """Return (b, x) with exp(log_weight) = x·2^{BIN·b} and 2^{−BIN/2} ≤ x < 2^{BIN/2}; usual
+    weights fall into bin 0.
+    """
     exponent = math.floor(log_weight / math.log(2))
     mantissa = math.exp(log_weight - exponent * math.log(2))
     number = (exponent + BIN // 2) // BIN

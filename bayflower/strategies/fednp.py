@@ -1,8 +1,10 @@
-"""FedNP, server half (FedNP: Federated Neural Propagation, AAAI 2023): a Gaussian over a latent z by expectation propagation.
+"""FedNP, server half (FedNP: Federated Neural Propagation, AAAI 2023): a Gaussian over a latent z
+by expectation propagation.
 
     paper          here                   shape
     theta          state.params           by name: the global model
-    f, NPN         state.extra            by name: the f-layer and the natural-parameter network, averaged like theta
+    f, NPN         state.extra            by name: the f-layer and the natural-parameter network,
+                                          averaged like theta
     lambda_k       ledger "k/precision"   (D,) float64: precision of client k's factor of p(z)
     eta_k          ledger "k/shift"       (D,) float64: precision × mean
     Lambda, H      state.total            (D,) each: prior and all factors
@@ -11,19 +13,23 @@
     theta = Σ n_k theta_k / Σ n_k                                                       [eq. 3]
     Lambda = 1 + Σ_j lambda_j,    H = Σ_j eta_j                                         [eq. 4]
 
-Clients send the change of their factor. The ledger is the sum of a client's changes, so the total is exact under partial participation and
-a factor can be taken out again: of a client that left (`forget`), or that lost it (it says so by `turns` = 0). A client whose factor is
-neither the ledger's nor lost (its state, or ours, went back in time) makes all factors start anew: `epoch` counts that, and clients
-drop factors of an older epoch.
+Clients send the change of their factor. The ledger is the sum of a client's changes, so the total
+is exact under partial participation and a factor can be taken out again: of a client that left
+(`forget`), or that lost it (it says so by `turns` = 0). A client whose factor is neither the
+ledger's nor lost (its state, or ours, went back in time) makes all factors start anew: `epoch`
+counts that, and clients drop factors of an older epoch.
 
 Departs:
-  E-N5  natural parameters travel; a variance 1/lambda_k is never formed. A reply whose factor would have a negative precision is refused.
-  E-N6  the prior N(0, I) is a permanent factor; without it the posterior may be improper, for E-N12 a site σ(f z) has no integral.
+  E-N5  natural parameters travel; a variance 1/lambda_k is never formed. A reply whose factor would
+        have a negative precision is refused.
+  E-N6  the prior N(0, I) is a permanent factor; without it the posterior may be improper, for E-N12
+        a site σ(f z) has no integral.
   E-N7  the weights 1/n_k do not sum to one: n_k / Σ n.
   E-N8  a round is a round: every client that takes part sends once, after its local epochs.
-  E-N10 f has D outputs; `site=scalar` is the paper's single one, with which all coordinates of z stay equal for ever.
-  E-N11 z has D numbers and an NPN maps them to the classifier's weights.
-  The f-layer and the NPN are no part of the user's network: they are made here (seeded by the initial model) and sent with it.
+  E-N10 f has D outputs; `site=scalar` is the paper's single one, with which all coordinates of z
+  stay equal for ever. E-N11 z has D numbers and an NPN maps them to the classifier's weights. The
+  f-layer and the NPN are no part of the user's network: they are made here (seeded by the initial
+  model) and sent with it.
 """
 
 from __future__ import annotations
@@ -53,12 +59,29 @@ class Config:
     """What the user sets for FedNP."""
 
     latent: int = setting(10, "D, numbers in the latent z (16 for speech, 1 for the toy problem)")
-    moments: Backend = setting("trapezoid", "moments of the tilted Gaussian: trapezoid, quadrature (with `nodes`), thm2, logz, probit")
+    moments: Backend = setting(
+        "trapezoid",
+        "moments of the tilted Gaussian: trapezoid, quadrature (with `nodes`), thm2, logz, probit",
+    )
     nodes: int = setting(NODES, "nodes of moments=quadrature")
-    np_weight: float = setting(0.01, "lambda, weight of KL_theta + KL_z in the local loss (the paper's best for images; 0.001 for speech)")
-    epsilon: float = setting(0.1, "variance around the classifier's weights in KL_theta; the pull on a weight is np_weight / epsilon")
-    damping: float = setting(0.5, "step of a factor towards its new value, in (0, 1]; 1 means no damping")
-    site: Site = setting("vector", "vector: f has D outputs; scalar: their mean, as in the paper (then z is one number, D times)")
+    np_weight: float = setting(
+        0.01,
+        "lambda, weight of KL_theta + KL_z in the local loss (the paper's best for images; 0.001 "
+        "for speech)",
+    )
+    epsilon: float = setting(
+        0.1,
+        "variance around the classifier's weights in KL_theta; the pull on a weight is np_weight "
+        "/ epsilon",
+    )
+    damping: float = setting(
+        0.5, "step of a factor towards its new value, in (0, 1]; 1 means no damping"
+    )
+    site: Site = setting(
+        "vector",
+        "vector: f has D outputs; scalar: their mean, as in the paper (then z is one number, D "
+        "times)",
+    )
     npn_hidden: int = setting(10, "width of the natural-parameter network's hidden layer")
 
     def __post_init__(self) -> None:
@@ -66,7 +89,9 @@ class Config:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not (self.np_weight >= 0 and math.isfinite(self.np_weight)):
-            raise ConfigError(f"np_weight must be finite and not negative, got {self.np_weight}; 0 is FedAvg")
+            raise ConfigError(
+                f"np_weight must be finite and not negative, got {self.np_weight}; 0 is FedAvg"
+            )
         if not (self.epsilon > 0 and math.isfinite(self.epsilon)):
             raise ConfigError(f"epsilon must be positive and finite, got {self.epsilon}")
         if not 0 < self.damping <= 1:
@@ -96,14 +121,17 @@ class Broadcast(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a client sends: its model, its number of training samples, and the change of its factor."""
+    """What a client sends: its model, its number of training samples,
+    and the change of its factor.
+    """
 
     num_examples: Tensor
     params: Tensors
     buffers: Tensors
     extra: Tensors
     change: Diagonal  # float64
-    turns: Tensor  # int64: how often it had sent a change in this epoch before; 0 = it has no factor, or lost it
+    # int64: how often it had sent a change in this epoch before; 0 = it has no factor, or lost it
+    turns: Tensor
 
 
 class Server(ServerHalf):
@@ -115,13 +143,30 @@ class Server(ServerHalf):
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> State:
         """Return the initial model, fresh companions, and the prior alone."""
         head = params[classifier(params, self.anatomy.head_names)]
-        generator = torch.Generator().manual_seed(int(digest({name: value.float() for name, value in params.items()})[:15], 16))
+        generator = torch.Generator().manual_seed(
+            int(digest({name: value.float() for name, value in params.items()})[:15], 16)
+        )
         config, inputs = self.config, head.shape[1]
-        f = inputs**-0.5 * torch.randn(inputs, config.latent, generator=generator, dtype=torch.float64)
-        layers = npn.initial(config.latent, config.npn_hidden, head.numel(), config.epsilon, generator, torch.float64)
-        extra = {"f.weight": f, "f.bias": torch.zeros(config.latent, dtype=torch.float64), **{f"npn.{n}": v for n, v in layers.items()}}
+        f = inputs**-0.5 * torch.randn(
+            inputs, config.latent, generator=generator, dtype=torch.float64
+        )
+        layers = npn.initial(
+            config.latent, config.npn_hidden, head.numel(), config.epsilon, generator, torch.float64
+        )
+        extra = {
+            "f.weight": f,
+            "f.bias": torch.zeros(config.latent, dtype=torch.float64),
+            **{f"npn.{n}": v for n, v in layers.items()},
+        }
         extra = {EXTRA + name: extra[name].to(head.device, head.dtype) for name in sorted(extra)}
-        return State(params, buffers, extra, prior(config.latent, head.device), {}, torch.zeros((), dtype=torch.int64, device=head.device))
+        return State(
+            params,
+            buffers,
+            extra,
+            prior(config.latent, head.device),
+            {},
+            torch.zeros((), dtype=torch.int64, device=head.device),
+        )
 
     def broadcast(self, state: State, client: int) -> Broadcast:
         """Return the model and the total, the same for every client."""
@@ -140,20 +185,38 @@ class Server(ServerHalf):
         if not 0 <= turns < 2**40:
             return f"turns must be in [0, 2^40), got {turns}"
         if not self.known(state, client, turns):
-            return f"it changed a factor after {turns} turns that the ledger does not know; its next one starts anew"
+            return (
+                f"it changed a factor after {turns} turns that the ledger does not know; its "
+                "next one starts anew"
+            )
         least = float(self.factor(state, client, turns, update.change).precision.min())
-        return None if least > -1e-9 else f"the precision of a factor must not be negative (E-N5), got {least:.3g}"
+        return (
+            None
+            if least > -1e-9
+            else f"the precision of a factor must not be negative (E-N5), got {least:.3g}"
+        )
 
-    def bounds(self, state: State, client: int, update: Update, limits: Any, training: Any) -> str | None:
+    def bounds(
+        self, state: State, client: int, update: Update, limits: Any, training: Any
+    ) -> str | None:
         """Return why the client's new factor says more of z than a client may, or None."""
         new = self.factor(state, client, int(update.turns), update.change)
         precise, shift = float(new.precision.max()), float(new.shift.abs().max())
         if precise > limits.max_precision:
-            return f"the precision of a factor must be at most max_precision = {limits.max_precision:g}, got {precise:.3g}"
-        return None if shift <= limits.max_precision else f"the shift of a factor must be at most {limits.max_precision:g}, got {shift:.3g}"
+            return (
+                "the precision of a factor must be at most max_precision = "
+                f"{limits.max_precision:g}, got {precise:.3g}"
+            )
+        return (
+            None
+            if shift <= limits.max_precision
+            else f"the shift of a factor must be at most {limits.max_precision:g}, got {shift:.3g}"
+        )
 
     def factor(self, state: State, client: int, turns: int, change: Diagonal) -> Diagonal:
-        """Return the client's new factor: the ledger's, or none if it has none, times the change."""
+        """Return the client's new factor: the ledger's, or none if
+        it has none, times the change.
+        """
         if turns == 0 or not self.known(state, client, turns):
             return change
         return product(entry(state.ledger, client), change)
@@ -164,65 +227,112 @@ class Server(ServerHalf):
         return turns == 0 or (noted is not None and int(noted) == turns)
 
     def statistic(self, state: State, client: int, update: Update) -> Statistic:
-        """Return (n_k, n_k theta_k), the client's new line in the ledger, and whether the old one cannot be what it changed."""
-        return {"num_examples": update.num_examples, **weighted("params", update.params, update.num_examples),
-                **weighted("buffers", update.buffers, update.num_examples), **weighted("extra", update.extra, update.num_examples),
-                **self.line(state, client, int(update.turns), update.change)}  # fmt: skip
+        """Return (n_k, n_k theta_k), the client's new line in the ledger, and whether the old one
+        cannot be what it changed.
+        """
+        return {
+            "num_examples": update.num_examples,
+            **weighted("params", update.params, update.num_examples),
+            **weighted("buffers", update.buffers, update.num_examples),
+            **weighted("extra", update.extra, update.num_examples),
+            **self.line(state, client, int(update.turns), update.change),
+        }
 
     def line(self, state: State, client: int, turns: int, change: Diagonal) -> Tensors:
-        """Return the client's part of a statistic: its factor and turns by name, and 1 in `reset` if all must start anew."""
+        """Return the client's part of a statistic: its factor and turns by name, and 1 in `reset`
+        if all must start anew.
+        """
         new, key = self.factor(state, client, turns, change), f"ledger/{client}"
-        return {f"{key}/precision": new.precision, f"{key}/shift": new.shift, f"{key}/turns": torch.tensor(turns + 1),
-                "reset": torch.tensor(0 if self.known(state, client, turns) else 1)}  # fmt: skip
+        return {
+            f"{key}/precision": new.precision,
+            f"{key}/shift": new.shift,
+            f"{key}/turns": torch.tensor(turns + 1),
+            "reset": torch.tensor(0 if self.known(state, client, turns) else 1),
+        }
 
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
         """Return the same sums over stacked updates."""
         weight, device = updates.num_examples.double(), updates.num_examples.device
-        found: dict[str, Tensor] = {"num_examples": updates.num_examples.sum(), **summed("params", updates.params, weight),
-                                    **summed("buffers", updates.buffers, weight), **summed("extra", updates.extra, weight)}  # fmt: skip
+        found: dict[str, Tensor] = {
+            "num_examples": updates.num_examples.sum(),
+            **summed("params", updates.params, weight),
+            **summed("buffers", updates.buffers, weight),
+            **summed("extra", updates.extra, weight),
+        }
         reset = 0
         for row, (client, turns) in enumerate(zip(clients, updates.turns.tolist(), strict=True)):
-            line = self.line(state, client, turns, Diagonal(updates.change.precision[row], updates.change.shift[row]))
+            line = self.line(
+                state,
+                client,
+                turns,
+                Diagonal(updates.change.precision[row], updates.change.shift[row]),
+            )
             reset += int(line.pop("reset"))
             found |= {name: value.to(device) for name, value in line.items()}
         return {**found, "reset": torch.tensor(reset, device=device)}
 
     def finalise(self, state: State, total: Sum) -> State:
-        """Return the average [eq. 3] and the product of prior and factors [eq. 4]; no reply leaves the state as it was."""
+        """Return the average [eq. 3] and the product of prior and factors [eq. 4]; no reply leaves
+        the state as it was.
+        """
         if "num_examples" not in total:
             return state
         weight = total["num_examples"]
-        params, buffers, extra = (averaged(g, getattr(state, g), total, weight) for g in ("params", "buffers", "extra"))
+        params, buffers, extra = (
+            averaged(g, getattr(state, g), total, weight) for g in ("params", "buffers", "extra")
+        )
         after = state._replace(params=params, buffers=buffers, extra=extra)
         if int(total["reset"]):
             return settled(after._replace(ledger={}, epoch=state.epoch + 1))
-        lines = {name.removeprefix("ledger/"): value.to(state.epoch.device) for name, value in total.items() if name.startswith("ledger/")}
+        lines = {
+            name.removeprefix("ledger/"): value.to(state.epoch.device)
+            for name, value in total.items()
+            if name.startswith("ledger/")
+        }
         return settled(after._replace(ledger={**state.ledger, **lines}))
 
     def forget(self, state: State, client: int) -> State:
         """Return the state without the factor of a client that left."""
-        return settled(state._replace(ledger={n: v for n, v in state.ledger.items() if n.split("/")[0] != str(client)}))
+        return settled(
+            state._replace(
+                ledger={n: v for n, v in state.ledger.items() if n.split("/")[0] != str(client)}
+            )
+        )
 
     def shared(self, state: State) -> Tensors:
         """Return the global model; the f-layer and the NPN are not part of it."""
         return {**state.params, **state.buffers}
 
     def report(self, state: State) -> dict[str, float]:
-        """Return how many clients have a factor, how precise z has become, and how often factors started anew."""
-        return {"factors": len(state.ledger) / 3, "latent_precision": float(state.total.precision.mean()), "resets": float(state.epoch)}
+        """Return how many clients have a factor, how precise z has become, and how often factors
+        started anew.
+        """
+        return {
+            "factors": len(state.ledger) / 3,
+            "latent_precision": float(state.total.precision.mean()),
+            "resets": float(state.epoch),
+        }
 
 
 def classifier(params: Tensors, head: frozenset[str]) -> str:
-    """Return the name of the classifier's weight matrix (C, F): the head must be one linear layer."""
+    """Return the name of the classifier's weight matrix (C, F): the
+    head must be one linear layer.
+    """
     found = [name for name in sorted(head) if params[name].ndim == 2]
     if len(found) != 1:
-        raise ConfigError(f"FedNP needs a head with one weight matrix, got {len(found)} in {sorted(head)}; name a linear layer as head")
+        raise ConfigError(
+            f"FedNP needs a head with one weight matrix, got {len(found)} in {sorted(head)}; name "
+            "a linear layer as head"
+        )
     return found[0]
 
 
 def prior(size: int, device: torch.device) -> Diagonal:
     """Return N(0, I): precision 1, shift 0."""
-    return Diagonal(torch.ones(size, dtype=torch.float64, device=device), torch.zeros(size, dtype=torch.float64, device=device))
+    return Diagonal(
+        torch.ones(size, dtype=torch.float64, device=device),
+        torch.zeros(size, dtype=torch.float64, device=device),
+    )
 
 
 def entry(ledger: Tensors, client: int | str) -> Diagonal:
@@ -231,8 +341,12 @@ def entry(ledger: Tensors, client: int | str) -> Diagonal:
 
 
 def settled(state: State) -> State:
-    """Return the state with lines in the order of clients and total = prior × all factors, multiplied in that order [eq. 4]."""
+    """Return the state with lines in the order of clients and total = prior × all factors,
+    multiplied in that order [eq. 4].
+    """
     ledger = {name: state.ledger[name] for name in sorted(state.ledger)}
     clients = sorted({name.split("/")[0] for name in ledger})
     start = prior(state.total.precision.shape[0], state.total.precision.device)
-    return state._replace(ledger=ledger, total=product(start, *(entry(ledger, client) for client in clients)))
+    return state._replace(
+        ledger=ledger, total=product(start, *(entry(ledger, client) for client in clients))
+    )

@@ -1,4 +1,5 @@
-"""FedPA, server half (Al-Shedivat et al. 2021, ICLR): FedAvg's average of models that were moved by posterior deltas.
+"""FedPA, server half (Al-Shedivat et al. 2021, ICLR): FedAvg's average of models that were moved by
+posterior deltas.
 
     paper          here                  shape
     theta          state.params          by name
@@ -8,9 +9,11 @@
 
     theta ← theta − Σ n_k Δ_k / Σ n_k (server rate 1)                                   [eq. 1]
 
-Defaults of the paper: 5 to 10 samples, rho in {0.01, 0.1, 1}, each sample the mean of one epoch's steps.
+Defaults of the paper: 5 to 10 samples, rho in {0.01, 0.1, 1}, each sample the mean of one epoch's
+steps.
 
-Departs: the server's optimiser is plain averaging (rate 1); the paper tunes it, and begins with some hundred rounds of FedAvg.
+Departs: the server's optimiser is plain averaging (rate 1); the paper tunes it, and begins with
+some hundred rounds of FedAvg.
 """
 
 from __future__ import annotations
@@ -27,8 +30,15 @@ class Config:
     """What the user sets for FedPA."""
 
     num_samples: int = setting(5, "posterior samples of a client and round")
-    sample_steps: int = setting(10, "steps whose mean is one sample; they come after the local epochs, which are the burn-in")
-    shrinkage: float = setting(0.01, "rho: 0 trusts no covariance (FedAvg with averaged iterates), large trusts the samples' one")
+    sample_steps: int = setting(
+        10,
+        "steps whose mean is one sample; they come after the local epochs, which are the burn-in",
+    )
+    shrinkage: float = setting(
+        0.01,
+        "rho: 0 trusts no covariance (FedAvg with averaged "
+        "iterates), large trusts the samples' one",
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "sample_steps"):

@@ -1,4 +1,5 @@
-"""FedPer, server half (Arivazhagan et al. 2019, arXiv 1912.00818): FedAvg of the base, heads stay on the clients.
+"""FedPer, server half (Arivazhagan et al. 2019, arXiv 1912.00818): FedAvg of the base, heads stay
+on the clients.
 
     paper      here            shape
     W_B        state.params    by name: base layers

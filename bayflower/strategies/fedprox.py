@@ -1,9 +1,11 @@
-"""FedProx, server half (Li et al. 2020, MLSys): FedAvg's average; the method is in the client's objective.
+"""FedProx, server half (Li et al. 2020, MLSys): FedAvg's average; the method is in the client's
+objective.
 
     paper      here            shape
     mu         config.mu       ()
 
-Departs: clients are weighted by sample count as in FedAvg (the paper samples them by it and averages uniformly).
+Departs: clients are weighted by sample count as in FedAvg (the paper samples them by it and
+averages uniformly).
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ class Config:
         if not self.mu >= 0:
             raise ConfigError(f"mu must not be negative, got {self.mu}; 0 is FedAvg")
         if self.finetune_epochs < 0:
-            raise ConfigError(f"finetune_epochs must not be negative, got {self.finetune_epochs}; 0 means no fine-tuning")
+            raise ConfigError(
+                f"finetune_epochs must not be negative, got {self.finetune_epochs}; 0 means no "
+                "fine-tuning"
+            )
 
 
 class Server(fedavg.Server):

@@ -1,4 +1,5 @@
-"""FedRep, server half (Collins et al. 2021, ICML): FedAvg of the representation, heads stay on the clients.
+"""FedRep, server half (Collins et al. 2021, ICML): FedAvg of the representation, heads stay on the
+clients.
 
     paper      here            shape
     phi        state.params    by name: the representation
@@ -20,7 +21,9 @@ from . import fedper
 class Config:
     """What the user sets for FedRep."""
 
-    head_epochs: int = setting(5, "epochs on the head alone, before `local_epochs` on the representation alone")
+    head_epochs: int = setting(
+        5, "epochs on the head alone, before `local_epochs` on the representation alone"
+    )
 
     def __post_init__(self) -> None:
         if self.head_epochs < 1:

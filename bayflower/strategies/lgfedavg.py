@@ -1,10 +1,12 @@
-"""LG-FedAvg, server half (Liang et al. 2020, arXiv 2001.01523): FedAvg of the head; feature extractors stay on the clients.
+"""LG-FedAvg, server half (Liang et al. 2020, arXiv 2001.01523): FedAvg of the head; feature
+extractors stay on the clients.
 
     paper      here            shape
     theta^g    state.params    by name: the global part, here the classifier
     theta^l_k  (none)          local representations are never sent
 
-Departs: the global part is the model's head (as in FedBPS's comparison); the paper's auxiliary losses on the representation are not used.
+Departs: the global part is the model's head (as in FedBPS's comparison); the paper's auxiliary
+losses on the representation are not used.
 """
 
 from __future__ import annotations

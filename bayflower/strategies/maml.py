@@ -1,10 +1,13 @@
-"""MAML, server half (Finn, Abbeel and Levine 2017, ICML; federated as in Fallah et al. 2020): the average; the method is in the client.
+"""MAML, server half (Finn, Abbeel and Levine 2017, ICML; federated as in Fallah et al. 2020): the
+average; the method is in the client.
 
     paper      here                  shape
-    theta      state.params          by name: an initialisation from which one step makes a good personal model
+    theta      state.params          by name: an initialisation from which one step makes a good
+                                     personal model
     alpha      config.inner_lr       ()
 
-Departs: the server is Reptile's (rate, momentum, weights by sample count); the paper has one learner and no clients.
+Departs: the server is Reptile's (rate, momentum, weights by sample count); the paper has one
+learner and no clients.
 """
 
 from __future__ import annotations
@@ -22,9 +25,15 @@ class Config:
 
     inner_lr: float = setting(0.02, "rate of the inner step, and of the adaptation before a test")
     inner_steps: int = setting(1, "inner steps on the support set")
-    server_lr: float = setting(1.0, "step of the global model towards the clients' average; 1 = all the way")
-    server_momentum: float = setting(0.0, "share of its last step that the global model takes again")
-    adapt_steps: int = setting(1, "steps on the client's training data before a test; 0 = test the global model")
+    server_lr: float = setting(
+        1.0, "step of the global model towards the clients' average; 1 = all the way"
+    )
+    server_momentum: float = setting(
+        0.0, "share of its last step that the global model takes again"
+    )
+    adapt_steps: int = setting(
+        1, "steps on the client's training data before a test; 0 = test the global model"
+    )
 
     def __post_init__(self) -> None:
         check_meta(self)

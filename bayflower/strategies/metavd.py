@@ -1,29 +1,42 @@
-"""MetaVD, server half (Jeon et al. 2023, "Federated Learning via Meta-Variational Dropout", NeurIPS): dropout posteriors by a hypernetwork.
+"""MetaVD, server half (Jeon et al. 2023, "Federated Learning via Meta-Variational Dropout",
+NeurIPS): dropout posteriors by a hypernetwork.
 
     paper        here                          shape
-    theta        state.params                  by name; one linear layer of K weights is the *MetaVD layer*
-    alpha^m      exp(broadcast.log_alpha)      shape of the layer: dropout of client m, w ~ N(theta, alpha theta²)
-    psi, e^m     state.belief                  the hypernetwork, and an embedding (1 + M/4,) for each of M clients (beliefs.py)
+    theta        state.params                  by name; one linear layer of K weights is the *MetaVD
+                                               layer*
+    alpha^m      exp(broadcast.log_alpha)      shape of the layer: dropout of client m, w ~ N(theta,
+                                               alpha theta²)
+    psi, e^m     state.belief                  the hypernetwork, and an embedding (1 + M/4,) for
+                                               each of M clients (beliefs.py)
     g^m          num_examples / Σ              ()
-    Delta^m      update.log_alpha_step         shape of the layer: how far log alpha moved on the client
+    Delta^m      update.log_alpha_step         shape of the layer: how far log alpha moved on the
+                                               client
     eta          config.server_lr              ()
 
-    theta_agg = Σ g^m theta^m / v^m  /  Σ g^m / v^m,   v^m = alpha^m (theta^m)² + floor   (the layer; elsewhere Σ g^m theta^m)   [eq. 5]
+    theta_agg = Σ g^m theta^m / v^m  /  Σ g^m / v^m,   v^m = alpha^m (theta^m)² + floor   [eq. 5]
+                (the layer; elsewhere Σ g^m theta^m)
     theta ← theta + eta (theta_agg − theta)
-    psi ← psi + eta Σ g^m (∂h/∂psi)ᵀ Delta^m,   e^m ← e^m + eta (∂h/∂e^m)ᵀ Delta^m                                      (Algorithm 1)
+    psi ← psi + eta Σ g^m (∂h/∂psi)ᵀ Delta^m,   e^m ← e^m + eta (∂h/∂e^m)ᵀ Delta^m
+                                                (Algorithm 1)
 
-`posterior=hyper` is MetaVD; `global` is the paper's VD, `own` its EnsembleVD (beliefs.py). `base` is what the add-on rides on.
+`posterior=hyper` is MetaVD; `global` is the paper's VD, `own` its EnsembleVD (beliefs.py). `base`
+is what the add-on rides on.
 
 Departs:
-  E-V1, E-V2  no further 1/M in [eq. 5], where weights already sum to 1, nor in the step of psi; g^m over the clients of the round.
+  E-V1, E-V2  no further 1/M in [eq. 5], where weights already sum to 1, nor in the step of psi; g^m
+              over the clients of the round.
   E-V3  the paper's update of e^m does not type; the chain rule gives (∂h/∂e)ᵀ Delta.
-  E-V5  everything is in log alpha, within ±8.5; a client sends its change. Steps of psi ignore the limits, or outputs stay beyond.
-  E-V8  `variance_floor` in v^m: a weight of 0 would have infinite precision. `weighting=alpha` weighs by g/alpha alone.
-  E-V14 (ours) a step of psi and e moves log alpha by J Jᵀ Delta, hundreds of times Delta where K is large; `hyper_reach` bounds it.
-  E-V15 (ours) log alpha's start is added to h and no bias in it, or weight decay would pull every dropout rate to one half.
-  E-V10 with `drop_above` weights of a larger dropout rate neither travel, in either direction, nor count, from round `drop_after` on.
-  E-V11 a client that never trained has alpha from the mean of the trained embeddings, or nearly none (`ood=deterministic`).
-  psi and e move with momentum, weight decay and clipping as in the authors' code; the weight of the KL ramps up along a sigmoid.
+  E-V5  everything is in log alpha, within ±8.5; a client sends its change. Steps of psi ignore the
+        limits, or outputs stay beyond.
+  E-V8  `variance_floor` in v^m: a weight of 0 would have infinite precision. `weighting=alpha`
+        weighs by g/alpha alone.
+  E-V14 (ours) a step of psi and e moves log alpha by J Jᵀ Delta, hundreds of times Delta where K is
+  large; `hyper_reach` bounds it. E-V15 (ours) log alpha's start is added to h and no bias in it, or
+  weight decay would pull every dropout rate to one half. E-V10 with `drop_above` weights of a
+  larger dropout rate neither travel, in either direction, nor count, from round `drop_after` on.
+  E-V11 a client that never trained has alpha from the mean of the trained embeddings, or nearly
+  none (`ood=deterministic`). psi and e move with momentum, weight decay and clipping as in the
+  authors' code; the weight of the KL ramps up along a sigmoid.
 """
 
 from __future__ import annotations
@@ -56,9 +69,19 @@ class Config:
     """What the user sets for MetaVD and its ablations."""
 
     base: Base = setting("reptile", "what MetaVD is added to; fedavg does not adapt before a test")
-    posterior: Posterior = setting("hyper", "hyper: alpha from a hypernetwork; global: one for all (VD); own: one a client (EnsembleVD)")
-    dropout_layer: str = setting("", "name of the linear layer with dropout; empty = the last one before the head")
-    kl_weight: float = setting(1.0, "weight of the mean KL over the layer's K weights; 10 in the authors' code, where K is 32,768")
+    posterior: Posterior = setting(
+        "hyper",
+        "hyper: alpha from a hypernetwork; global: one for all (VD); "
+        "own: one a client (EnsembleVD)",
+    )
+    dropout_layer: str = setting(
+        "", "name of the linear layer with dropout; empty = the last one before the head"
+    )
+    kl_weight: float = setting(
+        1.0,
+        "weight of the mean KL over the layer's K weights; 10 in the authors' code, where K is "
+        "32,768",
+    )
     ramp_rounds: int = setting(20, "rounds in which the weight of the KL rises from 0")
     log_alpha_start: float = setting(-3.0, "log alpha before the first round, about")
     alpha_rate: float = setting(1.0, "rate of log alpha on the client, as a multiple of lr")
@@ -69,17 +92,33 @@ class Config:
     embedding_momentum: float = setting(0.3, "momentum of the embeddings' steps")
     hyper_decay: float = setting(5e-4, "weight decay of hypernetwork and embeddings")
     hyper_clip: float = setting(100.0, "largest norm of a step's gradient")
-    hyper_reach: float = setting(0.1, "most that a round's step moves log alpha, root mean square over clients and weights; 0 = no limit")
-    ood: Ood = setting("mean", "alpha of clients that never trained: of the mean embedding, or nearly none (deterministic)")
+    hyper_reach: float = setting(
+        0.1,
+        "most that a round's step moves log alpha, root mean square over clients and weights; 0 = "
+        "no limit",
+    )
+    ood: Ood = setting(
+        "mean",
+        "alpha of clients that never trained: of the mean embedding, "
+        "or nearly none (deterministic)",
+    )
     predict_samples: int = setting(0, "weight samples of the view `sampled`; 0 = no such view")
     drop_above: float = setting(0.0, "weights with a larger dropout rate are dropped; 0 = none")
     drop_after: int = setting(150, "rounds before weights are dropped")
-    inner_lr: float = setting(0.02, "maml, perfedavg: rate of the inner step, and of the adaptation before a test")
+    inner_lr: float = setting(
+        0.02, "maml, perfedavg: rate of the inner step, and of the adaptation before a test"
+    )
     inner_steps: int = setting(1, "maml, perfedavg: inner steps on the support set")
     hf_delta: float = setting(0.01, "perfedavg: length of the step between two gradients")
-    server_lr: float = setting(1.0, "step of the global model towards the clients' average; 1 = all the way")
-    server_momentum: float = setting(0.0, "share of its last step that the global model takes again")
-    adapt_steps: int = setting(1, "steps on the client's training data before a test; 0 = test the global model")
+    server_lr: float = setting(
+        1.0, "step of the global model towards the clients' average; 1 = all the way"
+    )
+    server_momentum: float = setting(
+        0.0, "share of its last step that the global model takes again"
+    )
+    adapt_steps: int = setting(
+        1, "steps on the client's training data before a test; 0 = test the global model"
+    )
 
     def __post_init__(self) -> None:
         reptile.check_meta(self)
@@ -87,14 +126,26 @@ class Config:
         for name in ("variance_floor", "hyper_clip", "hyper_width"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("kl_weight", "ramp_rounds", "alpha_rate", "hyper_decay", "hyper_reach", "predict_samples", "drop_after"):
+        for name in (
+            "kl_weight",
+            "ramp_rounds",
+            "alpha_rate",
+            "hyper_decay",
+            "hyper_reach",
+            "predict_samples",
+            "drop_after",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("hyper_momentum", "embedding_momentum", "drop_above"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}; 0 means none")
+                raise ConfigError(
+                    f"{name} must be in [0, 1), got {getattr(self, name)}; 0 means none"
+                )
         if abs(self.log_alpha_start) > dropout.LIMIT:
-            raise ConfigError(f"log_alpha_start must be in ±{dropout.LIMIT}, got {self.log_alpha_start}")
+            raise ConfigError(
+                f"log_alpha_start must be in ±{dropout.LIMIT}, got {self.log_alpha_start}"
+            )
 
 
 class State(NamedTuple):
@@ -108,7 +159,9 @@ class State(NamedTuple):
 
 
 class Broadcast(NamedTuple):
-    """What one client is sent: the model, its own log alpha, its weight of the KL, and which weights are dropped (if any can be)."""
+    """What one client is sent: the model, its own log alpha, its weight of the KL, and which
+    weights are dropped (if any can be).
+    """
 
     params: Tensors
     buffers: Tensors
@@ -136,25 +189,40 @@ class Server(beliefs.Admitting, reptile.Server):
 
     def layer(self, params: Tensors) -> str:
         """Return the name of the MetaVD layer's weights."""
-        return dropout.find_layer(self.anatomy, params, {key: tuple(one.shape) for key, one in params.items()}, self.config.dropout_layer)
+        return dropout.find_layer(
+            self.anatomy,
+            params,
+            {key: tuple(one.shape) for key, one in params.items()},
+            self.config.dropout_layer,
+        )
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
-        """Return the initial model and the first belief, whose seed is the model's initialisation."""
+        """Return the initial model and the first belief, whose
+        seed is the model's initialisation.
+        """
         belief = beliefs.begin(self.config, digest(params), params[self.layer(params)], clients)
         return State(params, buffers, self.rest(params), torch.zeros((), dtype=torch.int64), belief)
 
     def log_alpha(self, state: State, client: int) -> Tensor:
         """Return log alpha of a client, in the shape of the layer."""
         weight = state.params[self.layer(state.params)]
-        return beliefs.log_alpha(self.config, state.belief, client, weight.numel()).reshape(weight.shape)
+        return beliefs.log_alpha(self.config, state.belief, client, weight.numel()).reshape(
+            weight.shape
+        )
 
     def kl_weight(self, state: State) -> float:
         """Return the weight of the KL in the coming round: along a sigmoid to its full value."""
-        return float(self.config.kl_weight * dropout.ramp(int(state.round), self.config.ramp_rounds))
+        return float(
+            self.config.kl_weight * dropout.ramp(int(state.round), self.config.ramp_rounds)
+        )
 
     def dropped(self, state: State, log_alpha: Tensor) -> Tensor:
         """Return which weights are dropped in the coming round (E-V10)."""
-        limit = dropout.log_alpha_of(self.config.drop_above) if int(state.round) >= self.config.drop_after else math.inf
+        limit = (
+            dropout.log_alpha_of(self.config.drop_above)
+            if int(state.round) >= self.config.drop_after
+            else math.inf
+        )
         return log_alpha > limit
 
     def broadcast(self, state: Any, client: int) -> Any:
@@ -166,24 +234,34 @@ class Server(beliefs.Admitting, reptile.Server):
             return Broadcast(state.params, state.buffers, log_alpha, beta, {})
         mask = self.dropped(state, log_alpha)
         params = {**state.params, name: weight.masked_fill(mask, 0)}
-        return Broadcast(params, state.buffers, log_alpha.masked_fill(mask, 0), beta, {"layer": mask})
+        return Broadcast(
+            params, state.buffers, log_alpha.masked_fill(mask, 0), beta, {"layer": mask}
+        )
 
     def pack(self, broadcast: Broadcast) -> Tensors:
         """Return what travels to a client: of the layer only what is not dropped."""
         flat = flatten(broadcast)
-        return dropout.thin(flat, MASK, (f"params/{self.layer(broadcast.params)}", "log_alpha")) if broadcast.mask else flat
+        return (
+            dropout.thin(flat, MASK, (f"params/{self.layer(broadcast.params)}", "log_alpha"))
+            if broadcast.mask
+            else flat
+        )
 
     def expects(self, state: Any) -> Any:
         """Return the shape of an update."""
         weight = state.params[self.layer(state.params)]
-        mask = {"layer": torch.zeros_like(weight, dtype=torch.bool)} if self.config.drop_above else {}
+        mask = (
+            {"layer": torch.zeros_like(weight, dtype=torch.bool)} if self.config.drop_above else {}
+        )
         return Update(torch.zeros((), dtype=torch.int64), state.params, state.buffers, weight, mask)
 
     def unpack(self, state: Any, flat: Tensors) -> Any:
         """Return the update in `flat`, dropped entries 0; raise if it cannot be one."""
         if self.config.drop_above:
             name = self.layer(state.params)
-            flat = dropout.fill(flat, MASK, (f"params/{name}", STEP), tuple(state.params[name].shape))
+            flat = dropout.fill(
+                flat, MASK, (f"params/{name}", STEP), tuple(state.params[name].shape)
+            )
         return matching(flat, self.expects(state))
 
     def check(self, state: Any, client: int, update: Any) -> str | None:
@@ -191,7 +269,9 @@ class Server(beliefs.Admitting, reptile.Server):
         largest = float(update.log_alpha_step.abs().max())
         if largest > 2 * dropout.LIMIT + 1e-3:
             return f"log_alpha_step must be in ±{2 * dropout.LIMIT}, got {largest:.3g}"
-        if update.mask and not torch.equal(update.mask["layer"], self.dropped(state, self.log_alpha(state, client))):
+        if update.mask and not torch.equal(
+            update.mask["layer"], self.dropped(state, self.log_alpha(state, client))
+        ):
             return "the entries left out are not those that were dropped"
         return super().check(state, client, update)
 
@@ -199,51 +279,104 @@ class Server(beliefs.Admitting, reptile.Server):
         """Return 1/v of each weight in float64, 0 where it was dropped [eq. 5]."""
         log_alpha = dropout.limited(start + step)
         by_alpha = self.config.weighting == "alpha"
-        weight = (-log_alpha.double()).exp() if by_alpha else dropout.precision(theta, log_alpha, self.config.variance_floor)
+        weight = (
+            (-log_alpha.double()).exp()
+            if by_alpha
+            else dropout.precision(theta, log_alpha, self.config.variance_floor)
+        )
         return weight.masked_fill(mask["layer"], 0) if mask else weight
 
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
-        """Return (n/v, n theta/v) of the layer, (n, n theta) of the rest, and, by client, n and Delta."""
+        """Return (n/v, n theta/v) of the layer, (n, n theta) of the rest, and, by client, n and
+        Delta.
+        """
         name, number = self.layer(state.params), update.num_examples
-        theta, rest = update.params[name], {key: value for key, value in update.params.items() if key != name}
-        weight = number * self.precision(theta, self.log_alpha(state, client), update.log_alpha_step, update.mask)
-        return {"num_examples": number, **weighted("params", rest, number), **weighted("buffers", update.buffers, number),
-                "precision": weight, "shift": weight * theta.double(), f"number/{client}": number,
-                f"step/{client}": update.log_alpha_step.double()}  # fmt: skip
+        theta, rest = (
+            update.params[name],
+            {key: value for key, value in update.params.items() if key != name},
+        )
+        weight = number * self.precision(
+            theta, self.log_alpha(state, client), update.log_alpha_step, update.mask
+        )
+        return {
+            "num_examples": number,
+            **weighted("params", rest, number),
+            **weighted("buffers", update.buffers, number),
+            "precision": weight,
+            "shift": weight * theta.double(),
+            f"number/{client}": number,
+            f"step/{client}": update.log_alpha_step.double(),
+        }
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum:
         """Return the same sums over stacked updates, in float64 on their device."""
         name, number = self.layer(state.params), updates.num_examples
-        theta, rest = updates.params[name], {key: value for key, value in updates.params.items() if key != name}
+        theta, rest = (
+            updates.params[name],
+            {key: value for key, value in updates.params.items() if key != name},
+        )
         start = torch.stack([self.log_alpha(state, client) for client in clients]).to(theta.device)
-        weight = number.reshape(-1, 1, 1) * self.precision(theta, start, updates.log_alpha_step, updates.mask)
+        weight = number.reshape(-1, 1, 1) * self.precision(
+            theta, start, updates.log_alpha_step, updates.mask
+        )
         own = {f"number/{client}": number[place] for place, client in enumerate(clients)}
-        own |= {f"step/{client}": updates.log_alpha_step[place].double() for place, client in enumerate(clients)}
-        return {"num_examples": number.sum(), **summed("params", rest, number.double()),
-                **summed("buffers", updates.buffers, number.double()), "precision": weight.sum(0),
-                "shift": (weight * theta.double()).sum(0), **own}  # fmt: skip
+        own |= {
+            f"step/{client}": updates.log_alpha_step[place].double()
+            for place, client in enumerate(clients)
+        }
+        return {
+            "num_examples": number.sum(),
+            **summed("params", rest, number.double()),
+            **summed("buffers", updates.buffers, number.double()),
+            "precision": weight.sum(0),
+            "shift": (weight * theta.double()).sum(0),
+            **own,
+        }
 
     def aggregate(self, state: Any, total: Sum) -> Tensors:
         """Return theta_agg [eq. 5]; a weight that every client dropped stays as it was."""
         name = self.layer(state.params)
-        old, weight, others = state.params[name], total["precision"], {key: value for key, value in state.params.items() if key != name}
+        old, weight, others = (
+            state.params[name],
+            total["precision"],
+            {key: value for key, value in state.params.items() if key != name},
+        )
         rest = averaged("params", others, total, total["num_examples"])
         ratio = total["shift"] / torch.where(weight > 0, weight, torch.ones_like(weight))
         mean = torch.where(weight > 0, ratio, old.to(weight.device).double()).to(old.dtype)
         return {key: mean if key == name else rest[key] for key in state.params}
 
     def finalise(self, state: Any, total: Sum) -> Any:
-        """Return the model after [eq. 5] and the belief after Algorithm 1's step; no reply leaves the state as it was."""
+        """Return the model after [eq. 5] and the belief after Algorithm 1's step; no reply leaves
+        the state as it was.
+        """
         if "num_examples" not in total:
             return state
-        numbers = {int(name.partition("/")[2]): value for name, value in total.items() if name.startswith("number/")}
+        numbers = {
+            int(name.partition("/")[2]): value
+            for name, value in total.items()
+            if name.startswith("number/")
+        }
         steps = {client: total[f"step/{client}"].reshape(-1) for client in numbers}
-        shares = {client: number.double() / total["num_examples"] for client, number in numbers.items()}
+        shares = {
+            client: number.double() / total["num_examples"] for client, number in numbers.items()
+        }
         belief = beliefs.followed(self.config, state.belief, steps, shares)
         return super().finalise(state, total)._replace(round=state.round + 1, belief=belief)
 
     def report(self, state: Any) -> dict[str, float]:
-        """Return the mean dropout rate over the clients, the weight of the KL, and the share of dropped weights."""
-        known = torch.stack([self.log_alpha(state, int(client)) for client in sorted(state.belief.seen, key=int)])
-        found = {"dropout_rate": float(dropout.rate(known).mean()), "kl_weight_now": self.kl_weight(state)}
-        return {**found, "sparsity": float(self.dropped(state, known).double().mean())} if self.config.drop_above else found
+        """Return the mean dropout rate over the clients, the weight of the KL, and the share of
+        dropped weights.
+        """
+        known = torch.stack(
+            [self.log_alpha(state, int(client)) for client in sorted(state.belief.seen, key=int)]
+        )
+        found = {
+            "dropout_rate": float(dropout.rate(known).mean()),
+            "kl_weight_now": self.kl_weight(state),
+        }
+        return (
+            {**found, "sparsity": float(self.dropped(state, known).double().mean())}
+            if self.config.drop_above
+            else found
+        )

@@ -1,4 +1,5 @@
-"""MOON, server half (Li, He and Song 2021, CVPR): FedAvg's average; the method is in the client's objective.
+"""MOON, server half (Li, He and Song 2021, CVPR): FedAvg's average; the method is in the client's
+objective.
 
     paper      here                     shape
     mu         config.mu                ()

@@ -1,11 +1,13 @@
-"""PerFedAvg, server half (Fallah, Mokhtari and Ozdaglar 2020, NeurIPS): the average; the method is in the client.
+"""PerFedAvg, server half (Fallah, Mokhtari and Ozdaglar 2020, NeurIPS): the average; the method is
+in the client.
 
     paper      here                  shape
     w          state.params          by name
     alpha      config.inner_lr       ()
     delta      config.hf_delta       ()
 
-Departs: the server is Reptile's (rate, momentum); clients are weighted by sample count, the paper's count alike.
+Departs: the server is Reptile's (rate, momentum); clients are weighted by sample count, the paper's
+count alike.
 """
 
 from __future__ import annotations
@@ -23,10 +25,20 @@ class Config:
 
     inner_lr: float = setting(0.02, "rate of the inner step, and of the adaptation before a test")
     inner_steps: int = setting(1, "inner steps on the support set")
-    hf_delta: float = setting(0.01, "length of the step between the two gradients whose difference stands for the Hessian; float32 wants no less")
-    server_lr: float = setting(1.0, "step of the global model towards the clients' average; 1 = all the way")
-    server_momentum: float = setting(0.0, "share of its last step that the global model takes again")
-    adapt_steps: int = setting(1, "steps on the client's training data before a test; 0 = test the global model")
+    hf_delta: float = setting(
+        0.01,
+        "length of the step between the two gradients whose difference stands for the Hessian; "
+        "float32 wants no less",
+    )
+    server_lr: float = setting(
+        1.0, "step of the global model towards the clients' average; 1 = all the way"
+    )
+    server_momentum: float = setting(
+        0.0, "share of its last step that the global model takes again"
+    )
+    adapt_steps: int = setting(
+        1, "steps on the client's training data before a test; 0 = test the global model"
+    )
 
     def __post_init__(self) -> None:
         check_meta(self)

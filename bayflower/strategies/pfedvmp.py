@@ -1,9 +1,13 @@
-"""pFedVMP, server half ("Personalized Federated Learning via Variational Message Passing"): class centroids from Gaussian messages.
+"""pFedVMP, server half ("Personalized Federated Learning via Variational Message Passing"): class
+centroids from Gaussian messages.
 
     paper            here                    shape
-    theta^b          state.params            by name: the base; heads theta_n^h never leave the clients
-    mu_k             state.centroids         (K, D): mean of the belief about the features of class k
-    Lambda_{k,n}     basis, weight, alpha    V diag(weight) Vᵀ + alpha I; V is basis transposed, one row a direction that client n has seen
+    theta^b          state.params            by name: the base; heads theta_n^h never leave the
+                                             clients
+    mu_k             state.centroids         (K, D): mean of the belief about the features of class
+                                             k
+    Lambda_{k,n}     basis, weight, alpha    V diag(weight) Vᵀ + alpha I; V is basis transposed, one
+                                             row a direction that client n has seen
     mu_{k,n}         means                   (K, D): mean feature of class k at client n
     Z_{k,n}, S_n     counts, num_examples    (K,), ()
     alpha, xi_1      config.alpha, config.xi ()
@@ -11,22 +15,26 @@
     theta^b = Σ_n S_n theta_n^b / Σ_n S_n                                               [eq. 12]
     Lambda_k = Σ_n Lambda_{k,n},    mu_k = Lambda_k^{-1} Σ_n Lambda_{k,n} mu_{k,n}      [eq. 13]
 
-A client's update has equal shapes on all clients; what travels (`pack`) are the classes it has, each as its vectors and weights or, if
-more than D/2 directions were seen, as the packed triangle of a triangular R with RᵀR = V diag(weight) Vᵀ, which is then smaller.
-(R, not the matrix: rounded to float32 a matrix need not stay positive semi-definite.) The server expands a message when it comes
+A client's update has equal shapes on all clients; what travels (`pack`) are the classes it has,
+each as its vectors and weights or, if more than D/2 directions were seen, as the packed triangle of
+a triangular R with RᵀR = V diag(weight) Vᵀ, which is then smaller. (R, not the matrix: rounded to
+float32 a matrix need not stay positive semi-definite.) The server expands a message when it comes
 and adds it by class, so its memory is that of K matrices, however many clients there are.
 
 Departs:
   E-P2  V and weight are sent, not the D×D matrix; alpha is known to both sides.
   E-P4  a class that a client does not have is not sent, and adds nothing; one sample gives alpha I.
-  E-P5  the printed precision is that of features, not of their mean: a client with 2 samples counts as one with 200. `centroid=diag`
-        (Z/(variance + diag_floor) by coordinate) and `count_mean` (Z) are alternatives, `mean` (1) is the ablation pFedVMP-avg.
-  E-P6  centroids start unknown. The prior N(0, I) of [eq. 5] is left out, as in [eq. 13]; `prior_precision` puts it in.
+  E-P5  the printed precision is that of features, not of their mean: a client with 2 samples counts
+        as one with 200. `centroid=diag` (Z/(variance + diag_floor) by coordinate) and `count_mean`
+        (Z) are alternatives, `mean` (1) is the ablation pFedVMP-avg.
+  E-P6  centroids start unknown. The prior N(0, I) of [eq. 5] is left out, as in [eq. 13];
+        `prior_precision` puts it in.
   E-P7  heads stay local, though Algorithm 1 sends them.
   E-P8  [eq. 10] fixes relative weights only: [eq. 12] is FedAvg by S_n.
   E-P9  one Gaussian a class, not a product of mixtures; labels are known.
-  E-P11 the sum is at least N_k alpha I, so Cholesky exists; float64, and weights beyond its range fall back on eigenvalues.
-E-P1, E-P3, E-P10 and E-P12 are the client's. A class that nobody sent keeps its centroid.
+  E-P11 the sum is at least N_k alpha I, so Cholesky exists; float64, and weights beyond its range
+fall back on eigenvalues. E-P1, E-P3, E-P10 and E-P12 are the client's. A class that nobody sent
+keeps its centroid.
 """
 
 from __future__ import annotations
@@ -50,7 +58,10 @@ from ..tree import Tensors, upload
 from . import fedper
 
 Centroid = Literal["precision", "diag", "count_mean", "mean"]
-DIVERGED = "the clients' features or the precisions of their classes are not finite: training has diverged; lower lr or xi"
+DIVERGED = (
+    "the clients' features or the precisions of their classes are not finite: training has "
+    "diverged; lower lr or xi"
+)
 AT_ONCE = 16  # matrices that are solved together
 
 
@@ -60,26 +71,50 @@ class Config:
 
     xi: float = setting(50.0, "weight of the pull of features to their class's centroid; 0 = none")
     alpha: float = setting(1.0, "precision in the directions in which a client saw no spread")
-    centroid: Centroid = setting("precision", "how clients count: precision (the paper), diag, count_mean (by samples), mean (equally)")
-    prior_precision: float = setting(0.0, "of a prior N(0, I/prior_precision) over centroids; 0 = none")
-    min_count: int = setting(5, "a class with fewer samples is not sent: one sample's message is the sample's feature itself")
+    centroid: Centroid = setting(
+        "precision",
+        "how clients count: precision (the paper), diag, count_mean (by samples), mean (equally)",
+    )
+    prior_precision: float = setting(
+        0.0, "of a prior N(0, I/prior_precision) over centroids; 0 = none"
+    )
+    min_count: int = setting(
+        5,
+        "a class with fewer samples is not sent: one sample's message is the sample's feature "
+        "itself",
+    )
     diag_floor: float = setting(0.001, "centroid=diag: added to the variances")
-    cut: float = setting(0.0, "eigenvalues below this share of the largest are no spread; 0 = 1e-5 in float32, 1e-10 in float64")
+    cut: float = setting(
+        0.0,
+        "eigenvalues below this share of the largest are no spread; 0 = 1e-5 in float32, 1e-10 in "
+        "float64",
+    )
 
     def __post_init__(self) -> None:
         for name, least in (("xi", 0.0), ("prior_precision", 0.0), ("cut", 0.0)):
             value = getattr(self, name)
             if not (value >= least and math.isfinite(value)):
-                raise ConfigError(f"{name} must not be negative and must be finite, got {value}; 0 switches it off")
+                raise ConfigError(
+                    f"{name} must not be negative and must be finite, got {value}; 0 switches it "
+                    "off"
+                )
         for name in ("alpha", "diag_floor"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} must be positive and finite, got {value}; without it a precision or its inverse may not exist")
+                raise ConfigError(
+                    f"{name} must be positive and finite, got {value}; without it a precision or "
+                    "its inverse may not exist"
+                )
         if not self.cut < 1:
-            raise ConfigError(f"cut must be below 1, got {self.cut}; it is a share of the largest eigenvalue")
+            raise ConfigError(
+                f"cut must be below 1, got {self.cut}; it is a share of the largest eigenvalue"
+            )
         check_words(self)
         if self.min_count < 1:
-            raise ConfigError(f"min_count must be at least 1, got {self.min_count}; 1 sends every class a client has")
+            raise ConfigError(
+                f"min_count must be at least 1, got {self.min_count}; 1 sends every class a "
+                "client has"
+            )
 
 
 class State(NamedTuple):
@@ -92,9 +127,11 @@ class State(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a client makes. `counts` is 0 for classes that are not sent; `spread` depends on `centroid`.
+    """What a client makes. `counts` is 0 for classes that are not sent; `spread` depends on
+    `centroid`.
 
-    precision: "basis" (N, D), "weight" (N,), "label" (N,), a row a training sample (see classwise.py); diag: "precision" (K, D); else {}.
+    precision: "basis" (N, D), "weight" (N,), "label" (N,), a row a training sample (see
+    classwise.py); diag: "precision" (K, D); else {}.
     """
 
     num_examples: Tensor
@@ -106,7 +143,9 @@ class Update(NamedTuple):
 
 
 class Server(ServerHalf):
-    """Averages the base as FedPer does, and multiplies the clients' Gaussian messages about each class."""
+    """Averages the base as FedPer does, and multiplies the clients' Gaussian messages about each
+    class.
+    """
 
     state_type = State
     broadcast_type = State
@@ -116,11 +155,21 @@ class Server(ServerHalf):
         self.base: ServerHalf = fedper.Server(config, anatomy)
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> State:
-        """Return the initial base without centroids; their number and size are those of the head."""
-        heads = [params[name] for name in self.anatomy.trainable if name in self.anatomy.head_names and params[name].ndim == 2]
+        """Return the initial base without centroids; their number and size
+        are those of the head.
+        """
+        heads = [
+            params[name]
+            for name in self.anatomy.trainable
+            if name in self.anatomy.head_names and params[name].ndim == 2
+        ]
         if not heads:
-            raise ConfigError("pfedvmp needs a head with a weight matrix, to know the features; name the layer, e.g. head='classifier'")
-        num_classes, dim = max(heads[-1].shape[0], 2), heads[0].shape[1]  # one logit tells two classes apart
+            raise ConfigError(
+                "pfedvmp needs a head with a weight matrix, to know the features; name the layer, "
+                "e.g. head='classifier'"
+            )
+        # one logit tells two classes apart
+        num_classes, dim = max(heads[-1].shape[0], 2), heads[0].shape[1]
         base = self.base.init(params, buffers, clients)
         unknown = torch.zeros(num_classes, dtype=torch.bool, device=heads[0].device)
         return State(base.params, base.buffers, heads[0].new_zeros(num_classes, dim), unknown)
@@ -138,23 +187,34 @@ class Server(ServerHalf):
         return self.base.check(state, client, update)
 
     def claims(self, state: State, update: Message) -> dict[str, float]:
-        """Return by how much the message counts for each class it has; nothing where all clients count alike."""
+        """Return by how much the message counts for each class it has; nothing where all clients
+        count alike.
+        """
         if self.config.centroid == "mean":
             return {}
         present = update.counts.nonzero()[:, 0].tolist()
-        return {f"class {k}": size for k, size in zip(present, sizes(self.config.centroid, update), strict=True)}
+        return {
+            f"class {k}": size
+            for k, size in zip(present, sizes(self.config.centroid, update), strict=True)
+        }
 
     def reduced(self, state: State, update: Message, factors: Mapping[str, float]) -> Message:
-        """Return the message with the precision of some classes multiplied by a factor; alpha I, which all have, stays."""
+        """Return the message with the precision of some classes multiplied by a factor; alpha I,
+        which all have, stays.
+        """
         present = update.counts.nonzero()[:, 0].tolist()
-        return shrunk(self.config.centroid, update, [factors.get(f"class {k}", 1.0) for k in present])
+        return shrunk(
+            self.config.centroid, update, [factors.get(f"class {k}", 1.0) for k in present]
+        )
 
     def expects(self, state: State) -> Message:
         """Return the shape of a message without any class."""
         return blank(self.config.centroid, self._like(state), state.centroids.shape[1])
 
     def unpack(self, state: State, flat: Tensors) -> Message:
-        """Return the message; raise if names, shapes, dtypes, counts, ranks or values cannot be right."""
+        """Return the message; raise if names, shapes, dtypes, counts, ranks or values cannot be
+        right.
+        """
         return received(self.config.centroid, self._like(state), flat)
 
     def _like(self, state: State) -> Update:
@@ -162,7 +222,9 @@ class Server(ServerHalf):
         return Update(counts[0], state.params, state.buffers, counts, state.centroids, {})
 
     def statistic(self, state: State, client: int, update: Message) -> Statistic:
-        """Return (S_n, S_n theta_n^b) and, of each class that was sent, (Lambda, Lambda mu, Z) by name."""
+        """Return (S_n, S_n theta_n^b) and, of each class that was sent, (Lambda, Lambda mu, Z) by
+        name.
+        """
         found: dict[str, Tensor] = {}
         present = (update.counts > 0).nonzero()[:, 0].tolist()
         halves = roots(update.spread, present) if self.config.centroid == "precision" else iter(())
@@ -174,26 +236,41 @@ class Server(ServerHalf):
                 precision.diagonal().add_(self.config.alpha)
                 shift, precision = precision @ mean, to_triangle(precision)
             else:
-                precision = self._simple(update.counts[k], update.spread.get("precision", update.means)[position])
+                precision = self._simple(
+                    update.counts[k], update.spread.get("precision", update.means)[position]
+                )
                 shift = precision * mean
-            found |= {f"precision/{k}": precision, f"shift/{k}": shift, f"count/{k}": update.counts[k]}
+            found |= {
+                f"precision/{k}": precision,
+                f"shift/{k}": shift,
+                f"count/{k}": update.counts[k],
+            }
         return {**self.base.statistic(state, client, update), **found}
 
     def _simple(self, count: Tensor, precision: Tensor) -> Tensor:
-        """Return the precision where it is no matrix: given by coordinate, the number of samples, or 1 (E-P5)."""
+        """Return the precision where it is no matrix: given by coordinate, the number of samples,
+        or 1 (E-P5).
+        """
         if self.config.centroid == "diag":
             return precision.double()
         return count.double() if self.config.centroid == "count_mean" else (count > 0).double()
 
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
-        """Return the sum of the statistics of stacked updates; for matrices one product a class over the rows of all clients."""
+        """Return the sum of the statistics of stacked updates; for matrices one product a class
+        over the rows of all clients.
+        """
         counts, means = updates.counts, updates.means.double()
         number = counts.sum(0)
         if self.config.centroid == "precision":
-            sums = class_sums(**updates.spread, means=means, sent=counts > 0, alpha=self.config.alpha)
+            sums = class_sums(
+                **updates.spread, means=means, sent=counts > 0, alpha=self.config.alpha
+            )
         else:
             present = number.nonzero()[:, 0].tolist()
-            weight = self._simple(counts[..., None], updates.spread.get("precision", means)) * (counts > 0)[..., None]
+            weight = (
+                self._simple(counts[..., None], updates.spread.get("precision", means))
+                * (counts > 0)[..., None]
+            )
             pooled = weight.sum(0) if self.config.centroid == "diag" else weight.sum(0)[:, 0]
             sums = zip(present, pooled[present], (weight * means).sum(0)[present], strict=True)
         found = dict(self.base.total(state, clients, updates) or {})
@@ -202,7 +279,9 @@ class Server(ServerHalf):
         return found
 
     def finalise(self, state: State, total: Sum) -> State:
-        """Return the averaged base [eq. 12] and the centroids [eq. 13]; a class that nobody sent keeps its own."""
+        """Return the averaged base [eq. 12] and the centroids [eq. 13]; a class that nobody sent
+        keeps its own.
+        """
         if "num_examples" not in total:
             return state
         base = self.base.finalise(state, total)
@@ -210,7 +289,9 @@ class Server(ServerHalf):
         present = [k for k in range(len(known)) if f"count/{k}" in total]
         for start in range(0, len(present), AT_ONCE):
             some = present[start : start + AT_ONCE]
-            precision, shift = (torch.stack([total[f"{name}/{k}"] for k in some]) for name in ("precision", "shift"))
+            precision, shift = (
+                torch.stack([total[f"{name}/{k}"] for k in some]) for name in ("precision", "shift")
+            )
             where = upload(some, centroids.device)
             centroids.index_copy_(0, where, self._solved(precision, shift).to(centroids))
             known.index_fill_(0, where, True)
@@ -229,9 +310,16 @@ class Server(ServerHalf):
         except ValueError:
             if not bool(matrix.isfinite().all()):
                 raise BayflowerError(DIVERGED) from None
-            # weights so large that alpha is lost in their rounding: what is left of such directions is at least alpha
+            # weights so large that alpha is lost in their rounding: what is left of such directions
+            # is at least alpha
             values, vectors = torch.linalg.eigh(matrix)
-            return torch.einsum("gij,gj,gkj,gk->gi", vectors, 1 / values.clamp(min=self.config.alpha), vectors, shift)
+            return torch.einsum(
+                "gij,gj,gkj,gk->gi",
+                vectors,
+                1 / values.clamp(min=self.config.alpha),
+                vectors,
+                shift,
+            )
 
     def report(self, state: State) -> dict[str, float]:
         """Return how many classes have a centroid."""

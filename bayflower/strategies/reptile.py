@@ -1,4 +1,5 @@
-"""Reptile, server half (Nichol, Achiam and Schulman 2018, arXiv 1803.02999): a step towards the average of the adapted models.
+"""Reptile, server half (Nichol, Achiam and Schulman 2018, arXiv 1803.02999): a step towards the
+average of the adapted models.
 
     paper      here                  shape
     phi        state.params          by name
@@ -8,11 +9,12 @@
 
     phi ← phi + epsilon (W̄ − phi),    W̄ = Σ n_i W_i / Σ n_i                             [eq. 1]
 
-With momentum m: v ← m v + (W̄ − phi), phi ← phi + epsilon v. MAML and PerFedAvg (and MetaVD) reuse this half: they differ in what
-a client does. At server_lr = 1 without momentum it is FedAvg's average to the bit.
+With momentum m: v ← m v + (W̄ − phi), phi ← phi + epsilon v. MAML and PerFedAvg (and MetaVD) reuse
+this half: they differ in what a client does. At server_lr = 1 without momentum it is FedAvg's
+average to the bit.
 
-Departs: clients are weighted by sample count, as in FedAvg (the paper's tasks count alike). Buffers are averaged as they are: a
-running variance moved beyond the average could become negative.
+Departs: clients are weighted by sample count, as in FedAvg (the paper's tasks count alike). Buffers
+are averaged as they are: a running variance moved beyond the average could become negative.
 """
 
 from __future__ import annotations
@@ -33,9 +35,15 @@ from . import fedavg
 class Config:
     """What the user sets for Reptile."""
 
-    server_lr: float = setting(1.0, "step of the global model towards the clients' average; 1 = all the way")
-    server_momentum: float = setting(0.0, "share of its last step that the global model takes again")
-    adapt_steps: int = setting(1, "steps on the client's training data before a test; 0 = test the global model")
+    server_lr: float = setting(
+        1.0, "step of the global model towards the clients' average; 1 = all the way"
+    )
+    server_momentum: float = setting(
+        0.0, "share of its last step that the global model takes again"
+    )
+    adapt_steps: int = setting(
+        1, "steps on the client's training data before a test; 0 = test the global model"
+    )
 
     def __post_init__(self) -> None:
         check_meta(self)
@@ -47,7 +55,9 @@ def check_meta(config: Any) -> None:
         if hasattr(config, name) and not 0 < getattr(config, name) < float("inf"):
             raise ConfigError(f"{name} must be positive and finite, got {getattr(config, name)}")
     if not 0 <= config.server_momentum < 1:
-        raise ConfigError(f"server_momentum must be in [0, 1), got {config.server_momentum}; 0 means none")
+        raise ConfigError(
+            f"server_momentum must be in [0, 1), got {config.server_momentum}; 0 means none"
+        )
     for name, least in (("adapt_steps", 0), ("inner_steps", 1)):
         if hasattr(config, name) and getattr(config, name) < least:
             raise ConfigError(f"{name} must be at least {least}, got {getattr(config, name)}")
@@ -72,7 +82,11 @@ class Server(fedavg.Server):
 
     def rest(self, params: Tensors) -> Tensors:
         """Return the velocity before the first round."""
-        return {name: torch.zeros_like(value) for name, value in params.items()} if self.config.server_momentum else {}
+        return (
+            {name: torch.zeros_like(value) for name, value in params.items()}
+            if self.config.server_momentum
+            else {}
+        )
 
     def broadcast(self, state: Any, client: int) -> Any:
         """Return the global model; the velocity stays on the server."""
@@ -83,7 +97,9 @@ class Server(fedavg.Server):
         return fedavg.averaged("params", state.params, total, total["num_examples"])
 
     def finalise(self, state: Any, total: Sum) -> Any:
-        """Return phi + epsilon (W̄ − phi), with momentum where it is set [eq. 1]; no reply leaves the state as it was."""
+        """Return phi + epsilon (W̄ − phi), with momentum where it is set [eq. 1]; no reply leaves
+        the state as it was.
+        """
         if "num_examples" not in total:
             return state
         params, velocity = self.moved(state, self.aggregate(state, total))
@@ -91,11 +107,22 @@ class Server(fedavg.Server):
         return state._replace(params=params, buffers=buffers, velocity=velocity)
 
     def moved(self, state: Any, mean: Tensors) -> tuple[Tensors, Tensors]:
-        """Return (parameters, velocity) after a step towards `mean`; at rate 1, from rest, it is `mean` to the bit."""
+        """Return (parameters, velocity) after a step towards `mean`; at rate 1, from rest, it is
+        `mean` to the bit.
+        """
         rate, momentum = self.config.server_lr, self.config.server_momentum
-        params = mean if rate == 1 else {name: value + rate * (mean[name] - value) for name, value in state.params.items()}
+        params = (
+            mean
+            if rate == 1
+            else {name: value + rate * (mean[name] - value) for name, value in state.params.items()}
+        )
         if not momentum:
             return params, {}
-        params = {name: value + rate * momentum * state.velocity[name] for name, value in params.items()}
-        velocity = {name: momentum * state.velocity[name] + (mean[name] - value) for name, value in state.params.items()}
+        params = {
+            name: value + rate * momentum * state.velocity[name] for name, value in params.items()
+        }
+        velocity = {
+            name: momentum * state.velocity[name] + (mean[name] - value)
+            for name, value in state.params.items()
+        }
         return params, velocity

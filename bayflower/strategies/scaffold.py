@@ -1,4 +1,5 @@
-"""SCAFFOLD, server half (Karimireddy et al. 2020, ICML): the average of the clients' models, and of their control variates.
+"""SCAFFOLD, server half (Karimireddy et al. 2020, ICML): the average of the clients' models, and of
+their control variates.
 
     paper      here                    shape
     x          state.params            by name
@@ -12,8 +13,9 @@
 
 Defaults of the paper: server rate 1, no setting of its own.
 
-Departs: x is the mean weighted by sample count, as in FedAvg and the other baselines; c counts clients alike, as in the paper. N is the
-number of clients that ever trained: one that comes later enters with c_i = 0, one that leaves counts on like one that is not drawn.
+Departs: x is the mean weighted by sample count, as in FedAvg and the other baselines; c counts
+clients alike, as in the paper. N is the number of clients that ever trained: one that comes later
+enters with c_i = 0, one that leaves counts on like one that is not drawn.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Broadcast(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a client sends: its model, its number of samples, and the change of its control variate."""
+    """What a client sends: its model, its number of samples, and
+    the change of its control variate.
+    """
 
     num_examples: Tensor
     params: Tensors
@@ -76,9 +80,14 @@ class Server(fedavg.Server):
         return State(params, buffers, control, torch.tensor(max(len(clients), 1)))
 
     def admit(self, state: Any, client: int) -> Any:
-        """Return the state with one client more, whose control variate is 0: c is the mean over N + 1."""
+        """Return the state with one client more, whose control variate is 0: c is the mean over N +
+        1.
+        """
         more = state.num_clients + 1
-        control = {name: (value.double() * state.num_clients / more).to(value.dtype) for name, value in state.control.items()}
+        control = {
+            name: (value.double() * state.num_clients / more).to(value.dtype)
+            for name, value in state.control.items()
+        }
         return state._replace(control=control, num_clients=more)
 
     def broadcast(self, state: Any, client: int) -> Any:
@@ -96,13 +105,21 @@ class Server(fedavg.Server):
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum:
         """Return the same sums over stacked updates."""
-        changes = {f"control/{name}": value.double().sum(0) for name, value in updates.control_change.items()}
+        changes = {
+            f"control/{name}": value.double().sum(0)
+            for name, value in updates.control_change.items()
+        }
         return {**super().total(state, clients, updates), **changes}
 
     def finalise(self, state: Any, total: Sum) -> Any:
-        """Return the mean model [eq. 1] and c + Σ Δc / N [eq. 2]; no reply leaves the state as it was."""
+        """Return the mean model [eq. 1] and c + Σ Δc / N [eq. 2]; no reply leaves the state as it
+        was.
+        """
         if "num_examples" not in total:
             return state
         mean = super().finalise(state, total)
-        control = {n: (v + total[f"control/{n}"] / state.num_clients).to(v.dtype) for n, v in state.control.items()}
+        control = {
+            n: (v + total[f"control/{n}"] / state.num_clients).to(v.dtype)
+            for n, v in state.control.items()
+        }
         return state._replace(params=mean.params, buffers=mean.buffers, control=control)

@@ -1,15 +1,18 @@
-"""SNIP, server half (Lee, Ajanthan and Torr 2019, ICLR), federated as in MetaVD's comparison: one layer is pruned once, after round 1.
+"""SNIP, server half (Lee, Ajanthan and Torr 2019, ICLR), federated as in MetaVD's comparison: one
+layer is pruned once, after round 1.
 
     paper      here                    shape
-    s_j        total["sensitivity"]    shape of the layer: connection sensitivity |g_j w_j|, averaged over the clients
+    s_j        total["sensitivity"]    shape of the layer: connection sensitivity |g_j w_j|,
+                                       averaged over the clients
     c_j        ~state.mask             shape of the layer: 1 = the weight is kept
     kappa      (1 − prune_share) K     weights that are kept
 
     c_j = 1 for the kappa largest s_j                                                   [eq. 6]
 
-Departs: the paper prunes a network at its initialisation, all layers, on one batch. Here it is the layer that MetaVD drops weights
-of, after the first round, by the clients' whole data; `base` is how clients train. Of equals the lower index is pruned first. From
-round 2 on pruned weights are 0 and do not travel, in either direction.
+Departs: the paper prunes a network at its initialisation, all layers, on one batch. Here it is the
+layer that MetaVD drops weights of, after the first round, by the clients' whole data; `base` is how
+clients train. Of equals the lower index is pruned first. From round 2 on pruned weights are 0 and
+do not travel, in either direction.
 """
 
 from __future__ import annotations
@@ -37,20 +40,34 @@ class Config:
     """What the user sets for SNIP."""
 
     base: Base = setting("reptile", "how clients train; fedavg does not adapt before a test")
-    prune_share: float = setting(0.7, "share of the layer's weights that are pruned after the first round")
-    dropout_layer: str = setting("", "name of the linear layer that is pruned; empty = the last one before the head")
-    inner_lr: float = setting(0.02, "maml, perfedavg: rate of the inner step, and of the adaptation before a test")
+    prune_share: float = setting(
+        0.7, "share of the layer's weights that are pruned after the first round"
+    )
+    dropout_layer: str = setting(
+        "", "name of the linear layer that is pruned; empty = the last one before the head"
+    )
+    inner_lr: float = setting(
+        0.02, "maml, perfedavg: rate of the inner step, and of the adaptation before a test"
+    )
     inner_steps: int = setting(1, "maml, perfedavg: inner steps on the support set")
     hf_delta: float = setting(0.01, "perfedavg: length of the step between two gradients")
-    server_lr: float = setting(1.0, "step of the global model towards the clients' average; 1 = all the way")
-    server_momentum: float = setting(0.0, "share of its last step that the global model takes again")
-    adapt_steps: int = setting(1, "steps on the client's training data before a test; 0 = test the global model")
+    server_lr: float = setting(
+        1.0, "step of the global model towards the clients' average; 1 = all the way"
+    )
+    server_momentum: float = setting(
+        0.0, "share of its last step that the global model takes again"
+    )
+    adapt_steps: int = setting(
+        1, "steps on the client's training data before a test; 0 = test the global model"
+    )
 
     def __post_init__(self) -> None:
         reptile.check_meta(self)
         check_words(self)
         if not 0 <= self.prune_share < 1:
-            raise ConfigError(f"prune_share must be in [0, 1), got {self.prune_share}; 0 prunes nothing")
+            raise ConfigError(
+                f"prune_share must be in [0, 1), got {self.prune_share}; 0 prunes nothing"
+            )
 
 
 class State(NamedTuple):
@@ -73,7 +90,9 @@ class Broadcast(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a client sends: its model and, until the mask is decided, how sensitive its loss is to each weight of the layer."""
+    """What a client sends: its model and, until the mask is decided, how sensitive its loss is to
+    each weight of the layer.
+    """
 
     num_examples: Tensor
     params: Tensors
@@ -102,7 +121,12 @@ class Server(reptile.Server):
     def broadcast(self, state: Any, client: int) -> Any:
         """Return the model with pruned weights 0, the same for every client."""
         name = self.layer(state.params)
-        return Broadcast({**state.params, name: state.params[name].masked_fill(state.mask, 0)}, state.buffers, state.mask, state.pruned)
+        return Broadcast(
+            {**state.params, name: state.params[name].masked_fill(state.mask, 0)},
+            state.buffers,
+            state.mask,
+            state.pruned,
+        )
 
     def pack(self, broadcast: Any) -> Tensors:
         """Return what travels to a client: of the layer only what is kept, and which that is."""
@@ -110,8 +134,14 @@ class Server(reptile.Server):
 
     def expects(self, state: Any) -> Any:
         """Return the shape of an update."""
-        return Update(torch.zeros((), dtype=torch.int64), state.params, state.buffers, state.mask, state.pruned,
-                      state.params[self.layer(state.params)])  # fmt: skip
+        return Update(
+            torch.zeros((), dtype=torch.int64),
+            state.params,
+            state.buffers,
+            state.mask,
+            state.pruned,
+            state.params[self.layer(state.params)],
+        )
 
     def unpack(self, state: Any, flat: Tensors) -> Any:
         """Return the update in `flat`, pruned weights 0; raise if it cannot be one."""
@@ -132,25 +162,47 @@ class Server(reptile.Server):
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
         """Return (n, n theta) and, until the mask is decided, n s."""
         found = dict(super().statistic(state, client, update))
-        return found if bool(state.pruned) else {**found, **weighted("layer", {SENSITIVITY: update.sensitivity}, update.num_examples)}
+        return (
+            found
+            if bool(state.pruned)
+            else {
+                **found,
+                **weighted("layer", {SENSITIVITY: update.sensitivity}, update.num_examples),
+            }
+        )
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum:
         """Return the same sums over stacked updates."""
         found = dict(super().total(state, clients, updates))
         return (
-            found if bool(state.pruned) else {**found, **summed("layer", {SENSITIVITY: updates.sensitivity}, updates.num_examples.double())}
+            found
+            if bool(state.pruned)
+            else {
+                **found,
+                **summed(
+                    "layer", {SENSITIVITY: updates.sensitivity}, updates.num_examples.double()
+                ),
+            }
         )
 
     def finalise(self, state: Any, total: Sum) -> Any:
-        """Return the average and, after the first replies, the mask of the least sensitive weights [eq. 6]; no reply changes nothing."""
+        """Return the average and, after the first replies, the mask of the least sensitive weights
+        [eq. 6]; no reply changes nothing.
+        """
         if "num_examples" not in total:
             return state
         after = super().finalise(state, total)
         if bool(state.pruned):
             return after
         scores = total[f"layer/{SENSITIVITY}"].reshape(-1)
-        least = torch.sort(scores, stable=True).indices[: round(self.config.prune_share * scores.numel())]
-        mask = torch.zeros_like(scores, dtype=torch.bool).index_fill(0, least, True).reshape(state.mask.shape)
+        least = torch.sort(scores, stable=True).indices[
+            : round(self.config.prune_share * scores.numel())
+        ]
+        mask = (
+            torch.zeros_like(scores, dtype=torch.bool)
+            .index_fill(0, least, True)
+            .reshape(state.mask.shape)
+        )
         return after._replace(mask=mask.to(state.mask.device), pruned=torch.ones_like(state.pruned))
 
     def report(self, state: Any) -> dict[str, float]:

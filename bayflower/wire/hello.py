@@ -1,7 +1,9 @@
-"""What a client tells of itself in its first reply, so that a server needs neither data nor a model of its own.
+"""What a client tells of itself in its first reply, so that a server needs neither data nor a model
+of its own.
 
-It is what a result file shows in the end and no more: the network's names, the shape of an input, the number of classes, how many samples
-the client has, and how the federation's data came about. Everything here was written by a peer, so everything is checked.
+It is what a result file shows in the end and no more: the network's names, the shape of an input,
+the number of classes, how many samples the client has, and how the federation's data came about.
+Everything here was written by a peer, so everything is checked.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ class Facts(NamedTuple):
     num_classes: int
     train_size: int
     test_size: int
-    origin: dict[str, Any]  # "dataset", "note", "partition" as in a result file; {} if the client does not say
+    # "dataset", "note", "partition" as in a result file; {} if the client does not say
+    origin: dict[str, Any]
 
 
 class Summary(NamedTuple):
-    """The federation as a result file describes it; the clients by number. `data.Federation` has the same fields, with data."""
+    """The federation as a result file describes it; the clients by number. `data.Federation` has
+    the same fields, with data.
+    """
 
     clients: tuple[int, ...]
     new_clients: tuple[int, ...]
@@ -57,13 +62,34 @@ def to_header(facts: Facts) -> dict[str, Any]:
 def from_header(head: Mapping[str, Any]) -> Facts:
     """Return the facts in a header; raise if they cannot be true."""
     shape = parsed(head, "input_shape", list)
-    if len(shape) > 8 or not all(is_whole(length, 1, MAX_INPUT) for length in shape) or math.prod(shape) > MAX_INPUT:
-        raise WireError(f"input_shape must be at most 8 whole numbers with a product up to {MAX_INPUT}, got {str(shape)[:80]}")
-    for name, least, most in (("num_classes", 1, MAX_CLASSES), ("train_size", 0, MAX_SAMPLES), ("test_size", 0, MAX_SAMPLES)):
+    if (
+        len(shape) > 8
+        or not all(is_whole(length, 1, MAX_INPUT) for length in shape)
+        or math.prod(shape) > MAX_INPUT
+    ):
+        raise WireError(
+            f"input_shape must be at most 8 whole numbers with a product up to {MAX_INPUT}, got "
+            f"{str(shape)[:80]}"
+        )
+    for name, least, most in (
+        ("num_classes", 1, MAX_CLASSES),
+        ("train_size", 0, MAX_SAMPLES),
+        ("test_size", 0, MAX_SAMPLES),
+    ):
         if not is_whole(head.get(name), least, most):
-            raise WireError(f"{name} must be a whole number from {least} to {most}, got {str(head.get(name))[:80]!r}")
+            raise WireError(
+                f"{name} must be a whole number from {least} to {most}, got "
+                f"{str(head.get(name))[:80]!r}"
+            )
     anatomy = text_to_anatomy(head.get("anatomy"))
-    return Facts(anatomy, tuple(shape), head["num_classes"], head["train_size"], head["test_size"], parsed(head, "origin", dict))
+    return Facts(
+        anatomy,
+        tuple(shape),
+        head["num_classes"],
+        head["train_size"],
+        head["test_size"],
+        parsed(head, "origin", dict),
+    )
 
 
 def is_whole(value: Any, least: int, most: int) -> bool:
@@ -78,7 +104,8 @@ def parsed(head: Mapping[str, Any], name: str, kind: type) -> Any:
         raise WireError(f"{name} must be a text of at most {MAX_TEXT} characters")
     try:
         value = json.loads(text)
-        json.dumps(value, allow_nan=False)  # a file without NaN and infinity must be able to hold it
+        # a file without NaN and infinity must be able to hold it
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise WireError(f"{name} cannot be read ({str(error)[:80]})") from None
     if not isinstance(value, kind):
@@ -88,7 +115,12 @@ def parsed(head: Mapping[str, Any], name: str, kind: type) -> Any:
 
 def anatomy_to_text(anatomy: Anatomy) -> str:
     """Return the anatomy as JSON."""
-    return json.dumps({name: sorted(value) if isinstance(value, frozenset) else value for name, value in anatomy._asdict().items()})
+    return json.dumps(
+        {
+            name: sorted(value) if isinstance(value, frozenset) else value
+            for name, value in anatomy._asdict().items()
+        }
+    )
 
 
 def text_to_anatomy(text: Any) -> Anatomy:
@@ -98,31 +130,54 @@ def text_to_anatomy(text: Any) -> Anatomy:
         names = raw.get(name)
         if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
             raise WireError(f"anatomy has no list of names called {name!r}")
-    return Anatomy(tuple(raw["trainable"]), tuple(raw["buffers"]), frozenset(raw["norm_names"]), frozenset(raw["head_names"]))
+    return Anatomy(
+        tuple(raw["trainable"]),
+        tuple(raw["buffers"]),
+        frozenset(raw["norm_names"]),
+        frozenset(raw["head_names"]),
+    )
 
 
 SAME: tuple[tuple[str, Callable[[Facts], Any], str], ...] = (
     ("different networks", lambda facts: facts.anatomy, "all must use the same model"),
-    ("inputs of different shapes", lambda facts: facts.input_shape, "all must prepare their data alike"),
-    ("different numbers of classes", lambda facts: facts.num_classes, "give each the number of classes of the whole federation"),
+    (
+        "inputs of different shapes",
+        lambda facts: facts.input_shape,
+        "all must prepare their data alike",
+    ),
+    (
+        "different numbers of classes",
+        lambda facts: facts.num_classes,
+        "give each the number of classes of the whole federation",
+    ),
 )
 
 
 def agreed(known: Mapping[int, Facts]) -> Facts:
-    """Return the facts of the lowest client, whose network all must share; raise with the names of those who do not."""
+    """Return the facts of the lowest client, whose network all must share; raise with the names of
+    those who do not.
+    """
     first = min(known)
     for what, read, remedy in SAME:
         others = [client for client in sorted(known) if read(known[client]) != read(known[first])]
         if others:
             alike = [client for client in sorted(known) if client not in others]
-            raise BayflowerError(f"clients {listed(alike)} and {listed(others)} have {what}; {remedy}")
+            raise BayflowerError(
+                f"clients {listed(alike)} and {listed(others)} have {what}; {remedy}"
+            )
     return known[first]
 
 
 def disagreement(facts: Facts, common: Facts) -> str | None:
     """Return why a client that comes later cannot take part, or None."""
-    return next((f"it has {what.replace('different', 'other')} than the rest; {remedy}" for what, read, remedy in SAME
-                 if read(facts) != read(common)), None)  # fmt: skip
+    return next(
+        (
+            f"it has {what.replace('different', 'other')} than the rest; {remedy}"
+            for what, read, remedy in SAME
+            if read(facts) != read(common)
+        ),
+        None,
+    )
 
 
 def listed(clients: Sequence[int], most: int = 10) -> str:
@@ -132,12 +187,26 @@ def listed(clients: Sequence[int], most: int = 10) -> str:
 
 
 def summary(known: Mapping[int, Facts], new: Mapping[int, Facts], dataset: str) -> Summary:
-    """Return the federation of the clients `known` and `new`; of how the data came about, what all of them say alike."""
-    everyone = [*(known[client] for client in sorted(known)), *(new[client] for client in sorted(new))]
+    """Return the federation of the clients `known` and `new`; of how the data came about, what all
+    of them say alike.
+    """
+    everyone = [
+        *(known[client] for client in sorted(known)),
+        *(new[client] for client in sorted(new)),
+    ]
     origins = [facts.origin for facts in everyone]
-    partitions: list[dict[str, Any]] = [said if isinstance(said := origin.get("partition"), dict) else {} for origin in origins]
-    common = {key: value for key, value in partitions[0].items() if all(part.get(key) == value for part in partitions)}
-    sizes = {"train_sizes": [facts.train_size for facts in everyone], "test_sizes": [facts.test_size for facts in everyone]}
+    partitions: list[dict[str, Any]] = [
+        said if isinstance(said := origin.get("partition"), dict) else {} for origin in origins
+    ]
+    common = {
+        key: value
+        for key, value in partitions[0].items()
+        if all(part.get(key) == value for part in partitions)
+    }
+    sizes = {
+        "train_sizes": [facts.train_size for facts in everyone],
+        "test_sizes": [facts.test_size for facts in everyone],
+    }
     name, note = common_text(origins, "dataset", dataset), common_text(origins, "note", "")
     return Summary(tuple(sorted(known)), tuple(sorted(new)), name, {**common, **sizes}, note)
 

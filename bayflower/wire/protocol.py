@@ -1,18 +1,27 @@
-"""What is in a message and how many bytes it takes, without Flower: the names of records and keys, the headers, and Flower's layout.
+"""What is in a message and how many bytes it takes, without Flower: the names of records and keys,
+the headers, and Flower's layout.
 
-To a client ("train", "evaluate"):   broadcast   ArrayRecord   the method's Broadcast, one array a leaf
-                                     bayflower   ConfigRecord  protocol, method, run, round, seed, evaluate, purpose, instructions;
-                                                               accepted, if later replies of this client were not used: the last round
-                                                               whose one was; returned, if it had left and was dropped from totals
+To a client ("train", "evaluate"):   broadcast   ArrayRecord   the method's Broadcast, one array a
+                                                               leaf
+                                     bayflower   ConfigRecord  protocol, method, run, round, seed,
+                                                               evaluate, purpose, instructions;
+                                                               accepted, if later replies of this
+                                                               client were not used: the last round
+                                                               whose one was; returned, if it had
+                                                               left and was dropped from totals
 From a client ("train"):             update      ArrayRecord   the method's Update
-                                     tally       ArrayRecord   test results by view, where a test was asked for
+                                     tally       ArrayRecord   test results by view, where a test
+                                                               was asked for
                                      metrics     MetricRecord  num-examples, train-loss
                                      bayflower   ConfigRecord  protocol, method, run, round, client
-From a client ("query"):             bayflower   ConfigRecord  client, new, and its facts: anatomy, input_shape, num_classes, train_size,
-                                                               test_size, origin (texts are JSON; `facts.py`)
+From a client ("query"):             bayflower   ConfigRecord  client, new, and its facts: anatomy,
+                                                               input_shape, num_classes, train_size,
+                                                               test_size, origin (texts are JSON;
+                                                               `facts.py`)
 
-A message's content is a tree of objects (chunks, arrays, records), each sent as a line "kind children length", a zero byte and a body.
-The sizes below are those of that tree; the envelope (ids, times) is Flower's own and not counted. A test compares them with real messages.
+A message's content is a tree of objects (chunks, arrays, records), each sent as a line "kind
+children length", a zero byte and a body. The sizes below are those of that tree; the envelope (ids,
+times) is Flower's own and not counted. A test compares them with real messages.
 """
 
 from __future__ import annotations
@@ -37,10 +46,20 @@ ID_BYTES = 64  # an object is named by its SHA-256 in hexadecimal
 Scalars = Mapping[str, bool | int | float | str]
 
 
-def request_header(*, method: str, run: str, round: int, seed: int, evaluate: bool, purpose: str, instructions: str) -> dict[str, Any]:
+def request_header(
+    *, method: str, run: str, round: int, seed: int, evaluate: bool, purpose: str, instructions: str
+) -> dict[str, Any]:
     """Return the header of a message to a client."""
-    return {"protocol": PROTOCOL, "method": method, "run": run, "round": round, "seed": seed, "evaluate": evaluate, "purpose": purpose,
-            "instructions": instructions}  # fmt: skip
+    return {
+        "protocol": PROTOCOL,
+        "method": method,
+        "run": run,
+        "round": round,
+        "seed": seed,
+        "evaluate": evaluate,
+        "purpose": purpose,
+        "instructions": instructions,
+    }
 
 
 def reply_header(*, method: str, run: str, round: int, client: int) -> dict[str, Any]:
@@ -53,14 +72,20 @@ def reply_numbers(num_examples: int, loss: float) -> dict[str, float]:
     return {NUM_EXAMPLES: num_examples, TRAIN_LOSS: loss}
 
 
-def content_bytes(arrays: Mapping[str, Shapes], configs: Mapping[str, Scalars], metrics: Mapping[str, Scalars]) -> int:
+def content_bytes(
+    arrays: Mapping[str, Shapes], configs: Mapping[str, Scalars], metrics: Mapping[str, Scalars]
+) -> int:
     """Return the bytes of a message's content with these records."""
     names = [*arrays, *configs, *metrics]
     body = len(json.dumps({name: "0" * ID_BYTES for name in names}))
     total = object_bytes("RecordDict", len(names), body)
     total += sum(array_record_bytes(record) for record in arrays.values())
-    total += sum(object_bytes("ConfigRecord", 0, scalars_bytes(record)) for record in configs.values())
-    return total + sum(object_bytes("MetricRecord", 0, scalars_bytes(record)) for record in metrics.values())
+    total += sum(
+        object_bytes("ConfigRecord", 0, scalars_bytes(record)) for record in configs.values()
+    )
+    return total + sum(
+        object_bytes("MetricRecord", 0, scalars_bytes(record)) for record in metrics.values()
+    )
 
 
 @lru_cache(maxsize=256)
@@ -77,9 +102,13 @@ def object_bytes(kind: str, children: int, body: int) -> int:
 
 @lru_cache(maxsize=256)
 def array_record_bytes(record: Shapes) -> int:
-    """Return the bytes of a record of arrays and everything below it, arrays of equal content counted each."""
+    """Return the bytes of a record of arrays and everything below it, arrays of equal content
+    counted each.
+    """
     body = record_body(tuple(name for name, _, _ in record))
-    return object_bytes("ArrayRecord", len(record), body) + sum(array_bytes(shape, dtype) for _, shape, dtype in record)
+    return object_bytes("ArrayRecord", len(record), body) + sum(
+        array_bytes(shape, dtype) for _, shape, dtype in record
+    )
 
 
 def array_bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -88,21 +117,29 @@ def array_bytes(shape: tuple[int, ...], dtype: str) -> int:
     data = header + math.prod(shape) * width
     chunks = [min(CHUNK_BYTES, data - start) for start in range(0, data, CHUNK_BYTES)]
     facts += len(json.dumps(list(range(len(chunks))))) if len(chunks) > 1 else len("[0]")
-    return object_bytes("Array", len(chunks), facts) + sum(object_bytes("ArrayChunk", 0, chunk) for chunk in chunks)
+    return object_bytes("Array", len(chunks), facts) + sum(
+        object_bytes("ArrayChunk", 0, chunk) for chunk in chunks
+    )
 
 
 @lru_cache(maxsize=4096)
 def header_bytes(digits: tuple[int, ...], dtype: str) -> tuple[int, int, int]:
-    """Return (bytes of the .npy header, of the facts without the chunks, of one number); of the shape only the digits matter."""
+    """Return (bytes of the .npy header, of the facts without the chunks, of one number); of the
+    shape only the digits matter.
+    """
     block, kind = io.BytesIO(), np.dtype(dtype)
     shape = tuple(10 ** (count - 1) if count > 1 else 1 for count in digits)
-    np.lib.format.write_array_header_1_0(block, {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        block, {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
+    )
     facts = {"dtype": dtype, "shape": shape, "stype": "numpy.ndarray", "arraychunk_ids": ""}
     return block.tell(), len(json.dumps(facts)) - 2, kind.itemsize
 
 
 def scalars_bytes(record: Scalars) -> int:
-    """Return the bytes of a ConfigRecord's or MetricRecord's body: protobuf items of a key and a value."""
+    """Return the bytes of a ConfigRecord's or MetricRecord's body: protobuf items of a key and a
+    value.
+    """
     total = 0
     for key, value in record.items():
         held = value_bytes(value)
@@ -112,15 +149,22 @@ def scalars_bytes(record: Scalars) -> int:
 
 
 def value_bytes(value: Any) -> int:
-    """Return the bytes of one value: a tag and a double, a zigzag varint, a bool, a text or bytes with their length, or a list of these."""
+    """Return the bytes of one value: a tag and a double, a zigzag varint, a bool, a text or bytes
+    with their length, or a list of these.
+    """
     if isinstance(value, bool):
         return 2
     if isinstance(value, bytes):
         return field_bytes(len(value))
     if isinstance(value, list):
         texts = sum(value_bytes(one) for one in value if isinstance(one, (str, bytes)))
-        packed = sum(1 if isinstance(one, bool) else value_bytes(one) - 1 for one in value if not isinstance(one, (str, bytes)))
-        return 1 + field_bytes(texts + (field_bytes(packed) if packed else 0))  # fields of lists have tags of two bytes
+        packed = sum(
+            1 if isinstance(one, bool) else value_bytes(one) - 1
+            for one in value
+            if not isinstance(one, (str, bytes))
+        )
+        # fields of lists have tags of two bytes
+        return 1 + field_bytes(texts + (field_bytes(packed) if packed else 0))
     if isinstance(value, int):
         return 1 + varint_bytes(2 * value if value >= 0 else -2 * value - 1)
     return 9 if isinstance(value, float) else field_bytes(len(value.encode()))

@@ -26,7 +26,9 @@ def train(msg: Message, context: Context):
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     trainloader, _ = load(context)
-    loss = train_fn(model, trainloader, context.run_config["local-epochs"], msg.content["config"]["lr"], device)
+    loss = train_fn(
+        model, trainloader, context.run_config["local-epochs"], msg.content["config"]["lr"], device
+    )
     metrics = MetricRecord({"train_loss": loss, "num-examples": len(trainloader.dataset)})
     content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
     return Message(content=content, reply_to=msg)
@@ -40,5 +42,7 @@ def evaluate(msg: Message, context: Context):
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     _, testloader = load(context)
     loss, accuracy = test_fn(model, testloader, device)
-    metrics = MetricRecord({"eval_loss": loss, "accuracy": accuracy, "num-examples": len(testloader.dataset)})
+    metrics = MetricRecord(
+        {"eval_loss": loss, "accuracy": accuracy, "num-examples": len(testloader.dataset)}
+    )
     return Message(content=RecordDict({"metrics": metrics}), reply_to=msg)

@@ -25,5 +25,13 @@ def main(grid: Grid, context: Context) -> None:
     strategy = FedAvg(fraction_train=fraction_train)
 
     # Start strategy for `num_rounds`
-    result = strategy.start(grid=grid, initial_arrays=arrays, train_config=ConfigRecord({"lr": lr}), num_rounds=num_rounds)
-    print("accuracy on the clients' test data:", round(result.evaluate_metrics_clientapp[num_rounds]["accuracy"], 3))
+    result = strategy.start(
+        grid=grid,
+        initial_arrays=arrays,
+        train_config=ConfigRecord({"lr": lr}),
+        num_rounds=num_rounds,
+    )
+    print(
+        "accuracy on the clients' test data:",
+        round(result.evaluate_metrics_clientapp[num_rounds]["accuracy"], 3),
+    )

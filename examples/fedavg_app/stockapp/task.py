@@ -31,7 +31,12 @@ def load_data(partition_id: int, num_partitions: int, batch_size: int):
     mixed = np.random.default_rng(0).permutation(len(order))
     half = len(order) // 2
     order = np.concatenate([order[np.sort(mixed[:half])], order[mixed[half:]]])
-    mine = np.concatenate([np.array_split(part, num_partitions)[partition_id] for part in (order[:half], order[half:])])
+    mine = np.concatenate(
+        [
+            np.array_split(part, num_partitions)[partition_id]
+            for part in (order[:half], order[half:])
+        ]
+    )
     mine = np.random.default_rng(1).permutation(mine)
     x = torch.tensor(digits.images[mine] / 16, dtype=torch.float32)[:, None]
     y = torch.tensor(digits.target[mine])

@@ -23,10 +23,14 @@ app.evaluate()(plug.evaluate)
 def train(msg: Message, context: Context) -> Message:
     """Train on local data: AdamW on FedMAP's objective, batches drawn anew in every epoch."""
     job = plug.begin(msg, context)
-    optimizer = torch.optim.AdamW(job.parameters(), lr=context.run_config["learning-rate"], weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        job.parameters(), lr=context.run_config["learning-rate"], weight_decay=0.01
+    )
     draw = torch.Generator().manual_seed(job.round)
     for _ in range(context.run_config["local-epochs"]):
-        for rows in torch.randperm(len(job.train.y), generator=draw).split(context.run_config["batch-size"]):
+        for rows in torch.randperm(len(job.train.y), generator=draw).split(
+            context.run_config["batch-size"]
+        ):
             optimizer.zero_grad()
             job.loss(job.train.x[rows], job.train.y[rows]).backward()
             optimizer.step()

@@ -13,7 +13,14 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Main entry point for the ServerApp."""
     rounds = context.run_config["num-server-rounds"]
-    strategy = FedMAP(fraction_train=context.run_config["fraction-train"], min_available_nodes=len(HOSPITALS), sigma2=10.0)
+    strategy = FedMAP(
+        fraction_train=context.run_config["fraction-train"],
+        min_available_nodes=len(HOSPITALS),
+        sigma2=10.0,
+    )
     result = strategy.start(grid, ArrayRecord(Net().state_dict()), num_rounds=rounds)
     last = result.evaluate_metrics_clientapp[rounds]
-    print(f"personal models: accuracy {last['accuracy']:.3f}, balanced {last['balanced_accuracy']:.3f}, NLL {last['nll']:.3f}")
+    print(
+        f"personal models: accuracy {last['accuracy']:.3f}, balanced "
+        f"{last['balanced_accuracy']:.3f}, NLL {last['nll']:.3f}"
+    )

@@ -1,4 +1,6 @@
-"""heartapp: thirteen measurements of a patient, is the heart diseased? Four hospitals, each with its own way of measuring."""
+"""heartapp: thirteen measurements of a patient, is the heart diseased? Four hospitals, each with
+its own way of measuring.
+"""
 
 from pathlib import Path
 
@@ -8,7 +10,8 @@ from torch import nn
 
 HOSPITALS = ("Cleveland", "Hungary", "Switzerland", "VA Long Beach")
 WHERE = (
-    "get the four processed.*.data files from https://archive.ics.uci.edu/dataset/45/heart+disease (CC BY 4.0) and run "
+    "get the four processed.*.data files from "
+    "https://archive.ics.uci.edu/dataset/45/heart+disease (CC BY 4.0) and run "
     "python get_data.py FOLDER_OF_THE_FILES DATA_DIR"
 )
 
@@ -26,13 +29,18 @@ class Net(nn.Module):
 
 
 def patients(data_dir: str, hospital: int):
-    """Return the patients of a hospital: heart.npz in `data_dir`, or made-up ones with a line that says so."""
+    """Return the patients of a hospital: heart.npz in `data_dir`, or made-up ones with a line that
+    says so.
+    """
     path = Path(data_dir) / "heart.npz"
     if path.exists():
         data = np.load(path)
         mine = data["client"] == hospital
         return data["x"][mine], data["y"][mine]
-    print(f"heart.npz is not in {Path(data_dir).resolve()}: made-up patients are used, the numbers mean nothing; {WHERE}")
+    print(
+        f"heart.npz is not in {Path(data_dir).resolve()}: made-up patients are used, the numbers "
+        f"mean nothing; {WHERE}"
+    )
     draw = np.random.default_rng(hospital)
     x = draw.normal(size=(120, 13)) + 0.5 * hospital
     y = (x[:, 0] + x[:, 3] - hospital > 0).astype(np.int64)
@@ -41,7 +49,9 @@ def patients(data_dir: str, hospital: int):
 
 
 def load_data(data_dir: str, hospital: int):
-    """Return (train, test); missing values are the training median, columns have training mean 0 and variance 1."""
+    """Return (train, test); missing values are the training median, columns have training mean 0
+    and variance 1.
+    """
     x, y = patients(data_dir, hospital)
     rows = np.random.default_rng(0).permutation(len(y))
     cut = len(rows) // 5
