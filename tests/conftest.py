@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 from bayflower.config import Run, parse
-from bayflower.engines import Prepared, prepare
+from bayflower.engines import Prepared, execute, prepare
+from bayflower.files.records import Outcome
+from bayflower.methods import METHODS
 from bayflower.tree import flatten
 
 torch.set_num_threads(1)  # small tensors: a second thread only gets in the way of other processes
@@ -34,8 +37,12 @@ SMALL = {
     "evaluate_every": 1,
     "stacking": "yes",
 }
+PEACE = {"rounds": 3, "fraction_train": 0.6, "evaluate_every": 3}  # of `whole_run`
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"  # real data sets, if any
 NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
+# methods with states or normalisation layers of their own kind: `make test` has them on both
+# networks where the others are on one, and `make test-all` all of them on both
+BOTH = {"fedbn", "fedbps", "fedmap", "fednp", "metavd", "pfedvmp"}
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +95,27 @@ def small(method: str, **changes: Any) -> Run:
 
 def small_prepared(method: str, engine: str = "loop", **changes: Any) -> Prepared:
     return prepare(small(method, **changes), engine)
+
+
+@functools.cache
+def whole_run(method: str, engine: str) -> Outcome:
+    """Return the outcome of three rounds with a part of the clients, left in peace; made once."""
+    return execute(small_prepared(method, engine, **PEACE))
+
+
+def cases(first: str) -> list:
+    """Return (method, network) for every method on the network `first`, and for those of BOTH on
+    the other one too; the rest is slow.
+    """
+    return [
+        pytest.param(
+            (method, model),
+            id=f"{method}-{model}",
+            marks=() if model == first or method in BOTH else pytest.mark.slow,
+        )
+        for method in sorted(METHODS)
+        for model in ("mlp", "mlp-bn")
+    ]
 
 
 def assert_same_bits(a: Any, b: Any) -> None:
