@@ -37,7 +37,14 @@ SMALL = {
     "evaluate_every": 1,
     "stacking": "yes",
 }
-PEACE = {"rounds": 3, "fraction_train": 0.6, "evaluate_every": 3}  # of `whole_run`
+PEACE = {  # of `whole_run`
+    "rounds": 3,
+    "fraction_train": 0.6,
+    "evaluate_every": 3,
+    "local_epochs": 1,
+    "new_client_epochs": 1,
+    "keep": 0.15,
+}
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"  # real data sets, if any
 NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
 # methods with states or normalisation layers of their own kind: `make test` has them on both

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from conftest import (
+    BOTH,
     NEEDED,
     PEACE,
     assert_same_bits,
@@ -60,8 +61,18 @@ def test_a_fast_total_is_the_exact_sum(case):
         assert worst_difference(*finalised, zero=1e-12) < 1e-9
 
 
-@pytest.mark.parametrize("engine", ["loop", "fused"])
-@pytest.mark.parametrize("method", NAMES)
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [
+        pytest.param(
+            *(method, engine),
+            # a run of the loop that goes on from its file, below, repeats it too
+            marks=() if engine == "fused" or method in BOTH else pytest.mark.slow,
+        )
+        for method in NAMES
+        for engine in ("loop", "fused")
+    ],
+)
 def test_runs_repeat_to_the_bit(method, engine):
     first, second = whole_run(method, engine), execute(small_prepared(method, engine, **PEACE))
     assert_same_bits(first.server_state, second.server_state)
