@@ -18,6 +18,7 @@ ROOMS = (
     "settings",
     "tree",
     "metrics",
+    "shown",
     "tasks",
     "calibration",
     "stacked",

@@ -18,9 +18,8 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from .. import methods
-from ..clients.addon import AddOn
 from ..config import Training, named_device
-from ..contract import ClientHalf, Work
+from ..contract import ClientHalf, Phase, Work
 from ..data import batches
 from ..data.loaders import pair
 from ..errors import BayflowerError, ConfigError
@@ -37,7 +36,6 @@ FEW = 8  # samples of a rehearsal
 KEPT = 64  # clients whose data a process keeps
 SITES: dict[tuple[str, int], Site] = {}  # by plug and client: what this process has loaded
 LOADING = threading.Lock()
-NEED_BASE = ("fedper", "fedrep", "lgfedavg", "pfedvmp")  # a head, and something before it
 
 
 def make_client_app(
@@ -298,22 +296,15 @@ def batch(source: Any, what: str, device: torch.device) -> Batch:
     return Batch(x.to(device), y.to(device), torch.ones(len(y), dtype=dtype, device=device))
 
 
-def only_phase(half: ClientHalf, method: str) -> Any:
+def only_phase(half: ClientHalf, method: str) -> Phase:
     """Return the one stretch of training of a round; raise if the method's training is more than
     descending a loss.
     """
     phases = half.phases("train")
-    plain = type(half).step is ClientHalf.step and (
-        type(half).gradient is ClientHalf.gradient or isinstance(half, AddOn)
-    )
-    if (
-        len(phases) != 1
-        or phases[0].batches != 1
-        or not plain
-        or getattr(half.config, "alpha_rate", 1) != 1
-    ):
+    if len(phases) != 1 or phases[0].batches != 1 or not half.plain_loop:
         raise ConfigError(
-            f"{method} trains in a way of its own, which is no loss to descend; use make_client_app"
+            f"{method} has no single loss, so it cannot be used in your own training loop; use "
+            "make_client_app"
         )
     return phases[0]
 
@@ -323,19 +314,11 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
     cannot be trained by the method.
     """
     model, train = site.model, site.data.train
-    chosen, kind, training = (
-        {**row.defaults, **({"dropout_layer": layer} if layer else {})},
-        row.config,
-        Training(),
-    )
-    config = kind(
-        **{
-            field.name: chosen[field.name]
-            for field in dataclasses.fields(kind)
-            if field.name in chosen
-        }
-    )
-    if row.stem in NEED_BASE and model.head_names == frozenset(model.shapes):
+    names = {field.name for field in dataclasses.fields(row.config)}
+    chosen = {**row.defaults, **({"dropout_layer": layer} if layer else {})}
+    config = row.config(**{name: value for name, value in chosen.items() if name in names})
+    training = Training()
+    if row.client.needs_base and model.head_names == frozenset(model.shapes):
         raise ConfigError(
             f"the head {', '.join(model.head_layers)} is the whole network; {row.name} needs "
             "layers before it: name a smaller head"
@@ -361,7 +344,7 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
                 work, _ = half.step(phase, work, (few,) * phase.batches, noise)
             half.finish(state, solo.surveyed(half, work, few), few)
     except ConfigError:
-        if hasattr(config, "dropout_layer") and not layer:
+        if "dropout_layer" in names and not layer:
             return  # the strategy may name another layer; it checks that itself
         raise
     except BayflowerError:

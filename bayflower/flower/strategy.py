@@ -310,7 +310,7 @@ class BayflowerStrategy(Strategy):
         tested: Views = {}
         expected = self._expected(server_round)
         held: dict[int, Any] = {}  # updates whose weight depends on what the others claim
-        wait = self.limits.max_share < 1 and hasattr(half, "claims")
+        wait = self.limits.max_share < 1 and half.has_claims
         for reply in incoming:
             try:
                 replies.sender(reply, expected)

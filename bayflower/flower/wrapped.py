@@ -16,49 +16,38 @@ import torch
 from flwr.app import ArrayRecord
 
 from ..methods import Method
-from ..strategies import fedavg
 from ..tree import Tensors
 from . import records
 
 
 def refusal(row: Method) -> str | None:
     """Return why a method cannot run inside another strategy, or None."""
-    half: Any = row.server
-    plain = fedavg.Server
-    if issubclass(half, plain) and half.is_shared is not plain.is_shared:
-        return (
-            f"{row.title} shares a part of the network only, and a wrapper clips and disturbs "
-            "whole models"
-        )
-    if (
-        not issubclass(half, plain)
-        or half.finalise is not plain.finalise
-        or half.statistic is not plain.statistic
-    ):
-        more = [name for name in half.state_type._fields if name not in ("params", "buffers")]
-        what = (
-            f"keeps more than an averaged model ({', '.join(more)})"
-            if more
-            else "does not average models by sample count"
-        )
-        return f"{row.title} {what}, and a wrapper's clipping and noise would cover the model alone"
-    return None
+    half = row.server
+    if half.averages_models:
+        return None
+    more = [name for name in half.state_type._fields if name not in ("params", "buffers")]  # type: ignore[attr-defined]
+    what = (
+        f"keeps more than an averaged model ({', '.join(more)})"
+        if more
+        else "does not average whole models by sample count"
+    )
+    return f"{row.title} {what}, and a wrapper's clipping and noise would cover the model alone"
 
 
-def adopted(state: fedavg.State, arrays: ArrayRecord) -> fedavg.State:
+def adopted(state: Any, arrays: ArrayRecord) -> Any:
     """Return the state with the arrays that the outer strategy wants to be sent."""
     given = records.to_tensors(arrays)
-    return fedavg.State(
+    return type(state)(
         *({name: given[name].to(old.dtype) for name, old in part.items()} for part in state)
     )
 
 
-def counters(state: fedavg.State) -> list[str]:
+def counters(state: Any) -> list[str]:
     """Return the buffers that hold whole numbers: Flower's clipping cannot scale them."""
     return [name for name, value in state.buffers.items() if not value.is_floating_point()]
 
 
-def to_flat(given: Tensors, state: fedavg.State, count: Any) -> Tensors:
+def to_flat(given: Tensors, state: Any, count: Any) -> Tensors:
     """Return an update's tensors by name from the plain arrays of a reply and the number of samples
     beside them.
     """

@@ -122,7 +122,7 @@ class Fused:
         data = self.stack.whole(chosen)
         work = vmap(self.half.begin, in_dims=(0, self._axis, 0))(states, broadcast, data)
         work, losses = self._phases(work, chosen, "train", round)
-        if self.half.surveys:
+        if self.half.survey_size:
             work = work._replace(survey=self._survey(work, chosen))
         states, updates = vmap(self.half.finish)(states, work, data)
         return states, updates, losses
@@ -285,7 +285,7 @@ class Fused:
                 self.stack.train,
                 longest,
                 len(chosen),
-                self.half.surveys,
+                self.half.survey_size,
                 self.graphs,
                 adopt,
             )
@@ -316,7 +316,7 @@ class Fused:
             states, broadcast, data
         )
         work, _ = self._phases(work, chosen, purpose, round)
-        return vmap(lambda s, w, d: self.half.adapted(s, w, d, purpose))(states, work, data)
+        return vmap(lambda s, w, d: self.half.finish_adapting(s, w, d, purpose))(states, work, data)
 
     def _predict_noise(self, chosen: list[int], round: int) -> dict[str, Tensor]:
         shapes = self.half.noise("predict", solo.CHUNK)

@@ -82,6 +82,10 @@ class Update(NamedTuple):
 class Server(fedavg.Server):
     """Multiplies the clients' Gaussians, each to the power of its share of the samples."""
 
+    update_fields = {"params": "model", "buffers": "buffers", "precision": "precision"}
+
+    averages_models = False
+
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     broadcast_type: ClassVar[type] = State  # type: ignore[assignment]
 
@@ -106,20 +110,6 @@ class Server(fedavg.Server):
             super().check(state, client, update)
             if least > 0
             else f"precision must be positive, got {least:.3g}"
-        )
-
-    def bounds(
-        self, state: Any, client: int, update: Any, limits: Any, training: Any
-    ) -> str | None:
-        """Return why a precision is too large, or None: the client that claims the largest decides
-        the mean.
-        """
-        most = max(float(value.max()) for value in update.precision.values())
-        return (
-            None
-            if most <= limits.max_precision
-            else f"precision must be at most max_precision = {limits.max_precision:g}, got "
-            f"{most:.3g}"
         )
 
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:

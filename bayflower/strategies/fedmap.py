@@ -41,6 +41,7 @@ from torch import Tensor
 from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_words
 from ..settings import setting
+from ..shown import Heading
 from ..tree import Tensors
 from .fedavg import summed, weighted
 
@@ -100,6 +101,14 @@ class Update(NamedTuple):
 
 class Server(ServerHalf):
     """Keeps the mean of the prior."""
+
+    headings = {
+        "effective_clients": Heading(
+            "Clients that made the prior",
+            "effective clients",
+            "(Σω)²/Σω²: 1 means that one client made the prior alone.",
+        )
+    }
 
     state_type = State
     broadcast_type = Broadcast

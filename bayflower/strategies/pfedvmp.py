@@ -54,6 +54,7 @@ from ..maths.classwise import class_sums, from_triangle, to_triangle
 from ..maths.gaussian import solve_precision, solve_without_waiting
 from ..networks.model import Anatomy
 from ..settings import setting
+from ..shown import Heading
 from ..tree import Tensors, upload
 from . import fedper
 
@@ -146,6 +147,18 @@ class Server(ServerHalf):
     """Averages the base as FedPer does, and multiplies the clients' Gaussian messages about each
     class.
     """
+
+    headings = {
+        "known_classes": Heading(
+            "Classes with a centroid",
+            "classes",
+            "Classes about which at least one client has sent a message.",
+        )
+    }
+
+    has_claims = True
+
+    update_fields = {"params": "model", "buffers": "buffers", "spread/triangle": "root"}
 
     state_type = State
     broadcast_type = State

@@ -105,6 +105,8 @@ class Update(NamedTuple):
 class Server(reptile.Server):
     """Averages the clients' models; prunes the layer after the first round."""
 
+    headings = {"sparsity": dropout.SPARSITY}
+
     state_type: ClassVar[type] = State
     broadcast_type: ClassVar[type] = Broadcast  # type: ignore[assignment]
 
