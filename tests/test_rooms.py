@@ -175,4 +175,11 @@ def test_an_arrow_that_is_turned_round_is_found(tmp_path, file, line, fault):
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.toml"))
     (copy / file).write_text((copy / file).read_text() + "\n" + line + "\n")
     assert [one for one in wrong_way(copy) if one.startswith(fault)]
-    assert circles(copy)
+
+
+def test_a_circle_is_found(tmp_path):
+    copy = tmp_path / "bayflower"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.toml"))
+    assert not any("tree" in group for group in circles(copy))
+    (copy / "tree.py").write_text((copy / "tree.py").read_text() + "\nfrom .contract import Work\n")
+    assert any({"tree", "contract"} <= group for group in circles(copy))

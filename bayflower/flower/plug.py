@@ -23,12 +23,12 @@ from ..contract import ClientHalf, Phase, Work
 from ..data import batches
 from ..data.loaders import pair
 from ..errors import BayflowerError, ConfigError
-from ..files.store import DiskStore, Saved
+from ..files.store import DiskStore
 from ..networks.check import given
 from ..networks.model import Batch
 from ..rounds import solo
-from ..tree import Tensors, digest, flatten, to
-from ..wire.protocol import reply_header, reply_numbers
+from ..tree import to
+from ..wire.protocol import reply_header
 from . import client, records
 from .client import Site
 
@@ -192,32 +192,16 @@ class Job:
 
     def __init__(self, message: Message, site: Site) -> None:
         self.message, self.site = message, site
-        self.head = records.header(
-            message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions")
-        )
+        self.head = records.header(message, client.HEADER_KEYS)
         self.train, self.test = site.data
-        self.half = client.make_half(self.head, site.model)
-        self.phase = only_phase(self.half, self.head["method"])
-        broadcast = client.sent(self.half, message, self.head, site)
-        self.cause, self.round = digest(broadcast), int(self.head["round"])
-        known = site.store.load(self.head["run"], site.client)
-        self.repeated = next(
-            (one for one in known if (one.round, one.cause) == (self.round, self.cause)), None
-        )
-        before = (
-            client.start_of_round(known, self.head, site)
-            if self.repeated is None
-            else client.last_state(known, self.head, self.round - 1)
-        )
-        self.state = client.state_of(self.half, before, self.head, site)
-        self.tally: Tensors = {}
-        keys: dict[str, Any] = {"seed": int(self.head["seed"]), "client": site.client}
-        if self.head["evaluate"] and self.repeated is None:
-            views = client.tested(
-                self.half, self.state, broadcast, site, "finetune", round=self.round - 1, **keys
-            )
-            self.tally = client.flat_tallies(views)
-        self.work: Work = self.half.begin(self.state, broadcast, self.train)
+        method = self.head["method"]
+        half = client.make_half(method, self.head["instructions"], site.model)
+        self.phase = only_phase(half, method)
+        self.begun = client.begin_round(message, self.head, site)
+        self.half, self.round = self.begun.half, self.begun.round
+        state, broadcast = self.begun.state, self.begun.broadcast
+        keys: dict[str, Any] = {"seed": self.begun.seed, "client": site.client}
+        self.work: Work = self.half.begin(state, broadcast, self.train)
         self.model = site.model.module(self.work.params, self.work.buffers).train()
         own = dict(self.model.named_parameters())
         self.moving = {
@@ -265,19 +249,15 @@ class Job:
         """Return the reply to the server, after the client's state is on disk; to a message that
         came twice, the first reply.
         """
-        saved = self.repeated
+        saved = self.begun.repeated
         if saved is None:
             with solo.one_thread():
                 work = solo.surveyed(self.half, self._now(), self.train)
-                state, update = (
-                    solo.detach(part) for part in self.half.finish(self.state, work, self.train)
-                )
+                done = self.half.finish(self.begun.state, work, self.train)
+                state, update = (solo.detach(part) for part in done)
             mean = self.total / self.seen if self.seen else 0.0
-            numbers = reply_numbers(len(self.train.y), mean if train_loss is None else train_loss)
-            saved = Saved(
-                self.round, self.cause, flatten(state), self.half.pack(update), self.tally, numbers
-            )
-            self.site.store.save(self.head["run"], self.site.client, saved)
+            trained = solo.Trained(state, update, mean if train_loss is None else train_loss)
+            saved = client.end_round(self.begun, self.head, self.site, trained)
         content = client.reply_records(saved, client.order_of(self.message, self.head))
         head = reply_header(
             method=self.head["method"],
