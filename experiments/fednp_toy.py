@@ -1,7 +1,8 @@
 """FedNP's toy problem (its Table 4 and Figure 2): a polynomial with four coefficients, three
 clients on three segments of x.
 
-    python experiments/fednp_toy.py --seeds 3 --page experiments/fednp_toy.md --picture experiments/pictures/fednp_toy.svg
+    python experiments/fednp_toy.py --seeds 3 --page experiments/fednp_toy.md \\
+        --picture experiments/pictures/fednp_toy.svg
 
 y = −x² + 2x + 5 + noise of standard deviation 5; 30, 20 and 50 points on [−7, −5], [−2, 2] and [4,
 8]. Every method has 10 rounds of 4 local epochs in batches of 10 by RMSprop 0.01, as the authors,

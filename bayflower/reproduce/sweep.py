@@ -281,6 +281,7 @@ def condensed(result: dict[str, Any], seconds: float) -> dict[str, Any]:
         "commit": commit(),
         "origin": "reproduce",
         "seconds": round(seconds, 3),
+        "spent": (result.get("usage") or {}).get("seconds", {}),
         "seconds_per_round": sum(one["seconds"] for one in rounds) / len(rounds),
         "rounds": len(rounds),
         "bytes_up": rounds[-1]["bytes_up"],

@@ -24,6 +24,7 @@ from ..errors import ConfigError
 
 PAPERS = Path(__file__).parent / "papers"
 FORMS = ("full", "quick")
+OURS = "ours"  # the kind of a table that no paper has
 # the folder of chosen values in that of the papers; the entry that is no row
 TUNED, ABOUT = "tuned", "about"
 PUBLISHED = re.compile(r"([-+]?\d+(?:\.\d+)?)(?: ± (\d+(?:\.\d+)?))?")
@@ -98,7 +99,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A published table or figure."""
+    """A published table or figure, or a sweep of our own."""
 
     id: str
     title: str
@@ -112,7 +113,7 @@ class Table:
     full: dict[str, Any]
     paper: dict[str, Any]
     settings: dict[str, Any]
-    kind: str = "table"
+    kind: str = "table"  # table, figure or ours
     runner: str = "engine"
     data: str = ""
     errata: str = ""
@@ -217,8 +218,16 @@ def make_table(
         raise ValueError(
             f"{tuned} has values for {sorted(strange)[0]!r}, which is no row of {values['id']}"
         )
+    # our own tables have no published numbers
+    blank = {"published": [""] * len(values["columns"])} if values.get("kind") == OURS else {}
     rows = tuple(
-        Line(**{**row, "published": tuple(row["published"]), "tuned": chosen.get(row["name"], {})})
+        Line(
+            **{
+                **row,
+                "published": tuple({**blank, **row}["published"]),
+                "tuned": chosen.get(row["name"], {}),
+            }
+        )
         for row in values["rows"]
     )
     values = {"tuning": content.get(ABOUT, {}).get("words", ""), **values}
