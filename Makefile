@@ -34,19 +34,19 @@ demo: $(READY)
 test: lint types unit
 
 flower: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py -m flower $(CHOSEN)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py tests/flower/test_flower_faults.py -m flower $(CHOSEN)
 
 deployed: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_deploy_processes.py tests/test_ray_cluster.py tests/test_examples.py -m flower
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py -m flower
 
 flower-all: $(READY)
-	BAYFLOWER_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_flower.py -m flower -k "bits_of_the_loop" -n 2
+	BAYFLOWER_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py -m flower -k "bits_of_the_loop" -n 2
 
 hostile: $(READY)
-	BAYFLOWER_TRIALS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_hostile.py -k mutated -n auto --maxprocesses 4
+	BAYFLOWER_TRIALS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_hostile.py -k mutated -n auto --maxprocesses 4
 
 soak: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_soak.py -m soak -s
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_soak.py -m soak -s
 
 # pip's own settings reach the build as a secret; with BAYFLOWER_TORCH_INDEX= (empty) torch comes from the same index as the rest
 image:
@@ -54,7 +54,7 @@ image:
 	  $${BAYFLOWER_PIP_CONF:+--secret id=pip,src=$$BAYFLOWER_PIP_CONF} $${BAYFLOWER_TORCH_INDEX+--build-arg TORCH_INDEX=$$BAYFLOWER_TORCH_INDEX} .
 
 containers: $(READY) image
-	$(BIN)/python -m pytest tests/test_containers.py -m containers $(CHOSEN)
+	$(BIN)/python -m pytest tests/deploy/test_containers.py -m containers $(CHOSEN)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -22,11 +22,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from faultpage import page
 from lab import POSITIONS, Lab
 
 from bayflower.config import parse
@@ -291,89 +292,6 @@ def scaling(folder: Path, tell: Callable[[str], None] = print) -> list[dict[str,
     return rows
 
 
-def table_row(cells: Iterable[Any]) -> str:
-    """Return one line of a table."""
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
-
-
-def page(content: dict[str, Any]) -> str:
-    """Return the page for people."""
-    head = __doc__.split("\n\n")[2].replace("\n", " ").strip()
-    columns = [
-        "fault",
-        "position",
-        "what the run did",
-        "rounds repeated",
-        "client states intact",
-        "final result",
-        "seconds",
-    ]
-    lines = [
-        "# Fault matrix",
-        "",
-        f"Written by `benchmarks/faults.py`. {head} Seconds are those of a busy machine with two "
-        "cores.",
-        "",
-        table_row(columns),
-        "|---" * len(columns) + "|",
-    ]
-    for row in content.get("rows", []):
-        if "rounds" not in row:
-            lines.append(
-                table_row(
-                    [
-                        row["title"],
-                        row["position"],
-                        row.get("said", "failed"),
-                        "–",
-                        "–",
-                        "–",
-                        row.get("seconds", "–"),
-                    ]
-                )
-            )
-            continue
-        did = "ended with code 1; `--resume` finished it" if row["resumed"] else "went on by itself"
-        if row["left_out"]:
-            did += f"; the client was left out of round {row['left_out'][0]}"
-        final = (
-            "the reference's bits"
-            if row["equal"]
-            else "differs, as it must: a client missed a round"
-        )
-        kept = "yes" if row["state_intact"] else "NO"
-        lines.append(
-            table_row(
-                [
-                    row["title"],
-                    row["position"],
-                    did,
-                    row["rounds_repeated"],
-                    kept,
-                    final,
-                    row["seconds"],
-                ]
-            )
-        )
-    if content.get("scaling"):
-        why = (
-            "Light training; all containers share two cores, and Flower starts a process that "
-            "imports torch for every message."
-        )
-        heads = ["clients", "containers", "seconds a round", "seconds a round and client"]
-        lines += [
-            "",
-            "## Round time against number of clients",
-            "",
-            why,
-            "",
-            table_row(heads),
-            "|---" * len(heads) + "|",
-        ]
-        lines += [table_row(row.values()) for row in content["scaling"]]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     """Run what is asked for and write both files."""
     parser = argparse.ArgumentParser(
@@ -412,7 +330,9 @@ def main() -> None:
             )
             content.update(read_json(given.out))
     write_json(given.out, content)
-    given.out.with_suffix(".md").write_text(page(content))
+    given.out.with_suffix(".md").write_text(
+        page(content, __doc__.split("\n\n")[2].replace("\n", " ").strip())
+    )
     sys.exit(0 if all(row["ok"] for row in content["rows"]) else 1)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,42 @@ SMALL = {
     "evaluate_every": 1,
     "stacking": "yes",
 }
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"  # real data sets, if any
 NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
 
 
 @pytest.fixture(scope="session")
 def golden() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "golden.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the real data sets, unpacked."""
+    if not (SHARED / "unpack").is_file():
+        pytest.skip("the real data sets (../shared/data) are not beside this repository")
+    folder = tmp_path_factory.mktemp("real")
+    subprocess.run(
+        [sys.executable, str(SHARED / "unpack"), str(folder), "fmnist", "heart"],
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """The folder of each method's short run, made when it is first asked for."""
+    from personalruns import trained
+
+    root, known = tmp_path_factory.mktemp("runs"), {}
+
+    def of(method: str) -> Path:
+        if method not in known:
+            known[method] = trained(root / method, method)
+        return known[method]
+
+    return of
 
 
 @pytest.fixture(autouse=True)

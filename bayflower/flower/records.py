@@ -139,13 +139,6 @@ def make_header(**values: Any) -> ConfigRecord:
     return ConfigRecord({"protocol": PROTOCOL, **values})
 
 
-def tallies_to_arrays(views: Mapping[str, Tally]) -> ArrayRecord:
-    """Return the tallies of all views as one record."""
-    return to_arrays(
-        {view: dict(zip(tally._fields, tally, strict=True)) for view, tally in views.items()}
-    )
-
-
 def arrays_to_tallies(flat: Mapping[str, Tensor], num_classes: int) -> dict[str, Tally]:
     """Return the tallies by view, which must be what a test with `num_classes` classes can give."""
     views = sorted({name.split("/", 1)[0] for name in flat})

@@ -41,10 +41,10 @@ def class_factors(
     """Return (basis (N, D), weight (N,), counted (N,)) of the classes' pseudo-inverse covariances,
     from z (N, D), y (N,) and mask (N,).
 
-    As in `gaussian.LowRank.from_samples` an eigenvalue counts if it is larger than `cut` times its
-    class's largest one (0: 1e-5 in float32, 1e-10 in float64) and larger than the rounding of z can
-    produce. Elsewhere, where the mask is 0, and for classes of fewer than `min_count` samples all
-    are 0. `counted` marks as many rows of a class as it has directions. For one client the rows are
+    An eigenvalue counts if it is larger than `cut` times its class's largest one (0: 1e-5 in
+    float32, 1e-10 in float64) and larger than the rounding of z can produce.
+    Elsewhere, where the mask is 0, and for classes of fewer than `min_count` samples all are 0.
+    `counted` marks as many rows of a class as it has directions. For one client the rows are
     orthonormal and weight is 1/eigenvalue; for stacks on a GPU large classes come as other rows
     with the same sum. Values only: it has no derivative.
     """

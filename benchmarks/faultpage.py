@@ -1,0 +1,88 @@
+"""The page of the fault matrix, for people, from the rows that `faults.py` measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def table_row(cells: Iterable[Any]) -> str:
+    """Return one line of a table."""
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def page(content: dict[str, Any], head: str) -> str:
+    """Return the page for people; `head` says how it was measured."""
+    columns = [
+        "fault",
+        "position",
+        "what the run did",
+        "rounds repeated",
+        "client states intact",
+        "final result",
+        "seconds",
+    ]
+    lines = [
+        "# Fault matrix",
+        "",
+        f"Written by `benchmarks/faults.py`. {head} Seconds are those of a busy machine with two "
+        "cores.",
+        "",
+        table_row(columns),
+        "|---" * len(columns) + "|",
+    ]
+    for row in content.get("rows", []):
+        if "rounds" not in row:
+            lines.append(
+                table_row(
+                    [
+                        row["title"],
+                        row["position"],
+                        row.get("said", "failed"),
+                        "–",
+                        "–",
+                        "–",
+                        row.get("seconds", "–"),
+                    ]
+                )
+            )
+            continue
+        did = "ended with code 1; `--resume` finished it" if row["resumed"] else "went on by itself"
+        if row["left_out"]:
+            did += f"; the client was left out of round {row['left_out'][0]}"
+        final = (
+            "the reference's bits"
+            if row["equal"]
+            else "differs, as it must: a client missed a round"
+        )
+        kept = "yes" if row["state_intact"] else "NO"
+        lines.append(
+            table_row(
+                [
+                    row["title"],
+                    row["position"],
+                    did,
+                    row["rounds_repeated"],
+                    kept,
+                    final,
+                    row["seconds"],
+                ]
+            )
+        )
+    if content.get("scaling"):
+        why = (
+            "Light training; all containers share two cores, and Flower starts a process that "
+            "imports torch for every message."
+        )
+        heads = ["clients", "containers", "seconds a round", "seconds a round and client"]
+        lines += [
+            "",
+            "## Round time against number of clients",
+            "",
+            why,
+            "",
+            table_row(heads),
+            "|---" * len(heads) + "|",
+        ]
+        lines += [table_row(row.values()) for row in content["scaling"]]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,255 @@
+"""The documents do what they say: every `bayflower` line of a bash block and every Python block is
+run, page by page, in order.
+
+The convention. In ```bash blocks, lines that start with "bayflower " are run as they stand, with
+this environment's Python; other lines (make, pip) are what CI does on a clean checkout. ```python
+blocks are run in a namespace of their own, in the same folder as the commands of their page. A
+Python block whose first line is a comment with a path is a file of the example in
+docs/add-a-method.md: its test, the contract's promises and the engines' agreement are run on it.
+```sh blocks are run by tests/flower/test_flower.py, tests/deploy/test_deploy_processes.py and
+tests/cli/test_examples.py, because they start Flower's own programs; ```diff blocks by
+tests/cli/test_examples.py. Plain blocks are pictures, printed output, or
+commands that need hours or several machines; these are parsed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import test_contract
+import test_engines
+
+from bayflower import clients, methods, strategies
+from bayflower.rounds.solo import one_thread
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+EXAMPLE = "docs/add-a-method.md"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# ((?:bayflower|tests)/[\w/]+\.py)(.*)\n")
+STEM = "fedavgm"
+SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "dtype": "float64"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "FLWR_TELEMETRY_ENABLED": "0",
+}
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Return (language, text) of the fenced blocks of a page."""
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+def commands(block: str) -> list[str]:
+    """Return the lines of a bash block that are ours to run."""
+    return [line for line in block.splitlines() if line.startswith("bayflower ")]
+
+
+def files(page: str) -> dict[str, str]:
+    """Return the blocks that are files of an example, by path."""
+    return {
+        found[1]: text
+        for language, text in blocks(page)
+        if language == "python" and (found := FILE.match(text))
+    }
+
+
+def run_command(line: str, folder: Path) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    call = [sys.executable, "-m", "bayflower", *words]
+    done = subprocess.run(
+        call, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # their recipes are run in test_tools.py, where what reaches them is checked
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    for number, (language, text) in enumerate(blocks(page)):
+        if language == "bash":
+            for line in commands(text):
+                run_command(line, tmp_path)
+        elif language == "python" and not FILE.match(text):
+            with one_thread():  # small work: more threads only wait for each other
+                exec(compile(text, f"{page}, block {number}", "exec"), {"__name__": "__main__"})
+
+
+def test_the_convention_finds_what_it_should():
+    found = {page: [language for language, _ in blocks(page)] for page in PAGES}
+    assert {"bash", "python"} <= set(found["README.md"])
+    assert all(
+        language in ("", "bash", "diff", "python", "sh")
+        for languages in found.values()
+        for language in languages
+    ), found
+    assert sum(len(commands(text)) for _, text in blocks("README.md")) >= 5
+    assert set(files(EXAMPLE)) == {
+        f"bayflower/strategies/{STEM}.py",
+        f"bayflower/clients/{STEM}.py",
+        "bayflower/methods.py",
+        f"tests/methods/test_{STEM}.py",
+    }
+
+
+def spelled_out(text: str) -> list[list[str]]:
+    """Return the words of every `bayflower` command in a block, wherever in a line it stands."""
+    text = text.replace("\\\n", " ")
+    found = (
+        shlex.split(part.split("#")[0].split(" & ")[0])
+        for line in text.splitlines()
+        for part in re.findall(r"\bbayflower .*", line)
+    )
+    return [words[1:] for words in found]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_that_need_more_than_a_test_has_are_understood(page):
+    """Plain blocks show what needs hours, a GPU or several machines: their commands and options
+    exist and take those values.
+    """
+    from typer.main import get_command
+
+    from bayflower.cli import app
+
+    for language, text in blocks(page):
+        for words in spelled_out(text) if not language else []:
+            command, rest = get_command(app), words
+            context = command.make_context("bayflower", [], resilient_parsing=True)
+            while hasattr(command, "commands"):
+                command, rest = command.commands[rest[0]], rest[1:]
+            command.make_context(" ".join(words), list(rest), parent=context)
+
+
+def test_the_parser_of_plain_blocks_can_fail():
+    assert spelled_out("for k in 1 2; do bayflower reproduce a --part $k/2 & done; wait") == [
+        ["reproduce", "a", "--part", "$k/2"]
+    ]
+    assert spelled_out("RAY_ADDRESS=a:1 bayflower run fedmap  # words") == [["run", "fedmap"]]
+
+
+def test_every_command_that_is_named_exists():
+    """`bayflower WORD` in running text: WORD is a command."""
+    from bayflower.cli import app
+
+    known = {command.name or command.callback.__name__ for command in app.registered_commands} | {
+        group.name for group in app.registered_groups
+    }
+    for page in PAGES:
+        named = set(re.findall(r"`bayflower ([a-z]+)", (ROOT / page).read_text()))
+        assert named <= known, f"{page}: {sorted(named - known)}"
+
+
+# -- the method of docs/add-a-method.md ----------------------------------------------------------
+def place(folder: Path, monkeypatch, change=lambda path, text: text) -> None:
+    """Put the example's files where the package finds them, and its row into the table."""
+    for path, text in files(EXAMPLE).items():
+        if path == "bayflower/methods.py":
+            row = eval(text, {"Method": methods.Method})
+            monkeypatch.setitem(methods.METHODS, row.name, row)
+            monkeypatch.setattr(methods, "ROWS", (*methods.ROWS, row))
+        else:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(change(path, text))
+    for package in (strategies, clients):
+        name = package.__name__.split(".")[1]
+        monkeypatch.setattr(
+            package, "__path__", [*package.__path__, str(folder / "bayflower" / name)]
+        )
+    importlib.invalidate_caches()
+
+
+def forget() -> None:
+    """Let the example's modules be gone."""
+    for package in (strategies, clients):
+        sys.modules.pop(f"{package.__name__}.{STEM}", None)
+        vars(package).pop(STEM, None)
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The example method, registered."""
+    place(tmp_path, monkeypatch)
+    yield STEM
+    forget()
+
+
+def run_its_test(folder: Path) -> None:
+    """Run every test function of the example's test file."""
+    path = folder / "tests" / "methods" / f"test_{STEM}.py"
+    space: dict = {"__name__": path.stem}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    tests = [value for name, value in space.items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()
+
+
+def test_the_example_passes_its_own_test(example, tmp_path):
+    run_its_test(tmp_path)
+
+
+def test_the_example_keeps_every_promise_of_the_contract(example, tmp_path):
+    bench = test_contract.Bench(example, "mlp")
+    promises = {
+        name: test
+        for name, test in vars(test_contract).items()
+        if name.startswith("test_")
+        and next(iter(inspect.signature(test).parameters), None) == "bench"
+    }
+    assert len(promises) >= 11
+    for test in promises.values():
+        test(
+            bench,
+            **(
+                {"tmp_path": tmp_path / "store"}
+                if "tmp_path" in inspect.signature(test).parameters
+                else {}
+            ),
+        )
+
+
+def test_the_example_runs_on_both_engines_with_the_same_numbers(example):
+    """Two rounds on digits."""
+    loop, fused = test_engines.outcomes(example, rounds=2, **SGD)
+    test_engines.compare(loop, fused, tolerance=1e-9)
+    assert any(float(value.abs().max()) > 0 for value in fused.server_state.velocity.values())
+
+
+def test_the_example_follows_the_rules_for_halves(example):
+    for path, text in files(EXAMPLE).items():
+        if path.startswith(("bayflower/strategies", "bayflower/clients")):
+            assert "Departs:" in text
+            assert re.search(r"paper +here", text)
+            assert "flwr" not in text
+
+
+def test_the_example_broken_on_purpose_fails_its_test(tmp_path, monkeypatch):
+    """The sign of the momentum turned."""
+
+    def broken(path: str, text: str) -> str:
+        if path != f"bayflower/strategies/{STEM}.py":
+            return text
+        assert text.count("value + self.config") == 1
+        return text.replace("value + self.config", "value - self.config")
+
+    place(tmp_path, monkeypatch, broken)
+    try:
+        with pytest.raises(AssertionError):
+            run_its_test(tmp_path)
+    finally:
+        forget()

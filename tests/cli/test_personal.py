@@ -1,0 +1,253 @@
+"""Personal models: the same predictions from their files, with us and without us; new clients;
+uncertainty.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from personalruns import NEW, TRAINED, expected, trained
+from safetensors.torch import load_file
+
+from bayflower.data import load_client
+from bayflower.errors import BayflowerError, ConfigError
+from bayflower.methods import METHODS
+from bayflower.personal import export, load_personal, personalise
+from bayflower.personal.runs import open_run
+
+BAYESIAN = {
+    name
+    for name, row in METHODS.items()
+    if row.stem in ("metavd", "fednp", "fedbps", "fedla", "fedmap", "pfedvmp")
+}
+WITHOUT_US = """
+import json, sys
+from pathlib import Path
+class Nobody:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("bayflower", "flwr"):
+            raise ImportError(f"{name} was imported")
+sys.meta_path.insert(0, Nobody())
+import numpy, torch
+for folder in map(Path, sys.argv[1:]):
+    x, want = (torch.tensor(array) for array in numpy.load(folder / "expected.npz").values())
+    got = torch.export.load(folder / "model.pt2").module()(x)
+    assert (got - want).abs().max() < 1e-5, (folder, float((got - want).abs().max()))
+    again = torch.export.load(folder / "model.pt2").module()(x[:3])
+    assert torch.equal(got[:3].argmax(1), again.argmax(1))
+    if (folder / "model.onnx").exists():
+        import onnxruntime
+        session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
+        (name,) = [one.name for one in session.get_inputs()]
+        for size in (1, 2, len(x)):
+            (got,) = session.run(None, {name: x[:size].numpy()})
+            assert abs(got - want[:size].numpy()).max() < 1e-5, folder
+        print("onnx", folder.name)
+    print("pt2", folder.name)
+assert "bayflower" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_methods_model_comes_back_from_its_file(method, runs, tmp_path):
+    """Trained and new clients: the card has the run's own accuracy, and the loaded module
+    `predict`'s probabilities.
+    """
+    for client in (TRAINED, NEW):
+        card = export(runs(method), client, tmp_path / str(client), ("safetensors",))
+        model = load_personal(tmp_path / str(client))
+        x, want, row = expected(runs(method), client)
+        assert isinstance(model, torch.nn.Module)
+        with torch.no_grad():
+            assert torch.allclose(model.predict_proba(x), want, atol=1e-6)
+            assert torch.allclose(model(x).exp(), want, atol=1e-6)
+        assert card["metrics"]["accuracy"] == pytest.approx(row["accuracy"])
+        assert card["metrics"]["nll"] == pytest.approx(row["nll"], rel=1e-4)
+        assert card["calibration"]["ece"] == pytest.approx(row["ece"], rel=1e-4)
+        assert card["never_trained"] == (client == NEW)
+        assert sum(card["data"]["train_per_class"]) == card["data"]["num_train"]
+        assert (card["posterior"] is not None) == (method in BAYESIAN)
+        if method in BAYESIAN:
+            found = model.predict(x, samples=20)
+            assert torch.allclose(found.mean.sum(1), torch.ones(len(x)), atol=1e-4)
+            assert bool((found.std.sum(1) > 0).all())
+            assert bool((found.information <= found.entropy + 1e-6).all())
+            assert torch.equal(found.mean, model.predict(x, samples=20).mean)
+        else:
+            with pytest.raises(BayflowerError, match="ends with a point"):
+                model.predict(x)
+
+
+def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
+    """One process that cannot import bayflower or flwr reads the exported programs, of images and
+    of tables with missing values.
+    """
+    folders = []
+    for method in ("fedmap", "pfedvmp", "metavd", "fedbps", "fednp", "fedbn", "local"):
+        folder = tmp_path / method
+        export(
+            runs(method),
+            TRAINED,
+            folder,
+            ("safetensors", "pt2", *(["onnx"] if method in ("fedmap", "fedbn") else [])),
+        )
+        x, want, _ = expected(runs(method), TRAINED)
+        np.savez(folder / "expected.npz", x=x, want=want)
+        folders.append(folder)
+    draw = np.random.default_rng(0)
+    x = (draw.normal(size=(300, 4)) * [1, 10, 100, 1000] + 50).astype(np.float32)
+    y = (x[:, 1] > 50).astype(int)
+    x[draw.random(x.shape) < 0.1] = np.nan
+    np.savez(tmp_path / "table.npz", x=x, y=y, client=np.arange(300) % 5)
+    out = trained(
+        tmp_path / "run",
+        "fedmap",
+        dataset=str(tmp_path / "table.npz"),
+        partition="natural",
+        num_clients=4,
+        new_clients=1,
+        keep=1.0,
+    )
+    folder = tmp_path / "table"
+    export(out, 0, folder, ("safetensors", "pt2", "onnx"))
+    _, want, _ = expected(out, 0)
+    run = open_run(out).run
+    from bayflower.data.federation import _layout, _raw
+
+    raw = _raw(_layout(run.data, run.settings.seed), run.data, run.settings.seed, 0)
+    np.savez(folder / "expected.npz", x=raw.x_test, want=want)
+    folders.append(folder)
+    call = [sys.executable, "-W", "ignore", "-c", WITHOUT_US, *map(str, folders)]
+    alone = {"PATH": "", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        call, capture_output=True, text=True, timeout=300, env=alone, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("pt2")] == [
+        folder.name for folder in folders
+    ]
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("onnx")] == [
+        "fedmap",
+        "fedbn",
+        "table",
+    ]
+
+
+def test_weights_load_without_us_by_the_networks_own_names(runs, tmp_path):
+    export(runs("fedbn"), TRAINED, tmp_path, ("safetensors",))
+    x, want, _ = expected(runs("fedbn"), TRAINED)
+    network = open_run(runs("fedbn")).halves.model.factory()
+    network.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    with torch.no_grad():
+        assert torch.allclose(torch.softmax(network.eval()(x), 1), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fedmap", "fedper", "fedbps", "metavd", "maml"])
+def test_a_new_clients_data_give_it_a_model(method, runs, tmp_path):
+    """`personalise` on the file of a client that never trained: better than the model before it has
+    seen its data.
+    """
+    opened = open_run(runs(method))
+    data = load_client(opened.run.data, 0, NEW)
+    x, y = np.concatenate([data.x_train, data.x_test]), np.concatenate([data.y_train, data.y_test])
+    np.savez(
+        tmp_path / "mine.npz", x=x, y=y, test=np.arange(len(y)) >= len(data.y_train), num_classes=10
+    )
+    card = personalise(runs(method), tmp_path / "mine.npz", tmp_path / "out", ("safetensors",))
+    assert card["never_trained"]
+    assert card["data"]["num_train"] == len(data.y_train)
+    model = load_personal(tmp_path / "out")
+    with torch.no_grad():
+        right = (
+            (
+                model.predict_proba(torch.as_tensor(data.x_test)).argmax(1)
+                == torch.as_tensor(data.y_test)
+            )
+            .double()
+            .mean()
+        )
+    assert float(right) == pytest.approx(card["metrics"]["accuracy"])
+    np.savez(tmp_path / "bad.npz", x=x[:, :, :4], y=y, num_classes=10)
+    with pytest.raises(ConfigError, match="samples of shape"):
+        personalise(runs(method), tmp_path / "bad.npz", tmp_path / "bad")
+    np.savez(tmp_path / "many.npz", x=x, y=y + 1, num_classes=11)
+    if y.max() == 9:
+        with pytest.raises(ConfigError, match="label 10; the federation's models know 10 classes"):
+            personalise(runs(method), tmp_path / "many.npz", tmp_path / "bad")
+
+
+def test_states_are_found_wherever_an_engine_keeps_them(tmp_path):
+    """The loop engine's checkpoint, and the fused engine's states on disk, give the same model as
+    the fused checkpoint.
+    """
+    want = None
+    for name, engine, more in (
+        ("fused", "fused", {}),
+        ("loop", "loop", {}),
+        ("disk", "fused", {"client_states": "disk"}),
+    ):
+        out = trained(tmp_path / name, "fedmap", engine, **more)
+        export(out, TRAINED, tmp_path / f"{name}-model", ("safetensors",))
+        x, _, _ = expected(out, TRAINED)
+        with torch.no_grad():
+            got = load_personal(tmp_path / f"{name}-model").predict_proba(x)
+        want = got if want is None else want
+        assert torch.allclose(got, want, atol=1e-5), name
+
+
+def test_clients_in_a_flower_app_save_their_models_after_the_last_round(tmp_path):
+    """A network of the user's own with frozen and tied layers: by its factory, by the exported
+    program, and as a plain state_dict.
+    """
+    import usernet
+    from flwr.app import ArrayRecord
+
+    from bayflower.clients import make_client_app
+    from bayflower.flower.loop import InProcessGrid, contexts
+
+    app = make_client_app(
+        "fedmap", model=usernet.Net, data=usernet.load, state=tmp_path, export=("pt2",)
+    )
+    strategy = usernet.strategy_of("fedmap", run="mine")
+    grid = InProcessGrid(app, contexts(range(3)))
+    strategy.start(grid, ArrayRecord(usernet.Net().state_dict()), num_rounds=2, timeout=60)
+    for client, context in enumerate(contexts(range(3))):
+        folder = tmp_path / "mine" / f"client-{client}" / "personal"
+        _, (x, y) = usernet.load(context)
+        model = load_personal(folder, model=usernet.Net)
+        program = load_personal(folder)
+        plain = usernet.Net()
+        plain.load_state_dict(load_file(folder / "model.safetensors"))
+        with torch.no_grad():
+            want = torch.softmax(plain.eval()(x), 1)
+            assert torch.allclose(model.predict_proba(x), want, atol=1e-6)
+            assert torch.allclose(program.predict_proba(x), want, atol=1e-5)
+        tally = strategy.outcome.views["personal"][client]
+        assert int((want.argmax(1) == y).sum()) == int(tally.correct)
+        assert model.card["metrics"]["accuracy"] == pytest.approx(float(tally.correct) / len(y))
+        assert bool((model.predict(x).std > 0).any())
+        with pytest.raises(ConfigError, match="load it with load_personal"):
+            program.predict(x)
+
+
+def test_a_model_that_cannot_be_saved_is_said_and_the_test_still_counts(
+    tmp_path, caplog, monkeypatch
+):
+    import usernet
+
+    from bayflower.clients import make_client_app
+    from bayflower.personal import made
+
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(made, "save_tensors", full)
+    app = make_client_app("fedavg", model=usernet.Net, data=usernet.load, state=tmp_path, export=())
+    strategy = usernet.run(app, "fedavg", rounds=1)
+    assert usernet.personal(strategy) >= 0
+    assert "the personal model of client 2 was not saved" in caplog.text
+    assert "No space left on device" in caplog.text
