@@ -127,9 +127,7 @@ class ServerHalf(ABC):
 
     @abstractmethod
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
-        """Return the client's element of the monoid: real or integer tensors by name (`Scaled`
-        where a product would be large).
-        """
+        """Return the client's element of the monoid: tensors by name (`Scaled` for products)."""
 
     @abstractmethod
     def finalise(self, state: Any, total: Sum) -> Any:
@@ -388,9 +386,7 @@ class ClientHalf(ABC):
         return {"personal": "the client's own model"}
 
     def remark(self) -> str | None:
-        """Return a line for the person if the method is not what its name promises on this
-        network.
-        """
+        """Return a line if the method is not what its name promises on this network."""
         return None
 
     def posterior(

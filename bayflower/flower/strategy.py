@@ -93,23 +93,13 @@ class BayflowerStrategy(Strategy):
         self.training, self.options, self.limits = parsed.training, parsed.options, parsed.limits
         self.fraction_train, self.min_train_nodes = fraction_train, min_train_nodes
         self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes
-        self.weighted_by_key, self.arrayrecord_key, self.configrecord_key = (
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-        )
-        self.train_metrics_aggr_fn, self.evaluate_metrics_aggr_fn = (
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
-        )
+        self.weighted_by_key, self.arrayrecord_key = weighted_by_key, arrayrecord_key
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn
         self.min_available_nodes, self.min_replies = min_available_nodes, min_replies
         self.evaluate_every, self.retries = evaluate_every, retries
-        self.progress, self.after_round, self.resume, self.wait = (
-            progress,
-            after_round,
-            resume,
-            wait,
-        )
+        self.progress, self.after_round = progress, after_round
+        self.resume, self.wait = resume, wait
         self.run = resume.run if resume else run or uuid.uuid4().hex
         self.roll = roll  # who is there, if somebody has asked before
         self.records: list[RoundRecord] = list(resume.records) if resume else []

@@ -24,6 +24,7 @@ from ..stacked.losses import mean_nll, nll
 from ..stacked.masked import MASKABLE, mask_norms, real_samples
 from ..stacked.stackable import for_stacks
 from ..tree import Tensors
+from .parts import cast, persistent, trainable
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 # a sample's output depends on the other samples of its batch
@@ -35,9 +36,7 @@ FROZEN_SEED = 0
 
 
 class Batch(NamedTuple):
-    """Samples of one client. `mask` is 1 for a sample and 0 for padding, in the dtype of the
-    parameters.
-    """
+    """Samples of one client; `mask` is 1 for a sample, 0 for padding, in the parameters' dtype."""
 
     x: Tensor  # (B, ...)
     y: Tensor  # (B,)
@@ -398,25 +397,3 @@ class Model:
     def num_parameters(self) -> int:
         """Return the number of trainable numbers."""
         return sum(math.prod(shape) for shape in self.shapes.values())
-
-
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not frozen, tied ones once, in the module's order."""
-    return {name: value for name, value in module.named_parameters() if value.requires_grad}
-
-
-def persistent(module: nn.Module) -> Tensors:
-    """Return the buffers that belong to the module's state, in its order."""
-    left = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for name in part._non_persistent_buffers_set
-    }
-    return {name: value for name, value in module.named_buffers() if name not in left}
-
-
-def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `value` in `dtype` if it is a floating-point tensor, else as it is (counters stay
-    integers).
-    """
-    return value.to(dtype) if value.is_floating_point() else value
