@@ -111,6 +111,7 @@ class ServerHalf(ABC):
     state_type: ClassVar[type]
     broadcast_type: ClassVar[type]
     per_client: ClassVar[bool] = False  # True if `broadcast` depends on the client
+    shares_nothing: ClassVar[bool] = False  # True for the baseline that others are compared with
 
     def __init__(self, config: Any, anatomy: Anatomy) -> None:
         self.config = config

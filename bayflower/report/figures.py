@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .. import methods
 from .collect import Group, same_data
 from .svg import Chart, around, legend
 
@@ -155,7 +156,9 @@ def mean_by_client(group: Group) -> dict[int, float]:
 
 def gains(groups: Sequence[Group]) -> list[Figure]:
     """Return, for each method, how much better each client is than with its own data alone."""
-    alone = next((group for group in groups if group.method == "local"), None)
+    alone = next(
+        (group for group in groups if methods.get(group.method).server.shares_nothing), None
+    )
     found = []
     for series, group in enumerate(groups[:SHOWN]):
         if alone is None or group is alone or not same_data(group, alone):

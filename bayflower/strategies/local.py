@@ -22,6 +22,7 @@ class Server(fedavg.Server):
     """Shares nothing: broadcasts are empty and every statistic is the count alone."""
 
     averages_models = False
+    shares_nothing = True
 
     def is_shared(self, name: str) -> bool:
         """Return False: every parameter and buffer stays on its client."""
