@@ -25,7 +25,7 @@ from drawing import drawing, save
 
 from bayflower.maths import npn
 from bayflower.networks.model import Batch
-from bayflower.reproduce.toy import ROUNDS, Found, error, make_data, powers, run
+from bayflower.reproduce.toy import ROUNDS, ToyRun, error, make_data, powers, run
 from bayflower.strategies.fednp import EXTRA
 
 PAPER = {
@@ -83,7 +83,7 @@ def summary(found: list[float]) -> str:
     return f"{statistics.mean(found):.2f} ± {statistics.pstdev(found):.2f}"
 
 
-def picture(path: Path, found: Found) -> None:
+def picture(path: Path, found: ToyRun) -> None:
     """Draw data, local models, global model, and the distribution of models that z gives, within
     three standard deviations.
     """

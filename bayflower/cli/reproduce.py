@@ -267,10 +267,10 @@ def duration(seconds: float | None) -> str:
 
 def print_table(table: Any, plan: Any, found: list[Any]) -> None:
     """Print a table: under each column ours, the paper's and the difference."""
-    from ..report.text import plain
+    from ..report.text import bare_table
     from ..reproduce.show import facts, gap, ours, unit
 
-    grid = plain(table.title, "")
+    grid = bare_table(table.title, "")
     grid.add_column("")
     for column in table.columns:
         grid.add_column(f"{column.name}\nours, {unit(table, column.metric)}", justify="right")

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..contract import Phase, Posterior, Survey, Work
 from ..errors import ConfigError
-from ..maths.classmessages import Message, blank, dense_ranks, pack_factors, ranks
+from ..maths.classmessages import ClassMessage, blank, dense_ranks, pack_factors, ranks
 from ..maths.classwise import class_factors, class_labels, class_means, class_variances
 from ..maths.laplace import laplace
 from ..networks.model import Batch, masked_mean
@@ -129,7 +129,7 @@ class Client(fedper.Client):
         elif self.config.centroid == "diag":
             spread = {"precision": spread["precision"][present]}
         return flatten(
-            Message(
+            ClassMessage(
                 update.num_examples,
                 update.params,
                 update.buffers,

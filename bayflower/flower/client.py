@@ -26,7 +26,7 @@ from ..metrics import Tally
 from ..networks.model import Model
 from ..rounds import solo
 from ..tree import Tensors, digest, flatten, to, unflatten
-from ..wire.hello import Facts, is_whole, to_header
+from ..wire.hello import ClientInfo, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
 from . import records
 
@@ -60,7 +60,7 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     @app.query()
     def query(message: Message, context: Context) -> Message:
         site = site_of(context)
-        head = records.make_header(client=site.client, new=site.new, **to_header(facts_of(site)))
+        head = records.make_header(client=site.client, new=site.new, **to_header(info_of(site)))
         return Message(RecordDict({records.HEADER: head}), reply_to=message)
 
     @app.train(mods=list(mods))
@@ -74,10 +74,10 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     return app
 
 
-def facts_of(site: Site) -> Facts:
+def info_of(site: Site) -> ClientInfo:
     """Return what a server learns of a site before the first round."""
     train, test = site.data
-    return Facts(
+    return ClientInfo(
         site.model.anatomy,
         tuple(train.x.shape[1:]),
         site.model.num_classes,

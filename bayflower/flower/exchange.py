@@ -20,7 +20,7 @@ from typing import NamedTuple
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from ..wire.hello import MAX_CLIENT, Facts, from_header, is_whole
+from ..wire.hello import MAX_CLIENT, ClientInfo, from_header, is_whole
 from . import records
 
 log = logging.getLogger("bayflower")
@@ -48,7 +48,7 @@ class Member(NamedTuple):
     client: int
     node: int
     new: bool
-    facts: Facts
+    facts: ClientInfo
 
 
 class Request(NamedTuple):

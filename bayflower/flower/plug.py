@@ -24,7 +24,7 @@ from ..data import batches
 from ..data.loaders import pair
 from ..errors import BayflowerError, ConfigError
 from ..files.store import DiskStore
-from ..networks.check import given
+from ..networks.check import checked_model
 from ..networks.model import Batch
 from ..rounds import solo
 from ..tree import to
@@ -91,7 +91,7 @@ class Plug:
         # in a simulation every message brings a copy of this object: the copies share what is
         # loaded
         self.name = uuid.uuid4().hex
-        self.plain = client.client_app(self.site)
+        self.answers = client.client_app(self.site)
 
     # -- what Flower calls ------------------------------------------------------------------------
     def app(self) -> ClientApp:
@@ -108,7 +108,7 @@ class Plug:
         """
         site = self.site(context)
         rehearse(self.row, site, self.layer)
-        return self.plain(message, context)
+        return self.answers(message, context)
 
     def train(self, message: Message, context: Context) -> Message:
         """Return the reply to a round, trained as the strategy says."""
@@ -172,7 +172,7 @@ class Plug:
                 f"train has samples of shape {tuple(train.x.shape[1:])}, test of "
                 f"{tuple(test.x.shape[1:])}; they must agree"
             )
-        model = given(self.model, train.x, torch.cat([train.y, test.y]), self.head)
+        model = checked_model(self.model, train.x, torch.cat([train.y, test.y]), self.head)
         root = (
             self.state
             or context.node_config.get("state-dir")

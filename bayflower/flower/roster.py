@@ -19,7 +19,7 @@ from ..config import Limits
 from ..contract import ServerHalf
 from ..errors import BayflowerError
 from ..files.journal import Journal
-from ..wire.hello import Facts, Summary, agreed, disagreement, summary
+from ..wire.hello import ClientInfo, Summary, agreed, disagreement, summary
 from . import bounds
 from .exchange import POLL_SECONDS, Member, NodeHistory, query
 
@@ -30,7 +30,7 @@ class Membership(NamedTuple):
     """Who was there when a run began or ended, and the network they share."""
 
     members: dict[int, Member]
-    common: Facts
+    common: ClientInfo
 
 
 class Change(NamedTuple):
@@ -49,7 +49,7 @@ class Roster:
         self.limits, self.journal = limits, journal
         self.history = NodeHistory(limits.ask_again_seconds)
         self.members: dict[int, Member] = {}
-        self.common: Facts | None = None
+        self.common: ClientInfo | None = None
         self.admitted: set[int] = set()  # clients that ever were in training
         self.left: set[int] = set()
         self.excluded: set[int] = set()

@@ -98,9 +98,7 @@ class Model:
             return self.factory()
 
     def initial(self, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
-        """Return (parameters, buffers) of the seeded initialisation in the order of names; the same
-        on every machine of one torch build.
-        """
+        """Return (parameters, buffers) of the seeded initialisation in the order of names."""
         module = self.made(seed)
         params = {
             name: value.detach().to(dtype).clone()
@@ -151,7 +149,7 @@ class Model:
         `mask` says which samples of a training batch are real; layers that couple samples need it
         where batches are padded.
         """
-        module = self._train if train else self._eval
+        module = self.module_for(train)
         if train and buffers:
             buffers = {name: value.clone() for name, value in buffers.items()}
         if self.constants:
@@ -192,7 +190,7 @@ class Model:
                 next(value for value in (*args, *named.values()) if isinstance(value, Tensor))
             )
 
-        module = (self._train if train else self._eval).get_submodule(self.head)
+        module = self.module_for(train).get_submodule(self.head)
         handle = module.register_forward_pre_hook(look, with_kwargs=True)
         try:
             logits, buffers = self.forward(params, buffers, x, train, mask)
@@ -219,7 +217,7 @@ class Model:
         output).
         """
         module, dtype = (
-            (self._train if train else self._eval).get_submodule(layer),
+            self.module_for(train).get_submodule(layer),
             next(iter(params.values())).dtype,
         )
 
@@ -233,10 +231,13 @@ class Model:
         finally:
             handle.remove()
 
-    @property
-    def structure(self) -> nn.Module:
-        """Return the module in evaluation mode; the numbers in it mean nothing."""
-        return self._eval
+    def module_for(self, train: bool) -> nn.Module:
+        """Return the module of this mode; it gives only the structure."""
+        return self._train if train else self._eval
+
+    def constants_in_use(self) -> list[Tensors]:
+        """Return the constants, as often as they were copied to a device or dtype."""
+        return list(self._fixed.values())
 
     def nll(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return −log p(y|x) of each sample (B,)."""

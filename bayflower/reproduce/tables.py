@@ -49,7 +49,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """A row or a column."""
 
     name: str
@@ -84,8 +84,8 @@ class Cell:
     method does not exist here.
     """
 
-    row: Line
-    column: Line
+    row: TableLine
+    column: TableLine
     metric: Metric
     published: str
     spec: Spec | None
@@ -107,8 +107,8 @@ class Table:
     source: str
     metrics: dict[str, Metric]
     metric: str
-    columns: tuple[Line, ...]
-    rows: tuple[Line, ...]
+    columns: tuple[TableLine, ...]
+    rows: tuple[TableLine, ...]
     quick: dict[str, Any]
     full: dict[str, Any]
     paper: dict[str, Any]
@@ -152,7 +152,13 @@ class Table:
                 yield Cell(row, column, metric, published, spec)
 
     def _spec(
-        self, method: str, row: Line, column: Line, form: str, changes: Settings, tuned: Settings
+        self,
+        method: str,
+        row: TableLine,
+        column: TableLine,
+        form: str,
+        changes: Settings,
+        tuned: Settings,
     ) -> Spec:
         chosen = row.tuned if form == "full" else {}
         stated = {**self.settings, **column.settings, **row.settings, **chosen, **tuned}
@@ -221,7 +227,7 @@ def make_table(
     # our own tables have no published numbers
     blank = {"published": [""] * len(values["columns"])} if values.get("kind") == OURS else {}
     rows = tuple(
-        Line(
+        TableLine(
             **{
                 **row,
                 "published": tuple({**blank, **row}["published"]),
@@ -231,7 +237,7 @@ def make_table(
         for row in values["rows"]
     )
     values = {"tuning": content.get(ABOUT, {}).get("words", ""), **values}
-    columns = tuple(Line(**column) for column in values["columns"])
+    columns = tuple(TableLine(**column) for column in values["columns"])
     table = Table(
         **{
             "settings": {},

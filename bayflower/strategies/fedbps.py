@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..maths.bits import pack_bits
 from ..maths.curvature import Kind
 from ..settings import setting
@@ -94,7 +94,7 @@ class Config:
                 f"delta must be positive and finite, got {self.delta}; without it a weight "
                 "without curvature has no variance"
             )
-        check_words(self)
+        check_choices(self)
 
 
 class State(NamedTuple):

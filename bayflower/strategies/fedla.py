@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..maths.curvature import Kind
 from ..maths.exact import Scaled
 from ..settings import setting
@@ -57,7 +57,7 @@ class Config:
             raise ConfigError(f"la_start must be positive and finite, got {self.la_start}")
         if not 0 <= self.memory <= 1:
             raise ConfigError(f"memory must be in [0, 1], got {self.memory}; 1 never forgets")
-        check_words(self)
+        check_choices(self)
 
 
 class State(NamedTuple):

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..settings import setting
 from ..shown import Heading
 from ..tree import Tensors
@@ -67,7 +67,7 @@ class Config:
                 f"sigma2 must be positive and finite, got {self.sigma2}; it is the variance of "
                 "the prior around gamma"
             )
-        check_words(self)
+        check_choices(self)
         if not (self.tau > 0 and math.isfinite(self.tau)):
             raise ConfigError(
                 f"tau must be positive and finite, got {self.tau}; 1 means no tempering"

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..maths import npn
 from ..maths.gaussian import Diagonal, product
 from ..maths.tilted import NODES, Backend
@@ -99,7 +99,7 @@ class Config:
             raise ConfigError(f"epsilon must be positive and finite, got {self.epsilon}")
         if not 0 < self.damping <= 1:
             raise ConfigError(f"damping must be in (0, 1], got {self.damping}; 1 means no damping")
-        check_words(self)
+        check_choices(self)
 
 
 class State(NamedTuple):

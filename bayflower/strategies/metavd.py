@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..maths import beliefs, dropout
 from ..maths.beliefs import Belief
 from ..settings import setting
@@ -123,7 +123,7 @@ class Config:
 
     def __post_init__(self) -> None:
         reptile.check_meta(self)
-        check_words(self)
+        check_choices(self)
         for name in ("variance_floor", "hyper_clip", "hyper_width"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
