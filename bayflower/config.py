@@ -290,6 +290,9 @@ def make_instructions(training: Training, options: Any) -> str:
     )
 
 
+STRATEGY_GROUPS = ("training", "options", "limits")  # what a Flower Strategy takes
+
+
 def groups(method: str) -> dict[str, type]:
     """Return the settings classes of a run of `method`, by the name of their field in `Run`."""
     return {
@@ -301,15 +304,22 @@ def groups(method: str) -> dict[str, type]:
     }
 
 
-def parse(method: str, values: Mapping[str, Any] | None = None) -> Run:
-    """Return the run described by `values` (texts are converted), with defaults for the rest."""
-    row = methods.get(method)
+def parse(
+    method: str,
+    values: Mapping[str, Any] | None = None,
+    among: tuple[str, ...] = (),
+) -> Run:
+    """Return the run described by `values` (texts are converted), with defaults for the rest; with
+    `among` only the settings of these groups may be given.
+    """
+    row, kinds = methods.get(method), groups(method)
     known = {
-        field.name: (group, field)
-        for group, kind in groups(method).items()
+        field.name: group
+        for group, kind in kinds.items()
+        if not among or group in among
         for field in dataclasses.fields(kind)
     }
-    chosen: dict[str, dict[str, Any]] = {group: {} for group in groups(method)}
+    chosen: dict[str, dict[str, Any]] = {group: {} for group in kinds}
     for key, value in {**row.defaults, **(values or {})}.items():
         name = key.replace("-", "_")
         if name not in known:
@@ -320,11 +330,9 @@ def parse(method: str, values: Mapping[str, Any] | None = None) -> Run:
                 else f"`bayflower settings {method}` lists them"
             )
             raise ConfigError(f"setting {key!r} is not known to method {method!r}; {hint}")
-        group, field = known[name]
-        chosen[group][name] = convert(
-            name, value, typing.get_type_hints(groups(method)[group])[field.name]
-        )
-    return Run(method, **{group: kind(**chosen[group]) for group, kind in groups(method).items()})
+        group = known[name]
+        chosen[group][name] = convert(name, value, typing.get_type_hints(kinds[group])[name])
+    return Run(method, **{group: kind(**chosen[group]) for group, kind in kinds.items()})
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:
@@ -362,26 +370,6 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> Any:
             "of Bayflower"
         )
     return kind(**{name: convert(name, value, hints[name]) for name, value in values.items()})
-
-
-def strategy_settings(method: str, given: Mapping[str, Any]) -> tuple[Training, Any, Limits]:
-    """Return (local training, the method's own settings, limits) from settings given by name in one
-    flat space.
-    """
-    row = methods.get(method)
-    kinds = {"training": Training, "options": row.config, "limits": Limits}
-    names = {
-        field.name: group for group, kind in kinds.items() for field in dataclasses.fields(kind)
-    }
-    chosen: dict[str, dict[str, Any]] = {group: {} for group in kinds}
-    for name, value in {**row.defaults, **given}.items():
-        if name not in names:
-            raise ConfigError(f"{row.title} has no setting {name!r}; it has {', '.join(names)}")
-        chosen[names[name]][name] = value
-    training, options, limits = (
-        convert_fields(kind, chosen[group]) for group, kind in kinds.items()
-    )
-    return training, options, limits
 
 
 def describe(method: str) -> list[tuple[str, str, Any, str]]:

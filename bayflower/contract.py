@@ -31,6 +31,7 @@ from torch.func import grad_and_value
 
 from .maths.optim import OptState
 from .networks.model import Anatomy, Batch
+from .shown import Heading, Picture
 from .tree import Shapes, Tensors, flatten, map_tree, matching, shapes, unflatten
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 Statistic = Mapping[str, "Tensor | Scaled"]
 Sum = Mapping[str, Tensor]
 Purpose = Literal["train", "finetune", "new"]
+Kind = Literal["model", "slope", "precision", "root", "buffers", "count", "other"]
 
 
 class Phase(NamedTuple):
@@ -87,17 +89,35 @@ class Work(NamedTuple):
     survey: Survey = Survey({}, {})
 
 
+class Posterior(NamedTuple):
+    """Standard deviations of some parameters of a personal model, and where they come from.
+
+    "sampled": weights are drawn. "linear": the network is taken as linear in its weights around
+    their mean, which keeps a diagonal approximation from ruining the predictions.
+    """
+
+    kind: Literal["sampled", "linear"]
+    std: Tensors
+    origin: str
+
+
 class ServerHalf(ABC):
-    """The server half of a method."""
+    """The server half of a method.
+
+    A method needs `init`, `broadcast`, `statistic` and `finalise`, and says with `expects` what an
+    update looks like. Everything else is optional.
+    """
 
     state_type: ClassVar[type]
     broadcast_type: ClassVar[type]
     per_client: ClassVar[bool] = False  # True if `broadcast` depends on the client
+    shares_nothing: ClassVar[bool] = False  # True for the baseline that others are compared with
 
     def __init__(self, config: Any, anatomy: Anatomy) -> None:
         self.config = config
         self.anatomy = anatomy
 
+    # -- round -------------------------------------------------------------------------------------
     @abstractmethod
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
         """Return the state before the first round."""
@@ -108,9 +128,7 @@ class ServerHalf(ABC):
 
     @abstractmethod
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
-        """Return the client's element of the monoid: real or integer tensors by name (`Scaled`
-        where a product would be large).
-        """
+        """Return the client's element of the monoid: tensors by name (`Scaled` for products)."""
 
     @abstractmethod
     def finalise(self, state: Any, total: Sum) -> Any:
@@ -118,30 +136,14 @@ class ServerHalf(ABC):
         itself.
         """
 
-    @abstractmethod
-    def expects(self, state: Any) -> Any:
-        """Return an update whose tensors have the names, shapes and dtypes a client must send;
-        values mean nothing.
-        """
-
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum | None:
         """Return the sum of the statistics of stacked updates, in float64 on their device, as fast
         as it goes.
 
-        Unlike the sum of `statistic`s it may depend on the order in its last bits; only the fused
+        Unlike the sum of `statistic`s it may depend on the order in its last bits. Only the fused
         engine asks for it. None: the engine adds the statistics one by one.
         """
         return None
-
-    def unpack(self, state: Any, flat: Tensors) -> Any:
-        """Return the update that `ClientHalf.pack` made `flat` of; raise if it cannot be one.
-        Values are checked to be finite.
-        """
-        return matching(flat, self.expects(state))
-
-    def pack(self, broadcast: Any) -> Tensors:
-        """Return what travels of a broadcast, by name."""
-        return flatten(broadcast)
 
     def negligible(self, names: Iterable[str]) -> set[str]:
         """Return the names of a running total that can no longer influence `finalise`; they are
@@ -149,12 +151,70 @@ class ServerHalf(ABC):
         """
         return set()
 
+    # -- wire --------------------------------------------------------------------------------------
+    @abstractmethod
+    def expects(self, state: Any) -> Any:
+        """Return an update whose tensors have the names, shapes and dtypes a client must send;
+        values mean nothing.
+        """
+
+    def pack(self, broadcast: Any) -> Tensors:
+        """Return what travels of a broadcast, by name."""
+        return flatten(broadcast)
+
+    def unpack(self, state: Any, flat: Tensors) -> Any:
+        """Return the update that `ClientHalf.pack` made `flat` of; raise if it cannot be one.
+        Values are checked to be finite.
+        """
+        return matching(flat, self.expects(state))
+
+    def shared(self, state: Any) -> Tensors:
+        """Return the global parameters and buffers in `state` by name (the shared part, for methods
+        that share a part).
+        """
+        return {**state.params, **state.buffers}
+
+    # True if the state is the average of whole models by sample count (params, buffers) and nothing
+    # else: then the method can run inside another strategy, such as Flower's wrappers for
+    # differential privacy
+    averages_models: ClassVar[bool] = False
+
+    # -- guard -------------------------------------------------------------------------------------
+    # what the fields of an update are, by name or by "name/" and what follows:
+    #   model      a model, or a part of one: must stay near the one that was sent (max_change)
+    #   slope      a gradient of the model: must stay small next to the model (max_change)
+    #   precision  at most max_precision
+    #   root       its square counts, so its size is at most the root of max_value
+    #   buffers    running statistics: a variance must not be negative
+    # every other number is at most max_value
+    update_fields: ClassVar[Mapping[str, Kind]] = {"params": "model", "buffers": "buffers"}
+    # True if `claims` names something: under max_share the updates of a round then wait for each
+    # other
+    has_claims: ClassVar[bool] = False
+
     def check(self, state: Any, client: int, update: Any) -> str | None:
         """Return why a well-formed update must not be used, or None. Shapes, dtypes and NaN are
         checked before.
         """
         return None
 
+    def bounds(
+        self, state: Any, client: int, update: Any, limits: Any, training: Any
+    ) -> str | None:
+        """Return why an update goes beyond what `limits` allow a client to claim, or None; asked
+        after the bounds that `update_fields` declares.
+        """
+        return None
+
+    def claims(self, state: Any, update: Any) -> dict[str, float]:
+        """Return sizes by name by which the update counts next to those of others."""
+        return {}
+
+    def reduced(self, state: Any, update: Any, factors: Mapping[str, float]) -> Any:
+        """Return the update with the claims named in `factors` multiplied by them."""
+        return update
+
+    # -- membership --------------------------------------------------------------------------------
     def admit(self, state: Any, client: int) -> Any:
         """Return the state with a client that begins to train in the middle of a run; called once
         for each such client.
@@ -167,63 +227,37 @@ class ServerHalf(ABC):
         """
         return state
 
-    @abstractmethod
-    def shared(self, state: Any) -> Tensors:
-        """Return the global parameters and buffers in `state` by name (the shared part, for methods
-        that share a part).
-        """
+    # -- display -----------------------------------------------------------------------------------
+    # headings of the numbers in `report`; "name/" stands for all numbers below it, one line each
+    headings: ClassVar[Mapping[str, Heading]] = {}
 
     def report(self, state: Any) -> dict[str, float]:
         """Return what a person wants to see of the last round."""
         return {}
 
+    def pictures(self, state: Any) -> tuple[Picture, ...]:
+        """Return what a person wants to see of the last state of a run."""
+        return ()
+
 
 class ClientHalf(ABC):
     """The client half of a method. All functions but `phases` and `noise` are run under
     `torch.func.vmap` by the fused engine.
+
+    A method needs `init`, `begin`, `finish` and `predict`, and usually a `loss`. Everything else is
+    optional.
     """
 
     state_type: ClassVar[type]
     update_type: ClassVar[type]
-    private: ClassVar[tuple[str, ...]] = ()  # fields of the state that never travel
-    # leaves of an update whose values `packed` looks at, by the beginning of their names
-    measured: ClassVar[tuple[str, ...]] = ()
-    # samples of one `survey`; 0 = the half needs no pass over the data after training
-    surveys: int = 0
+    needs_base: ClassVar[bool] = False  # True if there must be layers before the head
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         self.config = config
         self.training = training
         self.model = model
 
-    # -- what is static ---------------------------------------------------------------------------
-    def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return the stretches of training of a round ("train"), before a test ("finetune"), of a
-        client that never trained ("new").
-        """
-        return (self.training.phase("local"),) if purpose == "train" else ()
-
-    def views(self) -> dict[str, str]:
-        """Return the models that `predict` can show, each with a description; "personal" is always
-        among them.
-        """
-        return {"personal": "the client's own model"}
-
-    def noise(self, stage: str, batch_size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the standard normal noise one call of `stage` (a phase's name, or
-        "predict") needs.
-
-        Always for a full batch: a half that gets fewer samples uses the first rows.
-        """
-        return {}
-
-    def remark(self) -> str | None:
-        """Return a line for the person if the method is not what
-        its name promises on this network.
-        """
-        return None
-
-    # -- one round --------------------------------------------------------------------------------
+    # -- round -------------------------------------------------------------------------------------
     @abstractmethod
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return the state of a client that has not trained, from the seeded initialisation of the
@@ -233,6 +267,48 @@ class ClientHalf(ABC):
     @abstractmethod
     def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
         """Return the work of a round."""
+
+    @abstractmethod
+    def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
+        """Return (the client's next state, the update)."""
+
+    def adapt(self, state: Any, broadcast: Any, data: Batch, purpose: Purpose) -> Work:
+        """Return the work of `phases(purpose)`, "finetune" or "new"; for "new" `state` is a fresh
+        one from `init`.
+        """
+        return self.begin(state, broadcast, data)
+
+    def finish_adapting(self, state: Any, work: Work, data: Batch, purpose: Purpose) -> Any:
+        """Return the state to predict with after the phases of `purpose`."""
+        return self.finish(state, work, data)[0]
+
+    @abstractmethod
+    def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
+        """Return class probabilities (N, C) of the model called `view`."""
+
+    # -- training ----------------------------------------------------------------------------------
+    survey_size: int = 0  # samples of one `survey`; 0 = no pass over the data after training
+
+    @property
+    def plain_loop(self) -> bool:
+        """Return whether a round is nothing but steps down `loss`, so that a training loop of the
+        user's own can do it.
+        """
+        return True
+
+    def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
+        """Return the stretches of training of a round ("train"), before a test ("finetune"), of a
+        client that never trained ("new").
+        """
+        return (self.training.phase("local"),) if purpose == "train" else ()
+
+    def noise(self, stage: str, batch_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the standard normal noise one call of `stage` (a phase's name, or
+        "predict") needs.
+
+        Always for a full batch: a half that gets fewer samples uses the first rows.
+        """
+        return {}
 
     def loss(
         self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
@@ -267,12 +343,10 @@ class ClientHalf(ABC):
         it says.
         """
         grads, buffers, loss = self.gradient(phase, work, batches, noise)
-        moved, opt = phase.optimizer.update(
-            {name: work.params[name] for name in grads}, grads, work.opt
-        )
-        return work._replace(params={**work.params, **moved}, buffers=buffers, opt=opt), {
-            "loss": loss
-        }
+        old = {name: work.params[name] for name in grads}
+        moved, opt = phase.optimizer.update(old, grads, work.opt)
+        params = {**work.params, **moved}
+        return work._replace(params=params, buffers=buffers, opt=opt), {"loss": loss}
 
     def survey(self, work: Work, batch: Batch) -> Survey:
         """Return what `batch` adds to the pass over all training data after the phases of a round;
@@ -280,20 +354,16 @@ class ClientHalf(ABC):
         """
         raise NotImplementedError
 
-    @abstractmethod
-    def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
-        """Return (the client's next state, the update)."""
+    # -- wire --------------------------------------------------------------------------------------
+    private: ClassVar[tuple[str, ...]] = ()  # fields of the state that never travel
+    # leaves of an update whose values `packed_shapes` reads, by the beginning of their names
+    sized_by: ClassVar[tuple[str, ...]] = ()
 
-    def rejoined(self, state: Any) -> Any:
-        """Return the state with which a client that was forgotten goes on."""
-        return state
-
-    # -- what travels -----------------------------------------------------------------------------
     def pack(self, update: Any) -> Tensors:
         """Return what travels of an update, by name; its shapes may depend on the values."""
         return flatten(update)
 
-    def packed(self, updates: Any) -> list[Shapes]:
+    def packed_shapes(self, updates: Any) -> list[Shapes]:
         """Return the shapes of `pack` for each of stacked updates, without packing them."""
         alike = shapes(map_tree(lambda leaf: leaf[0], updates))
         return [alike] * int(next(iter(flatten(updates).values())).shape[0])
@@ -302,17 +372,28 @@ class ClientHalf(ABC):
         """Return the broadcast, of type `kind`, that `ServerHalf.pack` made `flat` of."""
         return unflatten(kind, flat)
 
-    # -- the model that is used -------------------------------------------------------------------
-    def adapt(self, state: Any, broadcast: Any, data: Batch, purpose: Purpose) -> Work:
-        """Return the work of `phases(purpose)`, "finetune" or "new"; for "new" `state` is a fresh
-        one from `init`.
+    # -- membership --------------------------------------------------------------------------------
+    def rejoined(self, state: Any) -> Any:
+        """Return the state with which a client that was forgotten goes on."""
+        return state
+
+    # -- display -----------------------------------------------------------------------------------
+    shapes_features: ClassVar[bool] = False  # True if it is about features: the report shows them
+
+    def views(self) -> dict[str, str]:
+        """Return the models that `predict` can show, each with a description; "personal" is always
+        among them.
         """
-        return self.begin(state, broadcast, data)
+        return {"personal": "the client's own model"}
 
-    def adapted(self, state: Any, work: Work, data: Batch, purpose: Purpose) -> Any:
-        """Return the state to predict with after the phases of `purpose`."""
-        return self.finish(state, work, data)[0]
+    def remark(self) -> str | None:
+        """Return a line if the method is not what its name promises on this network."""
+        return None
 
-    @abstractmethod
-    def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
-        """Return class probabilities (N, C) of the model called `view`."""
+    def posterior(
+        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
+    ) -> Posterior | None:
+        """Return how uncertain the weights of a personal model with these numbers are; None for a
+        method that ends with a point.
+        """
+        return None

@@ -15,8 +15,8 @@ class ConfigError(BayflowerError):
     """A setting that cannot be used, found before anything starts."""
 
 
-def check_words(config: Any) -> None:
-    """Raise if a setting of the data class `config` that is one of some words is another."""
+def check_choices(config: Any) -> None:
+    """Raise if a Literal field of `config` has a value that is not allowed."""
     for name, kind in get_type_hints(type(config)).items():
         if get_origin(kind) is Literal and getattr(config, name) not in get_args(kind):
             raise ConfigError(

@@ -101,8 +101,8 @@ def survey(network: str, clients: int, kind: str) -> Callable[[Work, Batch], Any
     def run(work: Work, data: Batch) -> Any:
         total = None
         with torch.no_grad():
-            for start in range(0, data.y.shape[-1], half.surveys):
-                part = look(work, cut(data, start, half.surveys, clients))
+            for start in range(0, data.y.shape[-1], half.survey_size):
+                part = look(work, cut(data, start, half.survey_size, clients))
                 total = part if total is None else map_tree(torch.add, total, part)
         return total
 

@@ -24,7 +24,7 @@ from bayflower.deploy import folders, runs
 from bayflower.deploy.local import Local
 from bayflower.deploy.server import Server
 from bayflower.files.atomic import write_json
-from bayflower.flower import processes
+from bayflower.flower import control, processes
 
 RESULTS = Path(__file__).parent / "results"
 CLIENTS = 3
@@ -156,10 +156,10 @@ def stock(server: Server, folder: Path, rounds: int, evaluate: bool) -> list[flo
         (app / name).write_text(text.lstrip())
     out = folder / "rounds.json"
     out.unlink(missing_ok=True)
-    run = processes.submit(
+    run = control.submit(
         server.flwr, app, {"rounds": rounds, "out": str(out), "evaluate": 1.0 if evaluate else 0.0}
     )
-    while not processes.run_status(server.flwr, run).startswith("finished"):
+    while not control.run_status(server.flwr, run).startswith("finished"):
         time.sleep(10)
     return list(json.loads(out.read_text()))
 

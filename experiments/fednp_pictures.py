@@ -1,7 +1,8 @@
 """FedNP's Figures 3 and 5: features in the plane, and the classifier's distribution as the latent
 predicts it. Needs matplotlib.
 
-    bayflower reproduce fednp-figure-3 --data-dir data --keep runs/np        # or any runs made with --out; one folder a method
+    # or any runs made with --out; one folder a method
+    bayflower reproduce fednp-figure-3 --data-dir data --keep runs/np
     python experiments/fednp_pictures.py gather runs/np/* --data-dir data --npz runs/np.npz
     python experiments/fednp_pictures.py draw --npz runs/np.npz --folder experiments/pictures
 

@@ -1,7 +1,8 @@
 """FedNP's toy problem (its Table 4 and Figure 2): a polynomial with four coefficients, three
 clients on three segments of x.
 
-    python experiments/fednp_toy.py --seeds 3 --page experiments/fednp_toy.md --picture experiments/pictures/fednp_toy.svg
+    python experiments/fednp_toy.py --seeds 3 --page experiments/fednp_toy.md \\
+        --picture experiments/pictures/fednp_toy.svg
 
 y = −x² + 2x + 5 + noise of standard deviation 5; 30, 20 and 50 points on [−7, −5], [−2, 2] and [4,
 8]. Every method has 10 rounds of 4 local epochs in batches of 10 by RMSprop 0.01, as the authors,
@@ -24,7 +25,7 @@ from drawing import drawing, save
 
 from bayflower.maths import npn
 from bayflower.networks.model import Batch
-from bayflower.reproduce.toy import ROUNDS, Found, error, make_data, powers, run
+from bayflower.reproduce.toy import ROUNDS, ToyRun, error, make_data, powers, run
 from bayflower.strategies.fednp import EXTRA
 
 PAPER = {
@@ -82,7 +83,7 @@ def summary(found: list[float]) -> str:
     return f"{statistics.mean(found):.2f} ± {statistics.pstdev(found):.2f}"
 
 
-def picture(path: Path, found: Found) -> None:
+def picture(path: Path, found: ToyRun) -> None:
     """Draw data, local models, global model, and the distribution of models that z gives, within
     three standard deviations.
     """

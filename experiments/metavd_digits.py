@@ -1,8 +1,11 @@
 """MetaVD on the digits of scikit-learn, small enough for a CPU: each base with and without it, and
 dropping against a threshold.
 
-    python experiments/metavd_digits.py run --jobs 2      # every run that is not in the results file yet
-    python experiments/metavd_digits.py report            # the page and its picture (matplotlib), from the runs that are there
+    python experiments/metavd_digits.py run --jobs 2
+    python experiments/metavd_digits.py report
+
+The first does every run that is not in the results file yet. The second writes the page and its
+picture (matplotlib) from the runs that are there.
 
 Ten clients and four that never train, Dir(0.3), 10 local steps of 32 samples, SGD 0.05 clipped at
 5, 100 rounds. All rows share these numbers. The defaults of `kl_weight`, `hyper_reach` and
@@ -197,14 +200,18 @@ def picture(runs: list[dict[str, Any]]) -> None:
 
 READING = """## How to read it
 
-461 test samples of training clients and 254 of new ones in all, so two standard errors are about 2.5 and 4 points.
+461 test samples of training clients and 254 of new ones in all, so two standard errors are about
+2.5 and 4 points.
 
-- Within that, MetaVD is no better than its base on the training clients, rather a point worse. On new clients it is 1 to 3 points above
-  Reptile, MAML and PerFedAvg, and on FedAvg 2 points below; that is no more than noise may be.
-- The hypernetwork drives the dropout rate from 0.05 to 0.6: all weights share it, so the KL's small slope in each of them adds up. Without
-  it (VD, EnsembleVD) log alpha hardly moves, and the two are the same to all digits shown.
+- Within that, MetaVD is no better than its base on the training clients, rather a point worse. On
+  new clients it is 1 to 3 points above Reptile, MAML and PerFedAvg, and on FedAvg 2 points below;
+  that is no more than noise may be.
+- The hypernetwork drives the dropout rate from 0.05 to 0.6: all weights share it, so the KL's small
+  slope in each of them adds up. Without it (VD, EnsembleVD) log alpha hardly moves, and the two are
+  the same to all digits shown.
 - Averaging over ten samples of the weights makes ECE and NLL worse here than weights at their mean.
-- A third of the bytes can be dropped without a loss that this test could see; SNIP does about as well.
+- A third of the bytes can be dropped without a loss that this test could see; SNIP does about as
+  well.
 """
 
 

@@ -1,9 +1,12 @@
 """MetaVD's dropped weights: bytes of a round and accuracy against the threshold, as a table and a
 picture, from finished runs.
 
-    python experiments/metavd_drop.py --data-dir data --device cuda     # runs what is missing, then writes both
-    python experiments/metavd_drop.py --no-run                          # writes both from what is there
-    python experiments/metavd_digits.py report                          # the same picture of the small runs on digits
+    python experiments/metavd_drop.py --data-dir data --device cuda
+    python experiments/metavd_drop.py --no-run
+    python experiments/metavd_digits.py report
+
+The first runs what is missing and writes both, the second writes both from what is there. The third
+draws the same picture of the small runs on digits.
 
 The runs are those of `bayflower reproduce metavd-figure-drop`, CIFAR-10, and in the same folder.
 Needs matplotlib.

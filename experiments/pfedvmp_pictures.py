@@ -1,47 +1,56 @@
-"""pFedVMP's figures from the runs that are there: accuracy and loss over rounds, centroids, ξ,
-feature dimension. Needs matplotlib.
+"""pFedVMP's figures from finished runs: accuracy and loss over rounds, centroids, ξ, feature
+dimension. Needs matplotlib.
+
+    python experiments/pfedvmp_pictures.py
+
+The runs are those of `bayflower reproduce`; pfedvmp_tables.py says which, and writes the page that
+shows the pictures.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from pathlib import Path
 from typing import Any
 
 from drawing import drawing, save
-from pfedvmp_report import (
-    PAPER_CENTROIDS,
-    PAPER_FEATURES,
-    PAPER_XI,
-    by_seed,
+from pfedvmp_tables import (
+    CENTROIDS,
+    HERE,
+    PLACES,
+    VARIANTS,
     half,
-    name,
-    pick,
+    paper_centroids,
+    read,
+    runs_of,
     sweep,
+    titles_of,
 )
-from pfedvmp_tables import PLACES, TITLES, VARIANTS, cells
+
+from bayflower.reproduce import Cache
 
 # Okabe and Ito's colours, which colour-blind people can tell apart; dashes and marks say the same
 # once more
 LOOKS = {
-    "pfedvmp": ("#D55E00", "-", "o"),
-    "pfedvmp-avg": ("#E69F00", "--", "s"),
-    "fedper": ("#0072B2", "-", "^"),
-    "fedrep": ("#56B4E9", "--", "v"),
-    "lgfedavg": ("#009E73", "-.", "D"),
-    "fedavg-ft": ("#CC79A7", "-", "P"),
-    "fedavg": ("#000000", ":", "X"),
-    "local": ("#999999", "-.", "*"),
+    "pFedVMP": ("#D55E00", "-", "o"),
+    "pFedVMP-avg": ("#E69F00", "--", "s"),
+    "FedPer": ("#0072B2", "-", "^"),
+    "FedRep": ("#56B4E9", "--", "v"),
+    "LG-FedAvg": ("#009E73", "-.", "D"),
+    "FedAvg-FT": ("#CC79A7", "-", "P"),
+    "FedAvg": ("#000000", ":", "X"),
+    "Local": ("#999999", "-.", "*"),
 }
 
 
-def draw(runs: list[dict[str, Any]], folder: Path) -> int:
+def draw(cache: Cache, folder: Path) -> int:
     """Draw every figure that has runs; return 1 if there are none."""
     count = 0
     with drawing("pfedvmp"):
         makers = {"rounds": rounds, "centroids": centroids, "xi": xi, "features": features}
         for stem, make in makers.items():
-            figure = make(runs)
+            figure = make(cache)
             if figure is None:
                 print(f"{stem}: not run, not drawn")
                 continue
@@ -50,24 +59,19 @@ def draw(runs: list[dict[str, Any]], folder: Path) -> int:
     return 0 if count else 1
 
 
-def remark(found: dict[tuple, dict[str, Any]]) -> str:
-    """Return what a title must add where settings were changed."""
-    return " (changed settings)" if any("changed" in one["cell"] for one in found.values()) else ""
-
-
-def rounds(runs: list[dict[str, Any]]) -> Any:
+def rounds(cache: Cache) -> Any:
     """Return accuracy and test loss after local training, over rounds, of all methods."""
     from matplotlib import pyplot
 
-    number, found = pick(runs, "fmnist")
-    if not found:
+    found = read("ours-pfedvmp-methods", cache, seeds=1)
+    if not runs_of(found.values()):
         return None
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 4))
-    for cell in cells("fmnist", number):
-        one = found.get(name(cell))
-        if one is None:
+    for method, (colour, dashes, mark) in LOOKS.items():
+        shown = found[method, "accuracy"]
+        if not shown.runs:
             continue
-        colour, dashes, mark = LOOKS[cell["method"]]
+        one = shown.runs[0]
         x = [point["round"] for point in one["curve"]]
         for axis, key, factor in zip(axes, ("accuracy", "nll"), (100, 1), strict=True):
             y = [factor * point["personal"][key] for point in one["curve"]]
@@ -79,36 +83,29 @@ def rounds(runs: list[dict[str, Any]]) -> Any:
                 marker=mark,
                 markersize=5,
                 markevery=max(1, len(x) // 6),
-                label=TITLES[cell["method"]],
+                label=method,
             )
     axes[0].set(xlabel="round", ylabel="test accuracy, %")
     axes[1].set(xlabel="round", ylabel="test NLL, nats", yscale="log")
-    figure.suptitle(
-        f"Fashion-MNIST, 50 clients, Dir(0.3), after local training{remark(found)}", fontsize=11
-    )
+    figure.suptitle("Fashion-MNIST, 50 clients, Dir(0.3), after local training", fontsize=11)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-def centroids(runs: list[dict[str, Any]]) -> Any:
+def centroids(cache: Cache) -> Any:
     """Return bars of mean accuracy over seeds with standard deviations, one panel a data set."""
     from matplotlib import pyplot
 
-    _, found = pick(runs, "centroids")
-    if not found:
+    found = read(CENTROIDS, cache)
+    if not runs_of(found.values()):
         return None
     colours = ["#D55E00", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#CC79A7"]
     figure, axes = pyplot.subplots(1, len(PLACES), figsize=(11, 4))
-    for column, (axis, (title, place)) in enumerate(zip(axes, PLACES.items(), strict=True)):
-        here = {
-            key: one for key, one in found.items() if one["cell"]["dataset"] == place["dataset"]
-        }
+    titles = titles_of(found)
+    for column, (axis, place) in enumerate(zip(axes, PLACES, strict=True)):
         levels = []
         for position, variant in enumerate(VARIANTS):
-            values, paper = (
-                list(by_seed(found, variant, place).values()),
-                PAPER_CENTROIDS.get(variant, (None,) * 3)[column],
-            )
+            values, paper = found[variant, place].values, paper_centroids(variant)[column]
             if values:
                 error = statistics.stdev(values) if len(values) > 1 else 0
                 mean = statistics.mean(values)
@@ -136,42 +133,34 @@ def centroids(runs: list[dict[str, Any]]) -> Any:
         low, high = min(levels, default=0), max(levels, default=100)
         axis.set_ylim(max(0, low - 0.3 * (high - low) - 1), high + 0.15 * (high - low) + 0.5)
         axis.set_xticks(range(len(VARIANTS)), list(VARIANTS), rotation=40, ha="right")
-        axis.set_title(half(title, here), fontsize=11)
+        axis.set_title(titles[column], fontsize=11)
         axis.grid(visible=False, axis="x")
     axes[0].set_ylabel("test accuracy, % (axis cut)")
     figure.suptitle(
-        f"bars: here, ± standard deviation over seeds; ×: paper, 1000 rounds{remark(found)}",
-        fontsize=11,
+        "bars: here, ± standard deviation over seeds; ×: paper, 1000 rounds", fontsize=11
     )
     return figure
 
 
-def xi(runs: list[dict[str, Any]]) -> Any:
+def xi(cache: Cache) -> Any:
     """Return accuracy over ξ."""
-    return curve(runs, "xi", PAPER_XI, "ξ", "Table 7", log=True)
+    return curve(cache, "xi", "ξ", "Table 7", log=True)
 
 
-def features(runs: list[dict[str, Any]]) -> Any:
+def features(cache: Cache) -> Any:
     """Return accuracy over the feature dimension."""
-    return curve(runs, "features", PAPER_FEATURES, "feature dimension", "Table 6", log=False)
+    return curve(cache, "features", "feature dimension", "Table 6", log=False)
 
 
-def curve(
-    runs: list[dict[str, Any]],
-    group: str,
-    paper: dict[int, float],
-    label: str,
-    table: str,
-    log: bool,
-) -> Any:
+def curve(cache: Cache, name: str, label: str, table: str, log: bool) -> Any:
     """Return accuracy over one setting, here and in the paper."""
     from matplotlib import pyplot
 
-    found, mine = sweep(runs, group)
+    runs, mine, paper = sweep(name, cache)
     if not mine:
         return None
     figure, axis = pyplot.subplots(figsize=(5, 3.6))
-    count = next(iter(found.values()))["rounds"]
+    count = runs[0]["rounds"]
     axis.plot(
         list(mine),
         list(mine.values()),
@@ -195,8 +184,25 @@ def curve(
     axis.set(
         xlabel=label,
         ylabel="test accuracy, %",
-        title=half("CIFAR-10", found) + f", 15,000 images, Dir(0.3){remark(found)}",
+        title=half("CIFAR-10", runs) + ", 15,000 images, Dir(0.3)",
     )
     axis.title.set_fontsize(11)
     axis.legend(fontsize=10)
     return figure
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Draw the figures; return 1 if there are no runs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--results", type=Path, default=HERE / "results" / "runs", help="folder of finished runs"
+    )
+    parser.add_argument("--pictures", type=Path, default=HERE / "pictures", help="their folder")
+    args = parser.parse_args(arguments)
+    return draw(Cache(args.results, print), args.pictures)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,387 +1,381 @@
-"""pFedVMP's tables and figures: methods over rounds (Tables 1 and 3, Figure 3), centroids (Table
-2), ξ (Table 7), features (Table 6).
+"""pFedVMP's page from finished runs: methods (Tables 1 and 3, Figure 3), centroids (Table 2), ξ
+(Table 7), features (Table 6), and sentences that are computed from the numbers.
 
-    python experiments/pfedvmp_tables.py run --data-dir data --minutes 9                  # every run that is not there yet
-    python experiments/pfedvmp_tables.py run --data-dir data --only fmnist --rounds 500   # those of one group
-    python experiments/pfedvmp_tables.py report                                           # pfedvmp_tables.md from the runs that are there
-    python experiments/pfedvmp_tables.py plots                                            # pictures/pfedvmp_*.svg
+    bayflower reproduce ours-pfedvmp-methods ours-pfedvmp-centroids --data-dir data
+    bayflower reproduce pfedvmp-6 pfedvmp-7 --seeds 1 --where dataset=cifar10 --data-dir data
+    python experiments/pfedvmp_pictures.py
+    python experiments/pfedvmp_tables.py
 
-A finished run is one line of JSON in `--out`, so a series that was cut off goes on where it
-stopped. A run that two groups need (ξ = 50 is one of the centroids' runs) is made once. `--minutes`
-begins no run that would not end in time, going by the runs in the file, and gives up one that does
-not. The protocol is the paper's; the generated page states it.
+The first two do the runs that are missing, the others draw the pictures and write the page. What
+stands below the page's marker is kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import gc
-import json
 import math
 import os
-import sys
-import time
-import traceback
-from collections.abc import Iterator
-from functools import cache
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bayflower.reproduce import Cache, find
+from bayflower.reproduce.show import Shown, listed, look
+from bayflower.reproduce.sweep import Plan
+
 HERE = Path(__file__).resolve().parent
-FMNIST = {"dataset": "fmnist", "images": 17_500, "beta": 0.3}
-# the paper's sizes: 25 % of the pooled 60,000
-CIFAR_03 = {"dataset": "cifar10", "images": 15_000, "beta": 0.3}
-CIFAR_01 = {"dataset": "cifar10", "images": 30_000, "beta": 0.1}  # and 50 %
-EMNIST = {"dataset": "emnist47", "images": 18_800, "beta": 0.3}
-COMMON = {
-    "num_clients": 50,
-    "partition": "dirichlet",
-    "test_fraction": 0.2,
-    "optimizer": "sgd",
-    "lr": 0.01,
-    "batch_size": 10,
-    "local_epochs": 1,
-    "evaluate_every": 10,
-    "checkpoint_every": 0,
-}
-GROUPS = {"fmnist": 500, "centroids": 300, "xi": 300, "features": 300, "emnist": 300}  # rounds
-TITLES = {
-    "pfedvmp": "pFedVMP",
-    "pfedvmp-avg": "pFedVMP-avg",
-    "fedper": "FedPer",
-    "fedrep": "FedRep",
-    "lgfedavg": "LG-FedAvg",
-    "fedavg-ft": "FedAvg-FT",
-    "fedavg": "FedAvg",
-    "local": "Local",
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "precision": {"method": "pfedvmp"},
-    "diag": {"method": "pfedvmp", "centroid": "diag"},
-    "count_mean": {"method": "pfedvmp", "centroid": "count_mean"},
-    "mean": {"method": "pfedvmp-avg"},
-    "FedPer": {"method": "fedper"},
-    "FedAvg-FT": {"method": "fedavg-ft"},
-}
-XI, FEATURES = (1, 5, 20, 50, 100), (128, 256, 384, 512, 640)
+CENTROIDS = "ours-pfedvmp-centroids"
+# title → the column of the paper's Table 1
 PLACES = {
-    "Fashion-MNIST, Dir(0.3)": FMNIST,
-    "CIFAR-10, Dir(0.3)": CIFAR_03,
-    "CIFAR-10, Dir(0.1)": CIFAR_01,
+    "Fashion-MNIST, Dir(0.3)": "FMNIST-50c Dir0.3",
+    "CIFAR-10, Dir(0.3)": "Cifar10-50c Dir0.3",
+    "CIFAR-10, Dir(0.1)": "Cifar10-50c Dir0.1",
 }
-BLOCKS = ("num_examples", "accuracy", "accuracy_mean", "nll", "ece", "fairness_cv", "fairness_std")
+VARIANTS = ("precision", "diag", "count_mean", "mean", "FedPer", "FedAvg-FT")
+PAIRS = (
+    ("precision", "count_mean"),
+    ("precision", "diag"),
+    ("precision", "mean"),
+    ("count_mean", "mean"),
+    ("precision", "FedPer"),
+    ("count_mean", "FedPer"),
+    ("precision", "FedAvg-FT"),
+)
+# name of a sweep → the table whose first row it is
+SWEEPS = {"xi": "pfedvmp-7", "features": "pfedvmp-6"}
+# two-sided, by degrees of freedom
+T_95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+NOT_RUN = "not run"
+BY_HAND = "<!-- Below this line the page is written by hand; the script keeps it. -->"
+PAGE = """
+# pFedVMP on Fashion-MNIST and CIFAR-10
+
+pFedVMP ("Personalized Federated Learning via Variational Message Passing") gives each class a
+centroid of features, made of the clients' Gaussian messages. This page repeats its comparison with
+other methods, its ablation of the centroids, and its sweeps of ξ and of the feature dimension. It
+is written by `experiments/pfedvmp_tables.py` from the finished runs in `experiments/results`; the
+paper's numbers are in *italics*.
+
+    bayflower reproduce ours-pfedvmp-methods ours-pfedvmp-centroids --data-dir data
+    bayflower reproduce pfedvmp-6 pfedvmp-7 --seeds 1 --where dataset=cifar10 --data-dir data
+    python experiments/pfedvmp_pictures.py
+    python experiments/pfedvmp_tables.py
+
+|  | here | the paper |
+| --- | --- | --- |
+| data | images pooled and drawn uniformly: Fashion-MNIST 17,500; CIFAR-10 15,000 for Dir(0.3) and \
+30,000 for Dir(0.1) | the same sizes |
+| clients | 50, all in every round; 80 % of a client's samples for training, 20 % for the test | \
+the same |
+| network | two 5×5 convolutions, 512 features | the same |
+| training | SGD 0.01 without momentum, batches of 10, 1 local epoch | the same; momentum not \
+mentioned |
+| rounds | stated with each table | 1000 |
+| seeds | one, centroids several; a seed changes partition, initialisation and batches | mean of 3 \
+trials |
+| ξ, α | 50, 1 where not swept; penalty as a mean over batch and coordinates (E-P1) | 50 is the \
+best on CIFAR-10, Dir(0.3); α = 1 |
+| small classes | `min_count` = 5: a class of which a client has fewer samples is not sent (E-P12) \
+| no such limit is mentioned |
+| baselines | FedRep: 5 epochs on the head before the one on the base; FedAvg-FT: 1 epoch of \
+fine-tuning before a test | not stated |
+| fairness | standard deviation of the clients' accuracies, and that over their mean (CV), last \
+round | at the round of best accuracy |
+
+"accuracy" is correct / all over the test samples of all clients after the last round, in %, of the
+model after local training (FedAvg: the global model); "before" is that of the shared part with the
+own part before local training, or of the global model. ECE, CV and std are in 1/100, NLL in nats.
+Seconds of training include aggregation.
+"""
+
+Run = dict[str, Any]
+Cells = dict[tuple[str, str], Shown]  # by row and column
 
 
-def cells(
-    group: str,
-    rounds: int,
-    seeds: int = 3,
-    places: tuple[str, ...] = (),
-    variants: tuple[str, ...] = (),
-) -> Iterator[dict[str, Any]]:
-    """Yield what distinguishes each run of a group; settings at their defaults are left out."""
-    if group == "fmnist":
-        yield from ({"method": method, **FMNIST, "seed": 0, "rounds": rounds} for method in TITLES)
-    elif group == "centroids":
-        for seed in range(seeds):
-            for place in places or PLACES:
-                yield from (
-                    {**VARIANTS[variant], **PLACES[place], "seed": seed, "rounds": rounds}
-                    for variant in variants or VARIANTS
-                )
-    elif group == "xi":
-        yield from (with_option("xi", xi, 50, rounds) for xi in XI)
-    elif group == "features":
-        yield from (with_option("features", width, 512, rounds) for width in FEATURES)
-    elif group == "emnist":
-        chosen = ("pfedvmp", "pfedvmp-avg", "fedper", "fedrep", "fedavg-ft")
-        yield from ({"method": method, **EMNIST, "seed": 0, "rounds": rounds} for method in chosen)
+def read(table: str, cache: Cache, seeds: int = 0) -> Cells:
+    """Return the cells of a table; runs on a part of a data set count, whatever is here."""
+    found = look(find(table), Plan(seeds=seeds, data_dir=""), cache)
+    return {(one.cell.row.name, one.cell.column.name): one for one in found}
 
 
-def with_option(name: str, value: float, default: float, rounds: int) -> dict[str, Any]:
-    """Return a run of pFedVMP on CIFAR-10, Dir(0.3), with one setting changed."""
-    return {
-        "method": "pfedvmp",
-        **({} if value == default else {name: value}),
-        **CIFAR_03,
-        "seed": 0,
-        "rounds": rounds,
-    }
+def runs_of(found: Iterable[Shown]) -> list[Run]:
+    """Return the runs behind some cells, each once."""
+    return list({id(run): run for one in found for run in one.runs}.values())
 
 
-def settings(cell: dict[str, Any], data_dir: str, device: str) -> dict[str, Any]:
-    """Return all settings of a run but the method."""
-    chosen = {**COMMON, **cell, "data_dir": data_dir, "device": device, **cell.get("changed", {})}
-    images = chosen.pop("images")
-    if "keep" not in chosen:
-        # more than are there: refused as a setting
-        chosen["keep"] = images / pooled(chosen["dataset"], data_dir)
-    return {key: value for key, value in chosen.items() if key not in ("method", "changed")}
+def printed(table: str) -> dict[tuple[str, str], str]:
+    """Return a paper's numbers by row and column."""
+    cells = find(table).cells("full")
+    return {(one.row.name, one.column.name): one.published for one in cells}
 
 
-@cache
-def pooled(dataset: str, data_dir: str) -> int:
-    """Return the number of samples that are there."""
-    from bayflower.data.settings import DataSettings
-    from bayflower.data.sources import load_source
-
-    return len(load_source(DataSettings(dataset=dataset, data_dir=data_dir)).y)
-
-
-def load(path: Path) -> list[dict[str, Any]]:
-    """Return the runs that are there; a line that was cut off is left out."""
-    runs = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            runs.append(json.loads(line))
-        except json.JSONDecodeError:
-            print(f"a broken line in {path} is left out", file=sys.stderr)
-    return runs
+def paper_centroids(variant: str) -> list[float | None]:
+    """Return the paper's accuracies of a variant (Tables 1 and 2), in the order of PLACES."""
+    if variant == "mean":
+        second = printed("pfedvmp-2")
+        texts = [second.get((place.partition(", ")[2], "pFedVMP-avg"), "") for place in PLACES]
+        texts[0] = ""  # Table 2 is on CIFAR-10 alone
+    else:
+        first, name = printed("pfedvmp-1"), "pFedVMP" if variant == "precision" else variant
+        texts = [first.get((name, column), "") for column in PLACES.values()]
+    return [float(text) if text else None for text in texts]
 
 
-def append(path: Path, record: dict[str, Any]) -> None:
-    """Add a line, on a line of its own even if the one before was cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        file.seek(0, os.SEEK_END)
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            whole = file.read(1) == b"\n"
-            file.write(b"" if whole else b"\n")
-        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+def percent(run: Run | None, key: str = "accuracy", view: str = "personal") -> float | None:
+    """Return a final number of a run in %."""
+    value = run["final"].get(view, {}).get(key) if run else None
+    return None if value is None else 100 * value
 
 
-def expected(cell: dict[str, Any], runs: list[dict[str, Any]]) -> float:
-    """Return the seconds a run should take, by the slowest run like it: same method and data, else
-    same data, else any; 0 if none.
-    """
+def show(value: float | None, digits: int = 2) -> str:
+    """Return a number for a table."""
+    return "–" if value is None else f"{value:.{digits}f}"
 
-    def like(keys: tuple[str, ...]) -> list[float]:
-        same = [one for one in runs if all(one["cell"].get(key) == cell.get(key) for key in keys)]
-        return [
-            one["seconds"]["wall"] / (one["cell"]["rounds"] * one["cell"]["images"]) for one in same
-        ]
 
-    rates = (
-        like(("method", "centroid", "features", "dataset", "changed"))
-        or like(("dataset", "changed"))
-        or like(())
+def origin(runs: list[Run]) -> str:
+    """Return where numbers come from: rounds, devices, commits, versions, time and data."""
+    torch = ", ".join(sorted({one["versions"]["torch"] for one in runs}))
+    text = (
+        f"{len(runs)} runs; rounds: {listed(runs, 'rounds')}; device: {listed(runs, 'device')}; "
+        f"commit: {listed(runs, 'commit')}; torch {torch}; "
+        f"{sum(one['seconds'] for one in runs):.0f} s in all"
     )
-    return max(rates, default=0.0) * cell["rounds"] * cell["images"]
-
-
-class OutOfTimeError(Exception):
-    """The time that `--minutes` gives is over in the middle of a run."""
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run everything that is not there yet; return how many runs failed."""
-    from bayflower.errors import ConfigError
-
-    path, end = Path(args.out), time.monotonic() + 60 * args.minutes if args.minutes else math.inf
-    changed = dict(text.split("=", 1) for text in args.set)
-    runs = load(path)
-    todo: list[tuple[str, dict[str, Any]]] = []
-    for group in args.only or GROUPS:
-        if group == "emnist" and not (Path(args.data_dir) / "emnist47.npz").exists():
-            print(f"emnist: no emnist47.npz in {args.data_dir}, left out", flush=True)
-            continue
-        for cell in cells(
-            group,
-            args.rounds or GROUPS[group],
-            args.seeds,
-            tuple(args.places),
-            tuple(args.variants),
-        ):
-            cell = {**cell, "changed": changed} if changed else cell
-            if cell not in [one["cell"] for one in runs] and cell not in [
-                other for _, other in todo
-            ]:
-                todo.append((group, cell))
-    place, processes = (int(number) for number in args.part.split("/"))
-    todo = todo[place - 1 :: processes]
-    print(f"{len(todo)} runs to do, {len(runs)} in {path}", flush=True)
-    failed = 0
-    for number, (group, cell) in enumerate(todo, 1):
-        words = f"{number}/{len(todo)} {group}: " + " ".join(
-            f"{key}={value}" for key, value in cell.items() if key != "changed"
+    shared = max(one.get("processes", 1) for one in runs)
+    text += f", of up to {shared} processes that shared the device." if shared > 1 else "."
+    notes = sorted({one["note"] for one in runs if one["note"]})
+    if any(one["dataset"] == "cifar10" and one["note"] for one in runs):
+        notes.append(
+            "the file is a uniform half of CIFAR-10, its training batches 1 and 2 and the test "
+            "batch"
         )
-        seconds = expected(cell, runs)
-        if time.monotonic() + 1.1 * seconds > end:
-            print(f"{words}: not begun, it would take about {seconds:.0f} s", flush=True)
-            continue
-        try:
-            record = {
-                "group": group,
-                "cell": cell,
-                **measured(cell, args, words, end),
-                "commit": args.commit,
-                "processes": processes,
-            }
-        except OutOfTimeError:
-            print(f"{words}: given up, {args.minutes:g} minutes are over", flush=True)
-            return failed
-        except Exception as error:  # the other runs may still go; this one is tried again next time
-            print(f"{words}: failed", flush=True)
-            print(error if isinstance(error, ConfigError) else traceback.format_exc(), flush=True)
-            failed += 1
-            continue
-        append(path, record)
-        runs.append(record)
-        found = record["final"]["personal"]
-        print(
-            f"{words}: {100 * found['accuracy']:.2f} %, {record['seconds']['wall']:.0f} s",
-            flush=True,
-        )
-    return failed
+    return text + (f" Data: {'; '.join(notes)}." if notes else "")
 
 
-def measured(
-    cell: dict[str, Any], args: argparse.Namespace, words: str, end: float
-) -> dict[str, Any]:
-    """Return what the tables need of one run."""
-    import torch
+def half(title: str, runs: list[Run]) -> str:
+    """Return a title that does not call a half of CIFAR-10 by the whole's name."""
+    part = any(one["note"] for one in runs)
+    return title.replace("CIFAR-10", "half of CIFAR-10") if part else title
 
-    from bayflower.config import parse
-    from bayflower.engines import prepare, run_to_result
 
-    started = said = time.monotonic()
+def grid(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return a Markdown table."""
+    return ["", *("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]), ""]
 
-    def progress(records: list[Any]) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now > end and len(records) < chosen.settings.rounds:
-            raise OutOfTimeError
-        if now - said > 20:
-            said = now
-            print(f"{words}: round {len(records)}, {now - started:.0f} s", flush=True)
 
-    chosen = parse(cell["method"], settings(cell, args.data_dir, args.device))
-    try:
-        result = run_to_result(prepare(chosen, "fused"), progress=progress)
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the next run sees how much memory it has
-    usage = result["usage"] or {"seconds": {}}
-    curve = [
-        {
-            "round": one["round"],
-            "train_loss": rounded(one["train_loss"]),
-            **{
-                view: {key: rounded(one[view][key]) for key in ("accuracy", "nll")}
-                for view in ("personal", "before")
-                if view in one
-            },
-        }
-        for one in result["rounds"]
-        if "personal" in one
+def methods(table: str, data: str, cache: Cache) -> list[str]:
+    """Return the table of all methods and what it says about their order; `data`: what the paper's
+    Tables 1 and 3 call the data set.
+    """
+    found = read(table, cache, seeds=1)
+    accuracy, fairness = printed("pfedvmp-1"), printed("pfedvmp-3")
+    runs = runs_of(found.values())
+    if not runs:
+        return ["", NOT_RUN]
+    got = {row: (one.runs or [None])[0] for (row, name), one in found.items() if name == "accuracy"}
+    rows = []
+    for method, run in got.items():
+        cv = fairness.get((method, f"{data} CV"), "")
+        std = fairness.get((method, f"{data} std"), "")
+        theirs = [
+            accuracy.get((method, f"{data} Dir0.3"), "") or "–",
+            f"{cv} ({std})" if cv else "–",
+        ]
+        rows.append([method, *numbers(run), *theirs])
+    head = "method,accuracy,before,mean of clients,NLL,ECE,CV,std,training (s),evaluation (s)"
+    titles = [*head.split(","), "*paper: accuracy*", "*paper: CV (std)*"]
+    return ["", origin(runs), *grid(titles, rows), *order(got)]
+
+
+def numbers(run: Run | None) -> list[str]:
+    """Return a method's numbers for its row."""
+    if run is None:
+        return [NOT_RUN, *["–"] * 8]
+    before = "before" if "before" in run["final"] else "global"
+    values = [
+        percent(run),
+        percent(run, view=before),
+        *(percent(run, key) for key in ("accuracy_mean", "nll", "ece")),
+        *(percent(run, key) for key in ("fairness_cv", "fairness_std")),
     ]
-    return {
-        "method": result["method"],
-        "options": dataclasses.asdict(chosen.options),
-        "dataset": result["dataset"],
-        "note": result["note"],
-        "partition": {
-            key: value
-            for key, value in result["partition"].items()
-            if key not in ("parts", "train_sizes", "test_sizes")
-        },
-        "model": result["model"],
-        "seed": result["seed"],
-        "rounds": len(result["rounds"]),
-        "engine": result["engine"],
-        "device": result["device"],
-        "seconds": {**usage["seconds"], "wall": round(time.monotonic() - started, 2)},
-        "usage": {key: value for key, value in usage.items() if key != "seconds"},
-        "versions": result["versions"],
-        "bytes_up": result["rounds"][-1]["bytes_up"],
-        "remark": result["remark"],
-        "faults": result["faults"],
-        "curve": curve,
-        "final": {
-            view: {key: block[key] for key in BLOCKS}
-            for view, block in result["final"].items()
-            if block and view != "after"
-        },
-    }
+    values[3] = None if values[3] is None else values[3] / 100
+    spent = run.get("spent") or {}
+    train = spent.get("training", 0) + spent.get("aggregation", 0)
+    times = [f"{train:.0f}", f"{spent.get('evaluation', 0):.0f}"] if spent else ["–", "–"]
+    return [*map(show, values), *times]
 
 
-def rounded(value: float | None) -> float | None:
-    """Return a number of a curve, short."""
-    return None if value is None else round(value, 6)
+def order(got: dict[str, Run | None]) -> list[str]:
+    """Return sentences on pFedVMP against FedPer and FedAvg-FT, from the numbers alone."""
+    ours, lines = got.get("pFedVMP"), []
+    for other in ("FedPer", "FedAvg-FT"):
+        for key, what, want in (("accuracy", "accuracy", 1), ("fairness_cv", "fairness CV", -1)):
+            a, b = percent(ours, key), percent(got.get(other), key)
+            if a is None or b is None:
+                lines.append(f"* {what}, pFedVMP against {other}: {NOT_RUN}.")
+                continue
+            word = "above" if a > b else "below" if a < b else "equal to"
+            holds = "as in the paper" if (a - b) * want > 0 else "**not as in the paper**"
+            lines.append(
+                f"* {what}: pFedVMP {a:.2f} is {word} {other} {b:.2f} ({a - b:+.2f}), {holds}."
+            )
+    if ours:
+        p, n = ours["final"]["personal"]["accuracy"], ours["final"]["personal"]["num_examples"]
+        lines.append(
+            f"* One seed; an accuracy on {n} test samples has a standard error of about "
+            f"{100 * math.sqrt(p * (1 - p) / n):.2f} points."
+        )
+    return lines
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line; return the exit status."""
+def by_seed(shown: Shown) -> dict[int, float]:
+    """Return a cell's accuracy in % for each seed that was run."""
+    seeds = [run["partition"]["seed"] for run in shown.runs]
+    return dict(zip(seeds, shown.values, strict=True))
+
+
+def spread(values: list[float]) -> str:
+    """Return mean ± standard deviation over seeds."""
+    if not values:
+        return NOT_RUN
+    return f"{statistics.mean(values):.2f}" + (
+        f" ± {statistics.stdev(values):.2f} ({len(values)})" if len(values) > 1 else " (1)"
+    )
+
+
+def difference(a: dict[int, float], b: dict[int, float]) -> str:
+    """Return the mean of paired differences with its 95 % t-interval, and how many seeds have a
+    above b.
+    """
+    gaps = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+    if not gaps:
+        return NOT_RUN
+    mean = statistics.mean(gaps)
+    text = f"{mean:+.2f}"
+    if 1 < len(gaps) <= len(T_95):
+        reach = T_95[len(gaps) - 1] * statistics.stdev(gaps) / math.sqrt(len(gaps))
+        verdict = "differs from 0" if abs(mean) > reach else "0 is inside"
+        text += f" [{mean - reach:+.2f}, {mean + reach:+.2f}], {verdict}"
+    return f"{text}; above in {sum(gap > 0 for gap in gaps)} of {len(gaps)}"
+
+
+def titles_of(found: Cells) -> list[str]:
+    """Return the headings of the places, with what part of the data was used."""
+    return [
+        half(place, runs_of(one for (_, column), one in found.items() if column == place))
+        for place in PLACES
+    ]
+
+
+def centroids(cache: Cache) -> list[str]:
+    """Return the table of centroids and their paired differences."""
+    found = read(CENTROIDS, cache)
+    runs = runs_of(found.values())
+    if not runs:
+        return ["", NOT_RUN]
+    rows = []
+    for variant in VARIANTS:
+        cells = [spread(found[variant, place].values) for place in PLACES]
+        theirs = [f"; *{one:.2f}*" if one else "" for one in paper_centroids(variant)]
+        rows.append([variant, *(mine + text for mine, text in zip(cells, theirs, strict=True))])
+    pairs = []
+    for a, b in PAIRS:
+        cells = [difference(by_seed(found[a, place]), by_seed(found[b, place])) for place in PLACES]
+        both = zip(paper_centroids(a), paper_centroids(b), strict=True)
+        gaps = [f"; *{x - y:+.2f}*" if x and y else "" for x, y in both]
+        pairs.append([f"{a} − {b}", *(mine + gap for mine, gap in zip(cells, gaps, strict=True))])
+    titles = titles_of(found)
+    words = (
+        "Paired over seeds: mean difference in points, its 95 % t-interval, and in how many "
+        "seeds the first is above the second."
+    )
+    return [
+        "",
+        origin(runs),
+        *grid(["centroid or method", *titles], rows),
+        words,
+        *grid(["", *titles], pairs),
+    ]
+
+
+def sweep(name: str, cache: Cache) -> tuple[list[Run], dict[int, float], dict[int, float]]:
+    """Return the runs of ξ or of the features with seed 0 on CIFAR-10, accuracy in % by value, and
+    the paper's.
+    """
+    found = read(SWEEPS[name], cache, seeds=1)
+    first = next(iter(found))[0]
+    row = {int(column): one for (name, column), one in found.items() if name == first}
+    mine = {value: one.values[0] for value, one in row.items() if one.values}
+    paper = {value: one.cell.mean for value, one in row.items() if one.cell.mean is not None}
+    return runs_of(row.values()), mine, paper
+
+
+def sweep_table(name: str, cache: Cache) -> list[str]:
+    """Return the table of ξ or of the features beside the paper's."""
+    runs, mine, paper = sweep(name, cache)
+    if not mine:
+        return ["", NOT_RUN]
+    columns = sorted({*paper, *mine})
+    rows = [
+        ["here", *(show(mine.get(value)) for value in columns)],
+        ["*paper*", *(show(paper.get(value)) for value in columns)],
+    ]
+    best = max(mine, key=lambda value: mine[value])
+    text = f"Best here: {best} ({mine[best]:.2f} %); worst: {min(mine.values()):.2f} %. One seed. "
+    text += f"Best in the paper: {max(paper, key=lambda value: paper[value])}."
+    return ["", origin(runs), *grid(["", *map(str, columns)], rows), text]
+
+
+def write_page(cache: Cache, page: Path, pictures: Path) -> None:
+    """Write the page from the runs that are there; keep what was written by hand."""
+
+    def drawn(stem: str, words: str) -> list[str]:
+        path = pictures / f"pfedvmp_{stem}.svg"
+        return ["", f"![{words}]({os.path.relpath(path, page.parent)})"] if path.exists() else []
+
+    cifar = half("CIFAR-10, 15,000 images, Dir(0.3)", sweep("xi", cache)[0])
+    lines = [
+        PAGE.strip(),
+        "",
+        "## Fashion-MNIST, all methods (Tables 1 and 3, Figure 3)",
+        *methods("ours-pfedvmp-methods", "FMNIST-50c", cache),
+        *drawn("rounds", "accuracy and loss over rounds"),
+        "",
+        "## Centroids (Table 2)",
+        *centroids(cache),
+        *drawn("centroids", "accuracy by centroid"),
+        "",
+        f"## ξ (Table 7), {cifar}",
+        *sweep_table("xi", cache),
+        *drawn("xi", "accuracy over ξ"),
+        "",
+        f"## Feature dimension (Table 6), {cifar}",
+        *sweep_table("features", cache),
+        *drawn("features", "accuracy over the feature dimension"),
+        "",
+        "## EMNIST-47 subset, Dir(0.3)",
+        "",
+        "The paper's numbers are those of EMNIST itself: other data.",
+        *methods("ours-pfedvmp-emnist47", "EMNIST-50c", cache),
+    ]
+    _, marker, kept = page.read_text().partition(BY_HAND) if page.exists() else ("", "", "")
+    page.write_text("\n".join(lines) + "\n\n" + BY_HAND + (kept if marker else "\n"))
+    print(f"written: {page}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["run", "report", "plots"])
     parser.add_argument(
-        "--out",
-        default=str(HERE / "results" / "pfedvmp_tables.jsonl"),
-        help="file of the runs, one a line",
+        "--results", type=Path, default=HERE / "results" / "runs", help="folder of finished runs"
     )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(GROUPS),
-        metavar="GROUP",
-        help=f"of {', '.join(GROUPS)}; default: all",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=0, help="rounds; default: 500 for fmnist, 300 for the others"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the group centroids")
-    parser.add_argument(
-        "--places",
-        nargs="+",
-        choices=list(PLACES),
-        default=[],
-        help="of the group centroids; default: all",
-    )
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        choices=list(VARIANTS),
-        default=[],
-        help="of the group centroids; default: all",
-    )
-    parser.add_argument("--data-dir", default="data")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--minutes", type=float, default=0, help="time for this call; 0 = no limit")
-    parser.add_argument(
-        "--part",
-        default="1/1",
-        help="the K-th of N parts of the runs, as K/N, for N processes that share a device",
-    )
-    parser.add_argument(
-        "--commit", default="", help="noted with each run, for machines without git"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a setting of every run; it is noted",
-    )
-    parser.add_argument("--page", default=str(HERE / "pfedvmp_tables.md"))
-    parser.add_argument("--pictures", default=str(HERE / "pictures"), help="folder of the pictures")
+    parser.add_argument("--page", type=Path, default=HERE / "pfedvmp_tables.md")
+    parser.add_argument("--pictures", type=Path, default=HERE / "pictures", help="their folder")
     args = parser.parse_args(arguments)
-    if args.action == "run":
-        return 1 if run(args) else 0
-    if args.action == "report":
-        from pfedvmp_report import write_page
-
-        return write_page(load(Path(args.out)), Path(args.page), Path(args.pictures))
-    from pfedvmp_pictures import draw
-
-    return draw(load(Path(args.out)), Path(args.pictures))
+    write_page(Cache(args.results, print), args.page, args.pictures)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

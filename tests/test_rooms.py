@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bayflower import methods
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "bayflower"
 # from the ground up: a room may import itself and the rooms before it
@@ -18,6 +20,7 @@ ROOMS = (
     "settings",
     "tree",
     "metrics",
+    "shown",
     "tasks",
     "calibration",
     "stacked",
@@ -174,4 +177,60 @@ def test_an_arrow_that_is_turned_round_is_found(tmp_path, file, line, fault):
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.toml"))
     (copy / file).write_text((copy / file).read_text() + "\n" + line + "\n")
     assert [one for one in wrong_way(copy) if one.startswith(fault)]
-    assert circles(copy)
+
+
+def test_a_circle_is_found(tmp_path):
+    copy = tmp_path / "bayflower"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.toml"))
+    assert not any("tree" in group for group in circles(copy))
+    (copy / "tree.py").write_text((copy / "tree.py").read_text() + "\nfrom .contract import Work\n")
+    assert any({"tree", "contract"} <= group for group in circles(copy))
+
+
+# where methods may be named: their halves, the table, citations, tables of papers, benchmarks
+MAY_NAME = ("strategies/", "clients/", "methods.py", "cli/cite.py", "reproduce/", "bench/")
+
+
+def named(package: Path) -> list[str]:
+    """Return where code outside the halves names a method, or asks a half what it can do."""
+    words = {word.lower() for row in methods.ROWS for word in (row.name, row.stem, row.title)}
+    words -= {"local"}  # an everyday word: a phase, a folder
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        file = str(path.relative_to(package))
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{file}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                asked = ast.unparse(node.args[0]).split(".")[-1]
+                if asked in ("half", "server", "client", "unstacked") or "half" in asked:
+                    found.append(f"{where} asks a half: {ast.unparse(node)}")
+            if file.startswith(MAY_NAME):
+                continue
+            if isinstance(node, ast.Constant) and str(node.value).lower() in words:
+                found.append(f"{where} names {node.value}")
+            if isinstance(node, ast.ImportFrom):
+                parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                halves = {"strategies", "clients"} & set(parts)
+                stems = {row.stem for row in methods.ROWS}
+                if halves and stems & set(parts):
+                    found.append(f"{where} imports {ast.unparse(node)}")
+    return found
+
+
+def test_no_method_is_named_outside_its_halves_and_no_half_is_asked_what_it_can_do():
+    assert named(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if "fedmap" == name: pass',
+        "from ..strategies.fednp import EXTRA",
+        "from ..clients import metavd",
+        'own = getattr(half, "admit", None)',
+    ],
+)
+def test_a_method_named_elsewhere_is_found(tmp_path, line):
+    (tmp_path / "flower").mkdir()
+    (tmp_path / "flower" / "somewhere.py").write_text(line + "\n")
+    assert len(named(tmp_path)) == 1

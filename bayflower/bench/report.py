@@ -14,7 +14,7 @@ import torch
 from rich.table import Table
 
 from ..files.atomic import write_json
-from ..report.text import number, plain, size
+from ..report.text import bare_table, number, size
 from .cases import Options
 
 FORMAT = "bayflower-bench-1"
@@ -219,7 +219,7 @@ def table(content: dict[str, Any]) -> Table:
     if where["cuda"] is None and suite in ("methods", "scaling", "cross-device"):
         caption += "; memory on a CPU: peak of the whole process so far"
     versions = f"{where['device']}, torch {where['torch']}"
-    grid = plain(
+    grid = bare_table(
         f"{suite}, seed {content['options']['seed']}, {versions}",
         "\n".join([caption, *remarks(rows)]),
     )

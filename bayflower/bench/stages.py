@@ -7,6 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,11 @@ from torch.func import vmap
 from ..contract import ClientHalf
 from ..data import batches
 from ..engines import Prepared
-from ..fused.engine import SMALL_MODEL, Fused, Totals
 from ..fused.meter import Mark, Meter
-from ..fused.phases import Course, segments
+from ..fused.phases import StackedPhase, segments
+from ..fused.run import SMALL_MODEL, FusedRun
 from ..networks.model import Batch
-from ..rounds import sampling
 from ..stacked.replay import Replay
-from ..tree import stack, to
 from .cases import WARM_UP, Options, Say, described, free, loaded, why
 
 COUNTS = (50, 40, 30, 20, 10, 5, 2, 1)
@@ -59,77 +58,36 @@ class Clock:
         return found
 
 
-class Rounds:
-    """The fused engine, round by round, with clocks between its parts."""
+class Rounds(FusedRun):
+    """The fused engine, round by round, with a clock between its stages."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self.run, _, self.federation, self.halves = prepared
-        settings = self.run.settings
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
-        self.device, self.server = settings.torch_device(), self.halves.server
-        self.engine = Fused(self.halves, self.federation.clients, self.run)
-        self.everyone = tuple(sorted(self.engine.stack.clients))
-        self.state = to(self.server.init(*self.halves.initial, self.everyone), self.device)
+        run, _, federation, halves = prepared
+        tf32 = run.settings.tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         self.clock: Clock | None = None
         self.done = 0
-        for place, name, before, after in (
-            (self.engine.bank, "take", "other", "states"),
-            (self.engine, "_phases", "begin", "training"),
-            (self.engine.bank, "put", "messages", "states"),
-        ):
-            setattr(place, name, self._watched(getattr(place, name), before, after))
+        # tests are timed by themselves
+        run = replace(run, settings=replace(run.settings, evaluate_every=0))
+        super().__init__(run, federation, halves, lap=self.told)
 
-    def _watched(self, fn: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            self.lap(before)
-            found = fn(*args)
-            self.lap(after)
-            return found
-
-        return call
-
-    def lap(self, name: str) -> None:
-        """Tell the clock, if there is one."""
+    def told(self, stage: str) -> None:
+        """Tell the clock that a stage has ended, if there is one."""
         if self.clock is not None:
-            self.clock.lap(name)
-
-    def chosen(self, round: int) -> list[int]:
-        """Return the clients of a round."""
-        settings = self.run.settings
-        return sampling.choose(
-            self.everyone, settings.fraction_train, seed=settings.seed, round=round
-        )
-
-    def sent(self, chunk: list[int]) -> Any:
-        """Return what clients are sent."""
-        if not self.server.per_client:
-            return self.server.broadcast(self.state, chunk[0])
-        return stack([self.server.broadcast(self.state, client) for client in chunk])
+            self.clock.lap(stage)
 
     def next(self) -> None:
-        """Do a round as `run_fused` does, and draw the batches of the one after it."""
+        """Do the next round, and draw the batches of the one after it."""
         self.done += 1
-        totals = Totals(self.halves, fast=not self.engine.apart)
-        chunks = self.engine.chunks(self.chosen(self.done), self.sent)
-        for chunk in chunks:
-            updates, _ = self.engine.train(chunk, self.sent(chunk), self.done)
-            self.lap("states")
-            if chunk is chunks[-1]:
-                self.engine.prefetch(self.chosen(self.done + 1), self.done + 1)
-                self.lap("drawing")
-            totals.add(self.state, chunk, updates)
-            self.lap("aggregation")
-        self.state = self.server.finalise(self.state, totals.value(self.device))
-        self.lap("aggregation")
+        self.round(self.done)
 
-    def test(self) -> None:
+    def test_everyone(self) -> None:
         """Test every client, adapted as the method says."""
-        for chunk in self.engine.chunks(self.everyone, self.sent):
-            self.engine.test(chunk, self.sent(chunk), self.done, "finetune")
+        self.test(self.engine, self.everyone, self.done, "finetune")
 
-    def courses(self) -> list[Course]:
+    def phases(self) -> list[StackedPhase]:
         """Return the stretches of training of a round."""
-        return [course for key, course in self.engine.courses.items() if key[0] == "train"]
+        return [one for key, one in self.engine.stacked_phases.items() if key[0] == "train"]
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -147,6 +105,7 @@ STAGES = {
     "messages": "messages: survey and finish",
     "aggregation": "aggregation",
     "drawing": "data: draw the next round's batches, not hidden",
+    "records": "records: losses, bytes",
     "other": "other",
 }
 
@@ -183,7 +142,7 @@ def stages(
     try:
         data, gradient, full = (
             sum(part)
-            for part in zip(*(split(course, rounds) for course in rounds.courses()), strict=True)
+            for part in zip(*(split(stacked, rounds) for stacked in rounds.phases()), strict=True)
         )
         found |= {
             "gather": data,
@@ -210,12 +169,12 @@ def stages(
         "ms": hidden,
         "percent": None,
     }
-    rounds.test()
-    rounds.test()
+    rounds.test_everyone()
+    rounds.test_everyone()
     rounds.wait()
     yield base | {
         "stage": "evaluation of all clients, not in a round",
-        "ms": wall(rounds.test, rounds.wait),
+        "ms": wall(rounds.test_everyone, rounds.wait),
         "percent": None,
     }
     if rounds.device.type == "cuda":
@@ -225,46 +184,47 @@ def stages(
             yield base | {"case": f"{case}, kernels", "failed": why(error)}
 
 
-def split(course: Course, rounds: Rounds) -> tuple[float, float, float]:
+def split(stacked: StackedPhase, rounds: Rounds) -> tuple[float, float, float]:
     """Return milliseconds of all steps of a phase: only gathering data, with the gradient, and as
     they are.
     """
-    if type(course.half).step is not ClientHalf.step:
+    if type(stacked.half).step is not ClientHalf.step:
         raise NotImplementedError("the method has a step of its own")
-    assert course.plan is not None
-    pieces = segments((course.plan[1][:, :, 0, 0] >= 0).sum(0), course.sizes)
+    assert stacked.plan is not None
+    pieces = segments((stacked.plan[1][:, :, 0, 0] >= 0).sum(0), stacked.sizes)
 
     def gathered(size: int) -> tuple[Any, ...]:
         places, masks = (
-            tensor.index_select(0, course.at)[0, :size] for tensor in (course.places, course.masks)
+            tensor.index_select(0, stacked.at)[0, :size]
+            for tensor in (stacked.places, stacked.masks)
         )
-        data = course.stack.train
+        data = stacked.stack.train
         groups = tuple(
             Batch(data.x[places[:, g]], data.y[places[:, g]], masks[:, g])
-            for g in range(course.phase.batches)
+            for g in range(stacked.phase.batches)
         )
         noise = {
-            name: batches.normal(keys[:size], course.at[0], course.shapes[name]).to(
-                course.stack.dtype
+            name: batches.normal(keys[:size], stacked.at[0], stacked.shapes[name]).to(
+                stacked.stack.dtype
             )
-            for name, keys in course.keys.items()
+            for name, keys in stacked.keys.items()
         }
         return groups, noise
 
     def data(size: int) -> None:
         gathered(size)
-        course.at += 1
+        stacked.at += 1
 
     def gradient(size: int) -> None:
-        assert course.work is not None
-        vmap(lambda w, b, n: course.half.gradient(course.phase, w, b, n))(
-            course.work.part(size), *gathered(size)
+        assert stacked.work is not None
+        vmap(lambda w, b, n: stacked.half.gradient(stacked.phase, w, b, n))(
+            stacked.work.part(size), *gathered(size)
         )
-        course.at += 1
+        stacked.at += 1
 
     def passed(replay: Replay) -> float:
         def once() -> None:
-            course.at.zero_()
+            stacked.at.zero_()
             for size, count in pieces:
                 replay(size, count)
 
@@ -274,14 +234,14 @@ def split(course: Course, rounds: Rounds) -> tuple[float, float, float]:
         return statistics.median(wall(once, rounds.wait) for _ in range(PASSES))
 
     graphs = rounds.engine.graphs
-    return passed(Replay(data, graphs)), passed(Replay(gradient, graphs)), passed(course.replay)
+    return passed(Replay(data, graphs)), passed(Replay(gradient, graphs)), passed(stacked.replay)
 
 
 def draw_anew(rounds: Rounds) -> None:
     """Draw the batches of a round that were not drawn yet."""
-    for course in rounds.courses():
-        course.plan = None
-    rounds.engine.prefetch(rounds.chosen(rounds.done + 1), rounds.done + 1)
+    for stacked in rounds.phases():
+        stacked.plan = None
+    rounds.engine.prefetch(rounds.clients_of(rounds.done + 1), rounds.done + 1)
 
 
 def kernels(rounds: Rounds, whole: float) -> dict[str, Any]:
@@ -319,15 +279,15 @@ def steps(options: Options, say: Say) -> Iterator[dict[str, Any]]:
         if rounds is None:
             yield row
             continue
-        for course in rounds.courses():
+        for stacked in rounds.phases():
             for clients in options.clients or COUNTS:
-                if clients > len(course.losses):
+                if clients > len(stacked.losses):
                     continue
                 try:
-                    taken = step_ms(course, clients, rounds)
+                    taken = step_ms(stacked, clients, rounds)
                     yield row | {
                         "failed": None,
-                        "phase": course.phase.name,
+                        "phase": stacked.phase.name,
                         "clients": clients,
                         "ms": taken,
                         "us_per_client": 1000 * taken / clients,
@@ -337,13 +297,13 @@ def steps(options: Options, say: Say) -> Iterator[dict[str, Any]]:
                     yield row | {"case": f"{case}, {clients} clients", "failed": why(error)}
 
 
-def step_ms(course: Course, clients: int, rounds: Rounds) -> float:
+def step_ms(stacked: StackedPhase, clients: int, rounds: Rounds) -> float:
     """Return the milliseconds of a step with the first `clients`, the largest."""
-    times = min(course.steps, 20)
+    times = min(stacked.steps, 20)
 
     def once() -> None:
-        course.at.zero_()
-        course.replay(clients, times)
+        stacked.at.zero_()
+        stacked.replay(clients, times)
 
     once()
     once()
@@ -370,8 +330,8 @@ def engines(options: Options, say: Say) -> Iterator[tuple[str, dict[str, Any], R
                 for _ in range(WARM_UP):
                     rounds.next()
                 rounds.wait()
-                if rounds.engine.apart:
-                    raise NotImplementedError(rounds.engine.apart)
+                if rounds.engine.one_by_one_because:
+                    raise NotImplementedError(rounds.engine.one_by_one_because)
             except Exception as error:  # one case that cannot run must not end the others
                 yield case, row | {"failed": why(error)}, None
                 continue

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +13,7 @@ from rich.table import Table
 
 from ..deploy import folders, layout
 from ..errors import BayflowerError, ConfigError
+from .deployed import hand_over, note, reach, warn_of_expiry
 from .terminal import bar, quiet_logs, values
 
 app = typer.Typer(
@@ -26,19 +24,12 @@ app = typer.Typer(
     epilog="Example: `bayflower deploy init fed --clients 3`, then `bayflower deploy up fed`, "
     "then `bayflower deploy submit fed fedmap`",
 )
-console = Console(stderr=True)
 Folder = Annotated[
     Path,
     typer.Argument(metavar="DIR", help="the deployment's folder, or this machine's part of it"),
 ]
 Name = Annotated[str, typer.Option(help="which run [the newest]")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
-SOON_DAYS = 30
-
-
-def note(text: str) -> None:
-    """Tell a person what happens."""
-    console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -395,53 +386,3 @@ def newest(folder: Folder) -> None:
     from ..deploy import runs
 
     print(runs.run_folder(server, "").name)
-
-
-def reach(folder: Path, again: bool = False) -> tuple[Any, Callable[[], None]]:
-    """Return how to talk to the SuperLink from here, and what keeps its programs alive; None if it
-    is in containers.
-    """
-    from ..deploy import server
-    from ..deploy.local import local_of
-
-    deployment = layout.read(folder)
-    if server.inside():
-        return server.server_inside(deployment), lambda: None
-    local = local_of(deployment)
-    if local is None:
-        return None, lambda: None
-    if again:
-        local.up(note)
-    # raises for a client's folder, which has no server
-    elif deployment.server and not local.alive("superlink"):
-        raise BayflowerError(
-            f"the SuperLink is not running; start it with: bayflower deploy up {folder} --local"
-        )
-    return local.server(), local.watch
-
-
-def hand_over(folder: Path, words: list[str]) -> None:
-    """Run a command beside the SuperLink, in its container, and end with its exit code."""
-    from ..deploy import docker
-
-    code = docker.run_inside(layout.read(folder), words)
-    if code:
-        sys.exit(code)
-
-
-def warn_of_expiry(deployment: layout.Deployment) -> None:
-    """Say it if a certificate ends soon; refuse to start with one that has ended."""
-    from ..deploy import keys
-
-    for path in sorted(deployment.folder.glob("**/*.crt")):
-        left = keys.expiry(path) - datetime.datetime.now(datetime.UTC)
-        if left.total_seconds() <= 0:
-            raise ConfigError(
-                f"the certificate {path} ended {-left.days} days ago; renew it with: bayflower "
-                "deploy renew DIR"
-            )
-        if left.days < SOON_DAYS:
-            note(
-                f"the certificate {path} ends in {left.days} days; renew it with: bayflower "
-                "deploy renew DIR"
-            )

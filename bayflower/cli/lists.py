@@ -33,9 +33,21 @@ def settings(
         str,
         typer.Argument(help="see `bayflower methods`", autocompletion=lambda: list(table.METHODS)),
     ],
+    run_config: Annotated[
+        bool,
+        typer.Option("--run-config", help="print the run-config table of a Flower app instead"),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List every setting of a method with its default; set them with `--set KEY=VALUE`."""
+    """List every setting of a method with its default; set them with `--set KEY=VALUE`.
+
+    Example: `bayflower settings fedmap`
+    """
+    if run_config:
+        from ..flower.app import config_table
+
+        print(config_table(method=table.get(method).name), end="")
+        return
     from ..config import describe
 
     rows = [

@@ -67,7 +67,7 @@ def reproduce(
     results: Annotated[
         Path | None,
         typer.Option(
-            help="folder of finished runs [experiments/results/runs in a checkout, else "
+            help="working folder of finished runs [experiments/results/runs in a checkout, else "
             "runs/reproduce]"
         ),
     ] = None,
@@ -81,10 +81,13 @@ def reproduce(
         Path | None,
         typer.Option(help="write the page of all results; what is below its marker is kept"),
     ] = None,
-    imports: Annotated[
-        list[Path] | None,
-        typer.Option("--import", help="take runs of an older file of results into the folder"),
-    ] = None,
+    collect: Annotated[
+        bool,
+        typer.Option(
+            "--collect",
+            help="move the finished runs of the folder to the files beside it, one run a line",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what a published table still lacks and print it: ours, the paper's number, the
@@ -122,11 +125,10 @@ def reproduce(
         if everything or not tables
         else [find(name) for name in tables]
     )
-    if imports:
-        from ..reproduce.older import take
+    if collect:
+        from ..reproduce.collect import collect as collect_runs
 
-        for path in imports:
-            take(path, cache, say)
+        collect_runs(cache, say)
     if show_list:
         records = cache.everything()
         forms = {form: replace(plan, form=form) for form in ("full", "quick")}
@@ -147,7 +149,7 @@ def reproduce(
         say(f"written: {write}")
         return
     if not tables and not everything:
-        if imports:
+        if collect:
             return
         raise ConfigError(
             "no table was named; `bayflower reproduce --list` shows them, --all means every one"
@@ -265,10 +267,10 @@ def duration(seconds: float | None) -> str:
 
 def print_table(table: Any, plan: Any, found: list[Any]) -> None:
     """Print a table: under each column ours, the paper's and the difference."""
-    from ..report.text import plain
+    from ..report.text import bare_table
     from ..reproduce.show import facts, gap, ours, unit
 
-    grid = plain(table.title, "")
+    grid = bare_table(table.title, "")
     grid.add_column("")
     for column in table.columns:
         grid.add_column(f"{column.name}\nours, {unit(table, column.metric)}", justify="right")

@@ -58,3 +58,8 @@ class AddOn(maml.Client):
         if self.config.base == "perfedavg":
             return meta.hessian_free(loss, work.params, work.buffers, way, self.config.hf_delta)
         return super().meta_gradient(loss, work, way)
+
+    @property
+    def plain_loop(self) -> bool:
+        """Return whether the base trains by plain steps."""
+        return self.config.base not in TWO

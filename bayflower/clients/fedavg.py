@@ -119,7 +119,7 @@ class Client(ClientHalf):
             buffers={name: work.buffers[name] for name in state.buffers},
         )
 
-    def adapted(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
+    def finish_adapting(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
         """Return the state beside the fine-tuned model; of a new client of a method with an own
         part, that part fitted.
         """

@@ -35,10 +35,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import ClientHalf, Phase, Purpose, Survey, Work
+from ..contract import ClientHalf, Phase, Posterior, Purpose, Survey, Work
 from ..errors import WireError
 from ..maths.bits import unpack_bits
 from ..maths.curvature import at_once, diagonal
+from ..maths.laplace import laplace
 from ..networks.model import Batch, Model
 from ..strategies.fedbps import Broadcast, Update
 from ..tree import Tensors
@@ -65,7 +66,7 @@ class Client(ClientHalf):
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
-        self.surveys = at_once(model, training.batch_size, config.curvature)
+        self.survey_size = at_once(model, training.batch_size, config.curvature)
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
         """Return one stretch of local training; a new client fits its personal entries; nothing
@@ -177,7 +178,7 @@ class Client(ClientHalf):
             params = combined(params, work.memo)
         return super().loss(params, work, batch, noise, phase)
 
-    def adapted(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
+    def finish_adapting(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
         """Return the fitted model."""
         return self.kept(state, work._replace(params=combined(work.params, work.memo)))
 
@@ -188,6 +189,14 @@ class Client(ClientHalf):
         buffers: dict[str, Any] = {**state.buffers, **broadcast.buffers}
         logits, _ = self.model.forward(combined(state.params, broadcast), buffers, x, train=False)
         return self.model.probabilities(logits)
+
+    def posterior(
+        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
+    ) -> Posterior:
+        """Return the method's own Laplace approximation: 1 / (h + delta) [eq. 2]."""
+        prior = self.precision(data.mask.sum())
+        std = laplace(self.model, params, buffers, data, prior, self.config.curvature)
+        return Posterior("linear", std, "FedBPS's Laplace approximation")
 
 
 def combined(own: Tensors, broadcast: Broadcast) -> Tensors:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import Phase, Survey, Work
+from ..contract import Phase, Posterior, Survey, Work
 from ..maths.curvature import at_once, diagonal
 from ..networks.model import Batch, Model
 from ..strategies.fedla import State as Broadcast
@@ -49,7 +49,7 @@ class Client(fedavg.Client):
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
-        self.surveys = at_once(model, training.batch_size, config.curvature)
+        self.survey_size = at_once(model, training.batch_size, config.curvature)
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return a client that has not taken part."""
@@ -99,3 +99,12 @@ class Client(fedavg.Client):
         return self.model.probabilities(
             self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
         )
+
+    def posterior(
+        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
+    ) -> Posterior:
+        """Return the method's own diagonal posterior, for as many samples as the client has."""
+        number = len(data.y)
+        std = {name: (number * value).rsqrt() for name, value in broadcast.precision.items()}
+        origin = f"the diagonal posterior of the last round, for {number} samples"
+        return Posterior("linear", std, origin)

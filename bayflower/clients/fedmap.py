@@ -29,19 +29,18 @@ experiment's table.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import ClientHalf, Phase, Purpose, Work
+from ..contract import ClientHalf, Phase, Posterior, Purpose, Survey, Work
+from ..maths.laplace import laplace
 from ..networks.model import Batch
 from ..strategies.fedmap import Broadcast, Update
 from ..tree import Tensors, choose
 from .fedavg import count
 from .fedprox import sq_distance
-
-CHUNK = 1024  # samples in one pass over the local data
 
 
 class State(NamedTuple):
@@ -60,6 +59,7 @@ class Client(ClientHalf):
     state_type = State
     update_type = Update
     private = ("buffers",)
+    survey_size = 1024
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
         """Return one stretch of local training; a new client fits its model from gamma; nothing
@@ -101,7 +101,7 @@ class Client(ClientHalf):
         """Return theta_k as state, and (theta_k, log omega_k, N_k)."""
         number = count(data)
         weight = self.log_weight(
-            self.sum_nll(work, data),
+            work.survey.total,
             self.prior(work.params, work.memo.params).double(),
             number.double(),
         )
@@ -109,16 +109,11 @@ class Client(ClientHalf):
             number, weight, work.params
         )
 
-    def sum_nll(self, work: Work, data: Batch) -> Tensor:
-        """Return Σ_i −log p(y_i|x_i, theta_k) over the local training data, in evaluation mode
-        (float64).
-        """
-        total = torch.zeros((), dtype=torch.float64, device=data.mask.device)
-        for start in range(0, data.y.shape[0], CHUNK):
-            part = Batch(*(tensor[start : start + CHUNK] for tensor in data))
-            logits, _ = self.model.forward(work.params, work.buffers, part.x, train=False)
-            total = total + (self.model.nll(logits, part.y) * part.mask).sum(dtype=torch.float64)
-        return total
+    def survey(self, work: Work, batch: Batch) -> Survey:
+        """Return Σ_i −log p(y_i|x_i, theta_k) of a batch, in evaluation mode (float64)."""
+        logits, _ = self.model.forward(work.params, work.buffers, batch.x, train=False)
+        nll = self.model.nll(logits, batch.y)
+        return Survey((nll * batch.mask).sum(dtype=torch.float64), {})
 
     def log_weight(self, sum_nll: Tensor, prior: Tensor, number: Tensor) -> Tensor:
         """Return log omega_k [eq. 8] in the chosen reading (E-M2, E-M3)."""
@@ -129,6 +124,10 @@ class Client(ClientHalf):
             return -sum_nll - prior
         objective = sum_nll / number + prior
         return -objective / tau + (number.log() if mode == "count" else 0)
+
+    def finish_adapting(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
+        """Return the fitted model."""
+        return State(work.params, work.buffers, torch.ones_like(state.started))
 
     def predict(
         self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
@@ -143,3 +142,11 @@ class Client(ClientHalf):
         )
         logits, _ = self.model.forward(params, state.buffers, x, train=False)
         return self.model.probabilities(logits)
+
+    def posterior(
+        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
+    ) -> Posterior:
+        """Return a Laplace approximation at the MAP estimate under the prior: 1/(h + n/sigma²)."""
+        prior = torch.as_tensor(len(data.y) / self.config.sigma2, dtype=data.mask.dtype)
+        std = laplace(self.model, params, buffers, data, prior, "fisher")
+        return Posterior("linear", std, "Laplace approximation under FedMAP's prior")

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import ClientHalf, Phase, Survey, Work
+from ..contract import ClientHalf, Phase, Posterior, Survey, Work
 from ..maths import npn
 from ..maths.gaussian import Diagonal, damp, quotient
 from ..maths.tilted import Tilted, bounded, make_slopes, tilt
@@ -72,10 +72,12 @@ class Client(ClientHalf):
     itself.
     """
 
+    shapes_features = True
+
     state_type = State
     update_type: ClassVar[type] = Update
     private = ()  # the factor stays here, but the changes that travel add up to it
-    surveys = 1024
+    survey_size = 1024
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
@@ -190,3 +192,24 @@ class Client(ClientHalf):
         return self.model.probabilities(
             self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
         )
+
+    def posterior(
+        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
+    ) -> Posterior:
+        """Return the Gaussian that the natural-parameter network gives the classifier's weights,
+        from the Gaussian over z that all clients agreed on.
+        """
+        layers = {
+            name.removeprefix(EXTRA + "npn."): value
+            for name, value in broadcast.extra.items()
+            if name.startswith(EXTRA + "npn.")
+        }
+        dtype = next(iter(layers.values())).dtype
+        total = broadcast.total
+        mean, variance = total.shift / total.precision, 1 / total.precision
+        name = classifier(params, self.model.head_names)
+        with torch.no_grad():
+            found = npn.forward(layers, npn.Gauss(mean.to(dtype), variance.to(dtype)))
+            std = {name: found.var.sqrt().reshape(params[name].shape)}
+        origin = "the natural-parameter network's Gaussian over the classifier"
+        return Posterior("sampled", std, origin)

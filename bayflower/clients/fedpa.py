@@ -119,6 +119,11 @@ class Client(fedavg.Client):
             self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
         )
 
+    @property
+    def plain_loop(self) -> bool:
+        """Return False: a round also samples its posterior."""
+        return False
+
 
 def delta(anchor: Tensors, samples: Tensors, shrinkage: float) -> Tensors:
     """Return Σ⁻¹ (theta − mean) [eq. 3], Σ = rho I + a C Cᵀ [eq. 2]: (v − a C (rho I + a CᵀC)⁻¹ Cᵀ

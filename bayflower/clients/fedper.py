@@ -22,6 +22,8 @@ from . import fedavg
 class Client(fedavg.Client):
     """Owns its head."""
 
+    needs_base = True
+
     def is_own(self, name: str) -> bool:
         """Return whether `name` belongs to the head."""
         return name in self.model.head_names

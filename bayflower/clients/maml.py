@@ -73,3 +73,8 @@ class Client(reptile.Client):
     ) -> tuple[Tensors, Tensors, Tensor]:
         """Return (∇F, the buffers, F) through the inner steps [eq. 1]."""
         return meta.second_order(loss, work.params, work.buffers, way)
+
+    @property
+    def plain_loop(self) -> bool:
+        """Return False: a step goes down a gradient of a gradient step."""
+        return False

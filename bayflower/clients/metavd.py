@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import Phase, Purpose, Work
+from ..contract import Phase, Posterior, Purpose, Work
 from ..maths import dropout
 from ..networks.model import Batch
 from ..strategies.metavd import MASK, STEP, Broadcast, Update
@@ -57,7 +57,7 @@ class Client(AddOn):
     """Trains weights and their dropout from what the server sent."""
 
     update_type: ClassVar[type] = Update
-    measured = ("mask",)
+    sized_by = ("mask",)
 
     def views(self) -> dict[str, str]:
         """Return the personal model and the global one; the personal one also averaged over weight
@@ -173,10 +173,10 @@ class Client(AddOn):
         flat = super().pack(update)
         return dropout.thin(flat, MASK, (f"params/{self.weight}", STEP)) if update.mask else flat
 
-    def packed(self, updates: Update) -> list[Shapes]:
+    def packed_shapes(self, updates: Update) -> list[Shapes]:
         """Return the shapes of the messages of stacked updates."""
         if not updates.mask:
-            return super().packed(updates)
+            return super().packed_shapes(updates)
         first, size = map_tree(lambda leaf: leaf[0], updates), updates.log_alpha_step[0].numel()
         kept = (size - updates.mask["layer"].flatten(1).sum(1)).tolist()
         short = {f"params/{self.weight}", STEP}
@@ -191,15 +191,15 @@ class Client(AddOn):
 
         return [thin(int(number)) for number in kept]
 
-    def adapted(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
+    def finish_adapting(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
         """Return the adapted model."""
         return state._replace(
             tuned={**{name: work.params[name] for name in self.inner(work)}, **work.buffers}
         )
 
-    def predict(
+    def predict(  # type: ignore[override]
         self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         """Return class probabilities with the weights at their mean, or averaged over samples of
         them (`sampled`).
         """
@@ -223,3 +223,15 @@ class Client(AddOn):
                 self.model.probabilities(self.model.forward(params, {}, x, train=False)[0])
             )
         return torch.stack(found).mean(0) if len(found) > 1 else found[0]
+
+    @property
+    def plain_loop(self) -> bool:
+        """Return whether the base trains by plain steps, dropout and weights at the same rate."""
+        return super().plain_loop and self.config.alpha_rate == 1
+
+    def posterior(
+        self, params: Tensors, buffers: Tensors, broadcast: Broadcast, data: Batch
+    ) -> Posterior:  # type: ignore[override]
+        """Return the method's own dropout posterior N(theta, alpha theta²) of one layer."""
+        std = (broadcast.log_alpha / 2).exp() * params[self.weight].abs()
+        return Posterior("sampled", {self.weight: std}, "the dropout posterior of one layer")

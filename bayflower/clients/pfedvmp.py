@@ -27,13 +27,16 @@ Departs:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..contract import Phase, Survey, Work
+from ..contract import Phase, Posterior, Survey, Work
 from ..errors import ConfigError
-from ..maths.classmessages import Message, blank, dense_ranks, pack_factors, ranks
+from ..maths.classmessages import ClassMessage, blank, dense_ranks, pack_factors, ranks
 from ..maths.classwise import class_factors, class_labels, class_means, class_variances
+from ..maths.laplace import laplace
 from ..networks.model import Batch, masked_mean
 from ..stacked.losses import pull
 from ..strategies.pfedvmp import Update
@@ -47,9 +50,11 @@ class Client(fedper.Client):
     class.
     """
 
+    shapes_features = True
+
     update_type = Update
-    measured = ("counts", "spread/counted", "spread/label")
-    surveys = 64
+    sized_by = ("counts", "spread/counted", "spread/label")
+    survey_size = 64
 
     def loss(
         self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
@@ -124,7 +129,7 @@ class Client(fedper.Client):
         elif self.config.centroid == "diag":
             spread = {"precision": spread["precision"][present]}
         return flatten(
-            Message(
+            ClassMessage(
                 update.num_examples,
                 update.params,
                 update.buffers,
@@ -134,7 +139,7 @@ class Client(fedper.Client):
             )
         )
 
-    def packed(self, updates: Update) -> list[Shapes]:
+    def packed_shapes(self, updates: Update) -> list[Shapes]:
         """Return the shapes of the messages of stacked updates, from their counts and ranks."""
         counts, spread, dim = updates.counts, updates.spread, updates.means.shape[2]
         rank = (
@@ -153,3 +158,15 @@ class Client(fedper.Client):
             shapes(blank(self.config.centroid, first, dim, *one))
             for one in zip(*sizes, strict=True)
         ]
+
+    def posterior(
+        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
+    ) -> Posterior:
+        """Return a Laplace approximation of the head, prior N(0, 1); the method's own Gaussians are
+        over features.
+        """
+        prior = torch.ones((), dtype=data.mask.dtype)
+        every = laplace(self.model, params, buffers, data, prior, "fisher")
+        head = {name: value for name, value in every.items() if name in self.model.head_names}
+        origin = "Laplace approximation of the head (the method's own Gaussians are over features)"
+        return Posterior("linear", head, origin)

@@ -93,7 +93,7 @@ class Client(fedavg.Client):
         change = {name: value - state.control[name] for name, value in control.items()}
         return State(control, {}), Update(fedavg.count(data), work.params, work.buffers, change)
 
-    def adapted(self, state: Any, work: Work, data: Batch, purpose: Purpose) -> Any:
+    def finish_adapting(self, state: Any, work: Work, data: Batch, purpose: Purpose) -> Any:
         """Return the state beside the fine-tuned model."""
         return state._replace(tuned={**work.params, **work.buffers})
 
@@ -102,3 +102,8 @@ class Client(fedavg.Client):
         tuned = view == "personal" and state.tuned
         params, buffers = (state.tuned, {}) if tuned else (broadcast.params, broadcast.buffers)
         return self.model.probabilities(self.model.forward(params, buffers, x, train=False)[0])
+
+    @property
+    def plain_loop(self) -> bool:
+        """Return False: every step is corrected by control variates."""
+        return False

@@ -43,8 +43,8 @@ class Client(AddOn):
     """Trains what is left of the network; says what its loss depends on."""
 
     update_type: ClassVar[type] = Update
-    measured = ("mask", "pruned")
-    surveys = 64
+    sized_by = ("mask", "pruned")
+    survey_size = 64
 
     def views(self) -> dict[str, str]:
         """Return the personal model and the global one."""
@@ -114,7 +114,7 @@ class Client(AddOn):
             if name != SENSITIVITY or not bool(update.pruned)
         }
 
-    def packed(self, updates: Update) -> list[Shapes]:
+    def packed_shapes(self, updates: Update) -> list[Shapes]:
         """Return the shapes of the messages of stacked updates: all have the same mask."""
         first = map_tree(lambda leaf: leaf[0], updates)
         values = first._replace(
@@ -127,14 +127,14 @@ class Client(AddOn):
         )
         return [shapes(self.pack(values))] * len(updates.num_examples)
 
-    def adapted(self, state: State, work: Work, data: Batch, purpose: Any) -> State:
+    def finish_adapting(self, state: State, work: Work, data: Batch, purpose: Any) -> State:
         """Return the adapted model, its pruned weights 0."""
         weight = work.params[self.weight].masked_fill(work.memo.mask, 0)
         return state._replace(tuned={**work.params, self.weight: weight, **work.buffers})
 
-    def predict(
+    def predict(  # type: ignore[override]
         self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         """Return class probabilities of the adapted model (personal), or
         of the pruned global one.
         """

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import read_json, write_json
-from ..flower import processes
+from ..flower import control, processes
 from .server import Server
 
 RECORD = "submission.json"
@@ -126,8 +126,11 @@ def submit(
     (folder / "result.json").unlink(missing_ok=True)
     work = Path(tempfile.mkdtemp(prefix="bayflower-app-"))
     try:
-        app = processes.write_app(work / "app", {**config, "resume": resume, "out": ""})
-        run = processes.submit(server.flwr, app, {**config, "resume": resume, "out": str(folder)})
+        app = control.write_app(work / "app")
+        from ..flower.app import folded  # which imports torch
+
+        whole = folded({**config, "resume": resume, "out": str(folder)})
+        run = control.submit(server.flwr, app, whole)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     write_json(
@@ -150,7 +153,7 @@ def follow(
     """Return when a run has finished; raise if it failed."""
     processes.follow(
         folder / "status.json",
-        lambda: processes.run_status(server.flwr, run),
+        lambda: control.run_status(server.flwr, run),
         show,
         watch,
         lambda: "see: bayflower deploy logs DIR; go on with: bayflower deploy submit DIR --resume",
@@ -163,7 +166,7 @@ def finish(server: Server, run: str) -> None:
     asked = False
     while time.monotonic() < deadline:
         try:
-            if processes.run_status(server.flwr, run).startswith("finished"):
+            if control.run_status(server.flwr, run).startswith("finished"):
                 return
         except (BayflowerError, KeyError, IndexError):
             return  # a SuperLink without a memory of it: the run is gone
@@ -201,7 +204,7 @@ def overview(server: Server) -> dict[str, Any]:
         return facts
     record, status = read_json(folder / RECORD), read_json(folder / "status.json")
     try:
-        state = processes.run_status(server.flwr, str(record["run"]))
+        state = control.run_status(server.flwr, str(record["run"]))
     except (BayflowerError, KeyError, IndexError):
         state = "unknown to the SuperLink"
     if status.get("state") in ("finished", "failed"):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import read_json, write_json
-from ..flower import processes
+from ..flower import control, processes
 from .layout import Deployment
 
 INSIDE = "BAYFLOWER_INSIDE"  # set in the container beside the SuperLink: where results lie
@@ -28,7 +28,7 @@ class Server(NamedTuple):
 
     def flwr(self, *words: str) -> Any:
         """Return the JSON a flwr command prints."""
-        return processes.flwr_json(words, self.env, self.work)
+        return control.flwr_json(words, self.env, self.work)
 
     def nodes(self) -> dict[str, str]:
         """Return the status of every registered client by name: "online", "offline", …"""

@@ -18,11 +18,16 @@ from ..tree import Tensors, digest
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the new one, never a part."""
+    """Write `content` as JSON so that a reader sees the old file or the new one, never a part."""
+    write_text(path, json.dumps(content, indent=1, allow_nan=False))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("w") as file:
-        json.dump(content, file, indent=1, allow_nan=False)
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)

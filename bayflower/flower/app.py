@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from ..wire.hello import listed
 from . import records
 from .client import Site
 from .loop import make_strategy
-from .roster import Roll, Roster
+from .roster import Membership, Roster
 from .strategy import BayflowerStrategy
 
 # What a run-config has besides settings. "" everywhere means: the default.
@@ -47,7 +48,13 @@ APP_KEYS = {
     "min_nodes": "clients to wait for before the first round; num_clients + new_clients if not set",
     "wait": "seconds to wait for them",
     "timeout": "seconds to wait for the replies of a round",
+    "set": "any other setting, as KEY=VALUE KEY=VALUE; see `bayflower settings METHOD`",
 }
+# settings that have a key of their own in a run-config; all others go into `set`
+USUAL = (
+    *("dataset", "data_dir", "num_clients", "partition", "model"),
+    *("rounds", "local_epochs", "batch_size", "lr", "seed"),
+)
 
 
 def run_of(config: Mapping[str, Any], method: str) -> Run:
@@ -66,9 +73,42 @@ def run_of(config: Mapping[str, Any], method: str) -> Run:
         for key, value in config.items()
         if value != "" and key not in APP_KEYS
     }
+    for text in shlex.split(str(config.get("set") or "")):
+        key, mark, value = text.partition("=")
+        if not mark or not key:
+            raise ConfigError(f"set needs KEY=VALUE KEY=VALUE, got {text!r}; e.g. set='sigma2=50'")
+        if key.replace("-", "_") in given:
+            raise ConfigError(f"setting {key!r} was given twice; give it once")
+        given[key.replace("-", "_")] = value
     if unknown := sorted(set(given) - elsewhere):
         parse(method, {unknown[0]: given[unknown[0]]})  # raises with a hint
     return parse(method, {key: value for key, value in given.items() if key in known})
+
+
+def folded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run-config with the keys that every app of ours lists; all other settings are in
+    `set`. Flower refuses keys that an app does not list.
+    """
+    listed = {*APP_KEYS, *USUAL}
+    rest = {key: value for key, value in config.items() if key not in listed}
+    found = {key: value for key, value in config.items() if key in listed}
+    if rest:
+        texts = [shlex.quote(f"{key}={value}") for key, value in sorted(rest.items())]
+        found["set"] = " ".join([*([str(config["set"])] if config.get("set") else []), *texts])
+    return found
+
+
+def config_table(**values: str) -> str:
+    """Return the table [tool.flwr.app.config] of an app that runs our methods, as TOML."""
+    groups = {"app": list(APP_KEYS), "settings that most people set": list(USUAL)}
+    lines = [
+        '# Written by `bayflower settings METHOD --run-config`. "" means: the default.',
+        "[tool.flwr.app.config]",
+    ]
+    for title, keys in groups.items():
+        lines.append(f"# {title}")
+        lines += [f'{key} = "{values.get(key, "")}"' for key in keys]
+    return "\n".join(lines) + "\n"
 
 
 def serve(grid: Grid, config: Mapping[str, Any]) -> None:
@@ -81,7 +121,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 
 def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
     """Run every method of the run-config; what becomes of it is written to `out`/status.json."""
-    names = [name.strip() for name in str(config.get("method") or "fedmap").split(",")]
+    names = [name.strip() for name in str(config.get("method") or methods.DEFAULT).split(",")]
     out = Path(str(config.get("out") or Path.home() / "bayflower-runs" / "-".join(names)))
     if not out.is_absolute():
         raise ConfigError(
@@ -139,7 +179,7 @@ def serve_method(
     if roll is None:
         roster = Roster(run.limits, notes)
         roster.gather(grid, int(config.get("min_nodes") or run.data.total_clients), wait)
-        roll = roster.roll()
+        roll = roster.membership()
     halves = make_halves(run, roll.common.input_shape, roll.common.num_classes)
     same_network(halves, run, roll)
     start = None
@@ -187,7 +227,7 @@ def serve_method(
     return strategy.roll
 
 
-def same_network(halves: Halves, run: Run, roll: Roll) -> None:
+def same_network(halves: Halves, run: Run, roll: Membership) -> None:
     """Raise if the clients' network is not the one that the settings give."""
     if halves.model.anatomy != roll.common.anatomy:
         shape, classes = tuple(roll.common.input_shape), roll.common.num_classes
@@ -205,8 +245,7 @@ def site_of(context: Context) -> Site:
     """
     config = context.run_config
     journal.set_up()
-    method = str(config.get("method") or "fedmap").split(",")[0].strip()
-    run = run_of(config, method)
+    run = first_run(tuple(sorted(config.items())))
     client = int(context.node_config["partition-id"])
     root = context.node_config.get("state-dir") or (
         Path(str(config["out"])) / "state" if config.get("out") else None
@@ -234,6 +273,14 @@ def site_of(context: Context) -> Site:
         origin,
         prepare,
     )
+
+
+@lru_cache(maxsize=64)
+def first_run(config: tuple[tuple[str, Any], ...]) -> Run:
+    """Return the settings of the first method in a run-config, parsed once in a process."""
+    values = dict(config)
+    names = str(values.get("method") or methods.DEFAULT).split(",")
+    return run_of(values, names[0].strip())
 
 
 @lru_cache(maxsize=64)

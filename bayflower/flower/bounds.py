@@ -1,12 +1,10 @@
-"""How far one client may move what all share: bounds on a well-formed update, beyond which it is
-not used.
+"""How far one client may move what all share: bounds beyond which a well-formed update is not used.
 
-A weighted mean has no defence of its own: one count, one precision or one enormous number can make
-it anybody's. These bounds keep an update within what training can give; they do not make the mean
-robust against a client that lies within them (`SECURITY.md`). What only one method can say is in
-optional functions of its server half: bounds(state, client, update, limits, training), the reason
-or None; and, for what counts by its size next to that of others, claims(state, update), sizes by
-name, with reduced(state, update, factors), the update with some of them cut down.
+A weighted mean has no defence of its own: one count, one precision or one extreme value lets a
+single client set the result. These bounds keep an update within what training can give. They do not
+make the mean robust against a client that lies within them (`SECURITY.md`). What the fields of an
+update are is declared by the method (`ServerHalf.update_fields`); what only one method can say is
+in its `bounds`, `claims` and `reduced`.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from ..contract import ServerHalf
 from ..tree import Tensors, flatten
 
 WHOLE = 2**53  # whole numbers in an update are below this
-MODELS = ("params", "extra")  # fields that are a model, or a part of one, like the state's
-SLOPES = ("control_change", "pace")  # fields that are a gradient of the model
 
 
 def problem(
@@ -46,28 +42,30 @@ def problem(
             f"num_examples is {count}, more than twice the {declared} that the client had when "
             "it joined"
         )
-    found = (
-        too_large(update, limits.max_value)
+    return (
+        too_large(half, update, limits.max_value)
+        or too_precise(half, update, limits.max_precision)
         or too_far(half, state, update, limits.max_change)
-        or negative_variance(update)
+        or negative_variance(half, update)
+        or half.bounds(state, client, update, limits, training)
     )
-    own = getattr(half, "bounds", None)
-    return found or (None if own is None else own(state, client, update, limits, training))
 
 
-def too_large(update: Any, most: float) -> str | None:
+def kind_of(half: ServerHalf, name: str) -> str:
+    """Return what the leaf called `name` is, by the longest declared beginning of its name."""
+    found = [one for one in half.update_fields if name == one or name.startswith(one + "/")]
+    return half.update_fields[max(found, key=len)] if found else "other"
+
+
+def too_large(half: ServerHalf, update: Any, most: float) -> str | None:
     """Return which tensor has a number beyond what any may be."""
     for name, leaf in flatten(update).items():
         if leaf.numel() == 0 or leaf.dtype == torch.bool:
             continue
         low, high = (float(value) for value in leaf.aminmax())
-        bound = (
-            WHOLE
-            if not leaf.is_floating_point()
-            else math.sqrt(most)
-            if name.endswith("triangle")
-            else most
-        )  # its square is what counts
+        bound: float = WHOLE
+        if leaf.is_floating_point():
+            bound = math.sqrt(most) if kind_of(half, name) == "root" else most
         if max(-low, high) > bound:
             return (
                 f"{name!r} has a number of size {max(-low, high):.3g}, more than {bound:.3g} "
@@ -76,27 +74,33 @@ def too_large(update: Any, most: float) -> str | None:
     return None
 
 
+def too_precise(half: ServerHalf, update: Any, most: float) -> str | None:
+    """Return which precision is too large: the client that claims the largest decides the mean."""
+    for field, tensors in fields(half, update, "precision"):
+        largest = max((float(value.max()) for value in tensors.values()), default=0.0)
+        if largest > most:
+            return f"{field} must be at most max_precision = {most:g}, got {largest:.3g}"
+    return None
+
+
 def too_far(half: ServerHalf, state: Any, update: Any, most: float) -> str | None:
     """Return which part of an update is too far from the model that was sent."""
-    shared = half.shared(state)
-    for field in (*MODELS, *SLOPES):
-        tensors: Tensors = getattr(update, field, {})
-        if not tensors:
-            continue
-        own = getattr(state, field, None)
-        old: Mapping[str, torch.Tensor] = (
-            own
-            if isinstance(own, dict) and tensors.keys() <= own.keys() and field in MODELS
-            else shared
-        )
+    shared, known = half.shared(state), state._asdict()
+    for field, tensors in [*fields(half, update, "model"), *fields(half, update, "slope")]:
+        is_model = half.update_fields[field] == "model"
+        own = known.get(field)
+        same = is_model and isinstance(own, dict) and tensors.keys() <= own.keys()
+        old: Mapping[str, torch.Tensor] = own if same else shared
         size = away = 0.0
-        # one at a time: together they would take four models' memory
-        for name, tensor in tensors.items():
+        for (
+            name,
+            tensor,
+        ) in tensors.items():  # one at a time: together they would take four models' memory
             change = tensor.double()
             if name in old:
                 before = old[name].double()
                 size += float(before.square().sum())
-                change = change - before if field in MODELS else change
+                change = change - before if is_model else change
             away += float(change.square().sum())
         bound = most * (1 + math.sqrt(size))
         if math.sqrt(away) > bound:
@@ -107,15 +111,28 @@ def too_far(half: ServerHalf, state: Any, update: Any, most: float) -> str | Non
     return None
 
 
-def negative_variance(update: Any) -> str | None:
+def negative_variance(half: ServerHalf, update: Any) -> str | None:
     """Return which running variance of a normalisation layer is negative: its root would be no
     number on every client.
     """
-    buffers: Tensors = getattr(update, "buffers", {})
-    for name, value in buffers.items():
-        if name.rpartition(".")[2] == "running_var" and value.numel() and float(value.min()) < 0:
-            return f"{name!r} is a variance and must not be negative, got {float(value.min()):.3g}"
+    for _, buffers in fields(half, update, "buffers"):
+        for name, value in buffers.items():
+            variance = name.rpartition(".")[2] == "running_var" and value.numel()
+            if variance and float(value.min()) < 0:
+                return (
+                    f"{name!r} is a variance and must not be negative, got {float(value.min()):.3g}"
+                )
     return None
+
+
+def fields(half: ServerHalf, update: Any, kind: str) -> list[tuple[str, Tensors]]:
+    """Return the fields of an update that are declared as `kind` and hold something."""
+    held = update._asdict()
+    return [
+        (name, held[name])
+        for name, declared in half.update_fields.items()
+        if declared == kind and held.get(name)
+    ]
 
 
 def level(sizes: Iterable[float], share: float) -> float:
@@ -156,7 +173,7 @@ def reduce(
     """Return the updates of a round with nobody's claim above `share` of what all claim under that
     name, and what was cut down.
     """
-    found = {client: half.claims(state, update) for client, update in sorted(updates.items())}  # type: ignore[attr-defined]
+    found = {client: half.claims(state, update) for client, update in sorted(updates.items())}
     most = {
         name: level([claims[name] for claims in found.values() if name in claims], share)
         for name in {name for claims in found.values() for name in claims}
@@ -165,5 +182,5 @@ def reduce(
     for client, claims in found.items():
         factors = {name: most[name] / size for name, size in claims.items() if size > most[name]}
         cuts += [Cut(client, name, factor) for name, factor in factors.items()]
-        kept[client] = half.reduced(state, updates[client], factors) if factors else updates[client]  # type: ignore[attr-defined]
+        kept[client] = half.reduced(state, updates[client], factors) if factors else updates[client]
     return kept, cuts

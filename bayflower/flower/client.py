@@ -9,6 +9,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +26,13 @@ from ..metrics import Tally
 from ..networks.model import Model
 from ..rounds import solo
 from ..tree import Tensors, digest, flatten, to, unflatten
-from ..wire.hello import Facts, is_whole, to_header
+from ..wire.hello import ClientInfo, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
 from . import records
 
 log = logging.getLogger("bayflower")
+# what every message to a client says
+HEADER_KEYS = ("method", "run", "round", "seed", "evaluate", "purpose", "instructions")
 
 
 class Site(NamedTuple):
@@ -57,7 +60,7 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     @app.query()
     def query(message: Message, context: Context) -> Message:
         site = site_of(context)
-        head = records.make_header(client=site.client, new=site.new, **to_header(facts_of(site)))
+        head = records.make_header(client=site.client, new=site.new, **to_header(info_of(site)))
         return Message(RecordDict({records.HEADER: head}), reply_to=message)
 
     @app.train(mods=list(mods))
@@ -71,10 +74,10 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     return app
 
 
-def facts_of(site: Site) -> Facts:
+def info_of(site: Site) -> ClientInfo:
     """Return what a server learns of a site before the first round."""
     train, test = site.data
-    return Facts(
+    return ClientInfo(
         site.model.anatomy,
         tuple(train.x.shape[1:]),
         site.model.num_classes,
@@ -88,9 +91,7 @@ def answer(
     message: Message, site: Site, work: Callable[[Message, dict[str, Any], Site], RecordDict]
 ) -> Message:
     """Return the reply; an error is raised again with client, round and stage in its text."""
-    head = records.header(
-        message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions")
-    )
+    head = records.header(message, HEADER_KEYS)
     # the round becomes part of a file's name
     if not is_whole(head["round"], 0, 2**40) or head["purpose"] not in ("finetune", "new"):
         raise records.WireError(
@@ -120,28 +121,65 @@ def answer(
     return Message(content, reply_to=message)
 
 
-def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
-    """Return the update of a round, and the test of the model before it where asked; an old reply
-    if the message is a repetition.
+class Begun(NamedTuple):
+    """A client at the start of a round."""
+
+    half: ClientHalf
+    broadcast: Any
+    cause: str  # digest of the broadcast
+    round: int
+    seed: int
+    state: Any
+    repeated: Saved | None  # what was answered before, if the message is a duplicate
+    tally: Tensors  # the test of the model before the round, where it was asked for
+
+
+def begin_round(message: Message, head: dict[str, Any], site: Site) -> Begun:
+    """Return the client's state, and the test of its model before the round; a duplicate is
+    recognised.
     """
-    half = make_half(head, site.model)
+    half = make_half(head["method"], head["instructions"], site.model)
     broadcast = sent(half, message, head, site)
-    cause, round = digest(broadcast), int(head["round"])
+    cause, round, seed = digest(broadcast), int(head["round"]), int(head["seed"])
     known = site.store.load(head["run"], site.client)
-    for saved in known:
-        if saved.round == round and saved.cause == cause:
-            return reply_records(saved, order_of(message, head))
+    same = (one for one in known if (one.round, one.cause) == (round, cause))
+    if (repeated := next(same, None)) is not None:
+        state = state_of(half, last_state(known, head, round - 1), head, site)
+        return Begun(half, broadcast, cause, round, seed, state, repeated, {})
     state = state_of(half, start_of_round(known, head, site), head, site)
-    keys = {"seed": int(head["seed"]), "client": site.client}
     tally: Tensors = {}
     if head["evaluate"]:
-        tally = flat_tallies(
-            tested(half, state, broadcast, site, "finetune", round=round - 1, **keys)
-        )
-    trained = solo.train(half, state, broadcast, site.data.train, round=round, **keys)
+        keys = {"seed": seed, "client": site.client, "round": round - 1}
+        tally = flat_tallies(tested(half, state, broadcast, site, "finetune", **keys))
+    return Begun(half, broadcast, cause, round, seed, state, None, tally)
+
+
+def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trained) -> Saved:
+    """Return the reply to a round, after the client's state is kept."""
     numbers = reply_numbers(len(site.data.train.y), trained.loss)
-    saved = Saved(round, cause, flatten(trained.state), half.pack(trained.update), tally, numbers)
+    update = begun.half.pack(trained.update)
+    saved = Saved(begun.round, begun.cause, flatten(trained.state), update, begun.tally, numbers)
     site.store.save(head["run"], site.client, saved)
+    return saved
+
+
+def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
+    """Return the update of a round, and the test of the model before it where asked; a duplicate
+    gets the first reply.
+    """
+    begun = begin_round(message, head, site)
+    saved = begun.repeated
+    if saved is None:
+        trained = solo.train(
+            begun.half,
+            begun.state,
+            begun.broadcast,
+            site.data.train,
+            round=begun.round,
+            seed=begun.seed,
+            client=site.client,
+        )
+        saved = end_round(begun, head, site, trained)
     return reply_records(saved, order_of(message, head))
 
 
@@ -153,7 +191,7 @@ def evaluate_reply(
 
     Where clients keep files, the personal model is saved beside the state.
     """
-    half = make_half(head, site.model)
+    half = make_half(head["method"], head["instructions"], site.model)
     broadcast = sent(half, message, head, site)
     known = site.store.load(head["run"], site.client)
     state = state_of(half, last_state(known, head, int(head["round"])), head, site)
@@ -255,15 +293,17 @@ def tested(
     return solo.test(half, adapted, broadcast, site.data.test, **keys)
 
 
-def make_half(head: dict[str, Any], model: Model) -> ClientHalf:
+def make_half(method: str, instructions: str, model: Model) -> ClientHalf:
     """Return the client half the server asks for, with its settings."""
-    row = methods.get(head["method"])
-    told = json.loads(head["instructions"])
-    return row.client(
-        convert_fields(row.config, told["options"]),
-        convert_fields(Training, told["training"]),
-        model,
-    )
+    return methods.get(method).client(*told(method, instructions), model)
+
+
+@lru_cache(maxsize=64)
+def told(method: str, instructions: str) -> tuple[Any, Training]:
+    """Return the method's settings and those of training, parsed once in a process."""
+    said = json.loads(instructions)
+    options = convert_fields(methods.get(method).config, said["options"])
+    return options, convert_fields(Training, said["training"])
 
 
 def sent(half: ClientHalf, message: Message, head: dict[str, Any], site: Site) -> Any:

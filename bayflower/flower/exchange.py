@@ -20,7 +20,7 @@ from typing import NamedTuple
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from ..wire.hello import MAX_CLIENT, Facts, from_header, is_whole
+from ..wire.hello import MAX_CLIENT, ClientInfo, from_header, is_whole
 from . import records
 
 log = logging.getLogger("bayflower")
@@ -48,7 +48,7 @@ class Member(NamedTuple):
     client: int
     node: int
     new: bool
-    facts: Facts
+    facts: ClientInfo
 
 
 class Request(NamedTuple):
@@ -61,7 +61,7 @@ class Request(NamedTuple):
     test: bool
 
 
-class Line:
+class NodeHistory:
     """What one exchange teaches the next: how long each node takes, and which repeated messages may
     still be answered in vain.
     """
@@ -92,7 +92,11 @@ class Line:
 
 
 def query(
-    grid: Grid, nodes: list[int], timeout: float, line: Line, refused: Callable[[int, str], None]
+    grid: Grid,
+    nodes: list[int],
+    timeout: float,
+    history: NodeHistory,
+    refused: Callable[[int, str], None],
 ) -> Iterator[Member]:
     """Yield who each node says it is; `refused` is told the node and the reason where that cannot
     be used.
@@ -108,7 +112,7 @@ def query(
             )
 
     asked: dict[str, int] = {}
-    for reply in stream(grid, nodes, ask, timeout, line, asked):
+    for reply in stream(grid, nodes, ask, timeout, history, asked):
         node = asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
         if reply.has_error():
             if reply.error.code not in LOST:  # a node that is gone says nothing about itself
@@ -143,7 +147,7 @@ def stream(
     nodes: Iterable[int],
     ask: Ask,
     timeout: float,
-    line: Line,
+    history: NodeHistory,
     asked: dict[str, int] | None = None,
 ) -> Iterator[Message]:
     """Yield one reply of each node as they come, in any order, until all are there or `timeout`
@@ -153,9 +157,9 @@ def stream(
     `asked` learns which node each message went to, because a reply that Flower makes up for a lost
     one does not say it. Errors of nodes that stay lost come last.
     """
-    talk = Talk(grid, ask, time.monotonic() + timeout, line, {} if asked is None else asked)
+    talk = Exchange(grid, ask, time.monotonic() + timeout, history, {} if asked is None else asked)
     talk.push(list(nodes))
-    talk.push([node for node in talk.last if node in line.behind])
+    talk.push([node for node in talk.last if node in history.behind])
     while (talk.sent or talk.revive()) and time.monotonic() < talk.deadline:
         came = False
         numbers = list(talk.sent)
@@ -172,18 +176,24 @@ def stream(
             talk.look()
             time.sleep(POLL_SECONDS)
     yield from talk.lost.values()
-    line.sweep(grid)
+    history.sweep(grid)
 
 
-class Talk:
+class Exchange:
     """One question to several nodes: which messages are under way, and who is to be asked again,
     with a message made anew.
     """
 
     def __init__(
-        self, grid: Grid, ask: Ask, deadline: float, line: Line, asked: dict[str, int]
+        self, grid: Grid, ask: Ask, deadline: float, history: NodeHistory, asked: dict[str, int]
     ) -> None:
-        self.grid, self.ask, self.deadline, self.line, self.asked = grid, ask, deadline, line, asked
+        self.grid, self.ask, self.deadline, self.history, self.asked = (
+            grid,
+            ask,
+            deadline,
+            history,
+            asked,
+        )
         self.sent: dict[str, tuple[int, float]] = {}  # message: its node, and when it was sent
         self.settled: set[str] = set()  # messages whose node has answered another one
         # nodes whose only message was lost, and what Flower said
@@ -193,7 +203,7 @@ class Talk:
         self.waits: dict[int, float] = {}  # how long it may then be silent
         self.heard = time.monotonic()  # when the last reply came
         self.looked = -LOOK_SECONDS
-        self.again = line.again > 0 and type(grid).__name__ != SIMULATION
+        self.again = history.again > 0 and type(grid).__name__ != SIMULATION
 
     def push(self, nodes: list[int]) -> None:
         """Send a message to each of the nodes."""
@@ -224,13 +234,13 @@ class Talk:
             return not others and node not in self.lost
         now = time.monotonic()
         if when < self.last[node] and now - self.last[node] < BEHIND_SECONDS:
-            self.line.behind.add(node)  # long silent, and here as soon as it was asked again
+            self.history.behind.add(node)  # long silent, and here as soon as it was asked again
         elif not reply.has_error():
-            self.line.slowest[node] = max(self.line.slowest.get(node, 0.0), now - when)
+            self.history.slowest[node] = max(self.history.slowest.get(node, 0.0), now - when)
         for other in others:
             del self.sent[other]
         self.settled.update(others)
-        self.line.spare.update(dict.fromkeys(others, self.deadline + CLOCKS))
+        self.history.spare.update(dict.fromkeys(others, self.deadline + CLOCKS))
         return True
 
     def revive(self) -> bool:
@@ -259,7 +269,7 @@ class Talk:
         silent = {node for node, _ in self.sent.values()}
         begun = started(self.grid)
         for node in sorted(silent & begun.keys()):
-            wait = self.waits.setdefault(node, self.line.patience(node))
+            wait = self.waits.setdefault(node, self.history.patience(node))
             late = now - max(self.heard, self.last[node]) >= wait
             if late or now - self.last[node] > begun[node]:
                 log.info(

@@ -4,7 +4,6 @@ another. The reference, and for debugging.
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +24,7 @@ from ..files.records import Outcome, Progress
 from ..files.store import MemoryStore, Saved, Store
 from ..rounds import solo
 from ..rounds.halves import Halves
+from ..rounds.schedule import checkpoint_due
 from ..tree import flatten
 from . import records
 from .classes import strategy_class
@@ -177,7 +177,8 @@ def run_loop(
 
     def save(strategy: BayflowerStrategy, round: int, forced: bool) -> None:
         every = settings.checkpoint_every
-        if out is not None and every and (forced or round % every == 0 or round == settings.rounds):
+        due = checkpoint_due(round, every, settings.rounds) or (forced and every > 0)
+        if out is not None and due:
             fresh = flatten(halves.client.init(*halves.initial))
             known = {
                 data.client: memory.load(strategy.run, data.client) for data in federation.clients
@@ -220,8 +221,6 @@ def make_strategy(run: Run, progress: Progress | None = None, **more: Any) -> Ba
         evaluate_every=settings.evaluate_every,
         seed=settings.seed,
         progress=progress,
+        parsed=run,
         **more,
-        **dataclasses.asdict(run.training),
-        **dataclasses.asdict(run.options),
-        **dataclasses.asdict(run.limits),
     )

@@ -18,18 +18,17 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from .. import methods
-from ..clients.addon import AddOn
 from ..config import Training, named_device
-from ..contract import ClientHalf, Work
+from ..contract import ClientHalf, Phase, Work
 from ..data import batches
 from ..data.loaders import pair
 from ..errors import BayflowerError, ConfigError
-from ..files.store import DiskStore, Saved
-from ..networks.check import given
+from ..files.store import DiskStore
+from ..networks.check import checked_model
 from ..networks.model import Batch
 from ..rounds import solo
-from ..tree import Tensors, digest, flatten, to
-from ..wire.protocol import reply_header, reply_numbers
+from ..tree import to
+from ..wire.protocol import reply_header
 from . import client, records
 from .client import Site
 
@@ -37,7 +36,6 @@ FEW = 8  # samples of a rehearsal
 KEPT = 64  # clients whose data a process keeps
 SITES: dict[tuple[str, int], Site] = {}  # by plug and client: what this process has loaded
 LOADING = threading.Lock()
-NEED_BASE = ("fedper", "fedrep", "lgfedavg", "pfedvmp")  # a head, and something before it
 
 
 def make_client_app(
@@ -93,7 +91,7 @@ class Plug:
         # in a simulation every message brings a copy of this object: the copies share what is
         # loaded
         self.name = uuid.uuid4().hex
-        self.plain = client.client_app(self.site)
+        self.answers = client.client_app(self.site)
 
     # -- what Flower calls ------------------------------------------------------------------------
     def app(self) -> ClientApp:
@@ -110,7 +108,7 @@ class Plug:
         """
         site = self.site(context)
         rehearse(self.row, site, self.layer)
-        return self.plain(message, context)
+        return self.answers(message, context)
 
     def train(self, message: Message, context: Context) -> Message:
         """Return the reply to a round, trained as the strategy says."""
@@ -174,7 +172,7 @@ class Plug:
                 f"train has samples of shape {tuple(train.x.shape[1:])}, test of "
                 f"{tuple(test.x.shape[1:])}; they must agree"
             )
-        model = given(self.model, train.x, torch.cat([train.y, test.y]), self.head)
+        model = checked_model(self.model, train.x, torch.cat([train.y, test.y]), self.head)
         root = (
             self.state
             or context.node_config.get("state-dir")
@@ -194,32 +192,16 @@ class Job:
 
     def __init__(self, message: Message, site: Site) -> None:
         self.message, self.site = message, site
-        self.head = records.header(
-            message, ("method", "run", "round", "seed", "evaluate", "purpose", "instructions")
-        )
+        self.head = records.header(message, client.HEADER_KEYS)
         self.train, self.test = site.data
-        self.half = client.make_half(self.head, site.model)
-        self.phase = only_phase(self.half, self.head["method"])
-        broadcast = client.sent(self.half, message, self.head, site)
-        self.cause, self.round = digest(broadcast), int(self.head["round"])
-        known = site.store.load(self.head["run"], site.client)
-        self.repeated = next(
-            (one for one in known if (one.round, one.cause) == (self.round, self.cause)), None
-        )
-        before = (
-            client.start_of_round(known, self.head, site)
-            if self.repeated is None
-            else client.last_state(known, self.head, self.round - 1)
-        )
-        self.state = client.state_of(self.half, before, self.head, site)
-        self.tally: Tensors = {}
-        keys: dict[str, Any] = {"seed": int(self.head["seed"]), "client": site.client}
-        if self.head["evaluate"] and self.repeated is None:
-            views = client.tested(
-                self.half, self.state, broadcast, site, "finetune", round=self.round - 1, **keys
-            )
-            self.tally = client.flat_tallies(views)
-        self.work: Work = self.half.begin(self.state, broadcast, self.train)
+        method = self.head["method"]
+        half = client.make_half(method, self.head["instructions"], site.model)
+        self.phase = only_phase(half, method)
+        self.begun = client.begin_round(message, self.head, site)
+        self.half, self.round = self.begun.half, self.begun.round
+        state, broadcast = self.begun.state, self.begun.broadcast
+        keys: dict[str, Any] = {"seed": self.begun.seed, "client": site.client}
+        self.work: Work = self.half.begin(state, broadcast, self.train)
         self.model = site.model.module(self.work.params, self.work.buffers).train()
         own = dict(self.model.named_parameters())
         self.moving = {
@@ -267,19 +249,15 @@ class Job:
         """Return the reply to the server, after the client's state is on disk; to a message that
         came twice, the first reply.
         """
-        saved = self.repeated
+        saved = self.begun.repeated
         if saved is None:
             with solo.one_thread():
                 work = solo.surveyed(self.half, self._now(), self.train)
-                state, update = (
-                    solo.detach(part) for part in self.half.finish(self.state, work, self.train)
-                )
+                done = self.half.finish(self.begun.state, work, self.train)
+                state, update = (solo.detach(part) for part in done)
             mean = self.total / self.seen if self.seen else 0.0
-            numbers = reply_numbers(len(self.train.y), mean if train_loss is None else train_loss)
-            saved = Saved(
-                self.round, self.cause, flatten(state), self.half.pack(update), self.tally, numbers
-            )
-            self.site.store.save(self.head["run"], self.site.client, saved)
+            trained = solo.Trained(state, update, mean if train_loss is None else train_loss)
+            saved = client.end_round(self.begun, self.head, self.site, trained)
         content = client.reply_records(saved, client.order_of(self.message, self.head))
         head = reply_header(
             method=self.head["method"],
@@ -298,22 +276,15 @@ def batch(source: Any, what: str, device: torch.device) -> Batch:
     return Batch(x.to(device), y.to(device), torch.ones(len(y), dtype=dtype, device=device))
 
 
-def only_phase(half: ClientHalf, method: str) -> Any:
+def only_phase(half: ClientHalf, method: str) -> Phase:
     """Return the one stretch of training of a round; raise if the method's training is more than
     descending a loss.
     """
     phases = half.phases("train")
-    plain = type(half).step is ClientHalf.step and (
-        type(half).gradient is ClientHalf.gradient or isinstance(half, AddOn)
-    )
-    if (
-        len(phases) != 1
-        or phases[0].batches != 1
-        or not plain
-        or getattr(half.config, "alpha_rate", 1) != 1
-    ):
+    if len(phases) != 1 or phases[0].batches != 1 or not half.plain_loop:
         raise ConfigError(
-            f"{method} trains in a way of its own, which is no loss to descend; use make_client_app"
+            f"{method} has no single loss, so it cannot be used in your own training loop; use "
+            "make_client_app"
         )
     return phases[0]
 
@@ -323,19 +294,11 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
     cannot be trained by the method.
     """
     model, train = site.model, site.data.train
-    chosen, kind, training = (
-        {**row.defaults, **({"dropout_layer": layer} if layer else {})},
-        row.config,
-        Training(),
-    )
-    config = kind(
-        **{
-            field.name: chosen[field.name]
-            for field in dataclasses.fields(kind)
-            if field.name in chosen
-        }
-    )
-    if row.stem in NEED_BASE and model.head_names == frozenset(model.shapes):
+    names = {field.name for field in dataclasses.fields(row.config)}
+    chosen = {**row.defaults, **({"dropout_layer": layer} if layer else {})}
+    config = row.config(**{name: value for name, value in chosen.items() if name in names})
+    training = Training()
+    if row.client.needs_base and model.head_names == frozenset(model.shapes):
         raise ConfigError(
             f"the head {', '.join(model.head_layers)} is the whole network; {row.name} needs "
             "layers before it: name a smaller head"
@@ -361,7 +324,7 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
                 work, _ = half.step(phase, work, (few,) * phase.batches, noise)
             half.finish(state, solo.surveyed(half, work, few), few)
     except ConfigError:
-        if hasattr(config, "dropout_layer") and not layer:
+        if "dropout_layer" in names and not layer:
             return  # the strategy may name another layer; it checks that itself
         raise
     except BayflowerError:

@@ -13,8 +13,9 @@ from flwr.app import Message, MetricRecord, RecordDict
 from ..config import Limits
 from ..contract import ServerHalf
 from ..metrics import Tally
-from . import bounds, records, wrapped
+from . import bounds, records
 from .exchange import Member, reason
+from .wrapped import Form
 
 LARGEST_LOSS = 1e30  # a loss beyond it cannot be averaged, and training has diverged long before
 
@@ -31,14 +32,12 @@ class Expected(NamedTuple):
     limits: Limits
     training: Any  # settings of local training
     caps: Mapping[int, int]  # clients that count for fewer samples than they have
-    # whether updates come as plain arrays, because another strategy is around this one
-    plain: bool = False
+    form: Form  # how updates are read
 
 
 class Accepted(NamedTuple):
     """A reply to train that can be used."""
 
-    client: int
     update: Any
     tallies: dict[str, Tally]
     loss: float
@@ -73,20 +72,20 @@ def sender(reply: Message, expected: Expected) -> int:
 
 
 def accept(
-    reply: Message, expected: Expected, half: ServerHalf, state: Any, done: Container[int]
+    reply: Message,
+    client: int,
+    expected: Expected,
+    half: ServerHalf,
+    state: Any,
+    done: Container[int],
 ) -> Accepted:
-    """Return the content of a reply to train that can be used; raise with the reason otherwise."""
-    client = sender(reply, expected)
+    """Return the content of a reply to train that can be used; raise with the reason otherwise.
+    `client` is its `sender`.
+    """
     if client in done:
         raise records.WireError("a second reply in the same round")
     declared = expected.members[client].facts.train_size
-    flat = records.arrays(reply, records.UPDATE, consume=True)
-    update = half.unpack(
-        state,
-        wrapped.to_flat(flat, state, metric(reply, records.NUM_EXAMPLES))
-        if expected.plain
-        else flat,
-    )
+    update = half.unpack(state, expected.form.update(reply, state))
     why = half.check(state, client, update) or bounds.problem(
         half, state, client, update, declared, expected.limits, expected.training
     )
@@ -95,8 +94,9 @@ def accept(
     tallies = tallies_of(reply, expected, client) if records.TALLY in reply.content else {}
     loss = train_loss(reply)
     if client in expected.caps:
-        update = update._replace(num_examples=update.num_examples.clamp(max=expected.caps[client]))
-    return Accepted(client, update, tallies, loss)
+        most = expected.caps[client]
+        update = update._replace(num_examples=update.num_examples.clamp(max=most))
+    return Accepted(update, tallies, loss)
 
 
 def tested(reply: Message, expected: Expected) -> tuple[int, dict[str, Tally]]:

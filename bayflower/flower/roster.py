@@ -19,18 +19,18 @@ from ..config import Limits
 from ..contract import ServerHalf
 from ..errors import BayflowerError
 from ..files.journal import Journal
-from ..wire.hello import Facts, Summary, agreed, disagreement, summary
+from ..wire.hello import ClientInfo, Summary, agreed, disagreement, summary
 from . import bounds
-from .exchange import POLL_SECONDS, Line, Member, query
+from .exchange import POLL_SECONDS, Member, NodeHistory, query
 
 QUERY_SECONDS = 60.0  # how long a node that appeared during a run is given to say who it is
 
 
-class Roll(NamedTuple):
+class Membership(NamedTuple):
     """Who was there when a run began or ended, and the network they share."""
 
     members: dict[int, Member]
-    common: Facts
+    common: ClientInfo
 
 
 class Change(NamedTuple):
@@ -47,9 +47,9 @@ class Roster:
 
     def __init__(self, limits: Limits, journal: Journal) -> None:
         self.limits, self.journal = limits, journal
-        self.line = Line(limits.ask_again_seconds)
+        self.history = NodeHistory(limits.ask_again_seconds)
         self.members: dict[int, Member] = {}
-        self.common: Facts | None = None
+        self.common: ClientInfo | None = None
         self.admitted: set[int] = set()  # clients that ever were in training
         self.left: set[int] = set()
         self.excluded: set[int] = set()
@@ -86,10 +86,10 @@ class Roster:
         """Return where the clients are."""
         return [self.members[client].node for client in clients]
 
-    def roll(self) -> Roll:
+    def membership(self) -> Membership:
         """Return who is there now."""
         assert self.common is not None
-        return Roll({client: self.members[client] for client in self.present()}, self.common)
+        return Membership({client: self.members[client] for client in self.present()}, self.common)
 
     def summary(self, dataset: str) -> Summary:
         """Return the federation as a result file describes it: everyone who took part, those
@@ -101,7 +101,7 @@ class Roster:
             {client: fact for client, fact in facts.items() if client not in new}, new, dataset
         )
 
-    def told(self, client: int) -> dict[str, Any]:
+    def notices(self, client: int) -> dict[str, Any]:
         """Return what a client must be told besides its work: which of its states counts, and that
         it had been dropped.
         """
@@ -124,7 +124,7 @@ class Roster:
                     f"{len(nodes)} of {least} clients came within {wait:.0f} s; start the others"
                 )
             time.sleep(POLL_SECONDS)
-        for member in query(grid, nodes, wait, self.line, self._refuse):
+        for member in query(grid, nodes, wait, self.history, self._refuse):
             known = self.members.get(member.client)
             if known is not None and known.node != member.node:
                 raise BayflowerError(
@@ -138,11 +138,11 @@ class Roster:
             )
         self.common = agreed({client: member.facts for client, member in self.members.items()})
 
-    def take(self, roll: Roll) -> None:
+    def take(self, roll: Membership) -> None:
         """Begin with those whom a strategy before this one found."""
         self.members, self.common = dict(roll.members), roll.common
 
-    def muster(self, grid: Grid, timeout: float) -> Change:
+    def refresh(self, grid: Grid, timeout: float) -> Change:
         """Look who has come and gone since the last round; nodes are queried only if there are
         unknown ones.
         """
@@ -185,7 +185,7 @@ class Roster:
             unknown = sorted(nodes - taken - answered - set(self._hopeless()))
             left = deadline - time.monotonic()
             for member in query(
-                grid, unknown, min(QUERY_SECONDS, max(left, 1.0)), self.line, self._refuse
+                grid, unknown, min(QUERY_SECONDS, max(left, 1.0)), self.history, self._refuse
             ):
                 answered.add(member.node)
                 if member.client in missing and self._fits(member):
@@ -323,7 +323,7 @@ class Roster:
         ]
 
     def _meet(self, grid: Grid, unknown: list[int], timeout: float, nodes: set[int]) -> None:
-        for member in query(grid, unknown, timeout, self.line, self._refuse):
+        for member in query(grid, unknown, timeout, self.history, self._refuse):
             self._welcome(member, nodes)
 
     def _welcome(self, member: Member, nodes: set[int]) -> None:

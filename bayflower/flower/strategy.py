@@ -1,8 +1,6 @@
-"""Any server half as a Flower Strategy: sampling, messages per client, exact streaming sums, and
-the course of a run.
+"""Any server half as a Flower Strategy: Flower's interface and the course of a run.
 
-Replies are added as they come: memory for one sum and one reply. Who is there, which replies count,
-how messages travel: `flower/`.
+What is asked in a round, and what is used of the replies: `round.py`. Who is there: `roster.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -20,25 +17,24 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from .. import methods, metrics
-from ..config import make_instructions, strategy_settings
+from ..config import STRATEGY_GROUPS, Run, parse
 from ..contract import ServerHalf
 from ..errors import BayflowerError, ConfigError
 from ..files.checkpoint import Checkpoint, server_state
 from ..files.journal import Journal
-from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
-from ..maths.exact import Total
+from ..files.records import Outcome, Progress, RoundRecord, curve_point
 from ..networks.model import Anatomy
-from ..rounds import sampling
+from ..rounds import schedule
 from ..tree import Tensors
-from ..wire.protocol import request_header
-from . import records, replies, wrapped
-from .exchange import LOST, Request, reason, stream
-from .roster import Change, Roll, Roster
+from . import records, wrapped
+from .exchange import Request
+from .roster import Change, Membership, Roster
+from .round import Round, RunFacts
+from .wrapped import Form, OwnForm, WrappedForm
 
 log = logging.getLogger("bayflower")
 # Flower's kind of function that aggregates metrics
 MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
-EVALUATION = 2**30  # added to a round for the draw of clients that are tested
 EMPTY_ROUNDS = 3  # rounds in a row without any valid reply after which a run stops
 
 
@@ -70,8 +66,9 @@ class BayflowerStrategy(Strategy):
         progress: Progress | None = None,
         after_round: Callable[[BayflowerStrategy, int, bool], None] | None = None,
         wait: float | None = None,
-        roll: Roll | None = None,
+        roll: Membership | None = None,
         resume: Checkpoint | None = None,
+        parsed: Run | None = None,
         **settings: Any,
     ) -> None:
         row = methods.get(self.method)
@@ -91,26 +88,18 @@ class BayflowerStrategy(Strategy):
                 "method defines its own weights"
             )
         self.row, self.seed = row, seed
-        self.training, self.options, self.limits = strategy_settings(self.method, settings)
+        if parsed is None:
+            parsed = parse(self.method, settings, among=STRATEGY_GROUPS)
+        self.training, self.options, self.limits = parsed.training, parsed.options, parsed.limits
         self.fraction_train, self.min_train_nodes = fraction_train, min_train_nodes
         self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes
-        self.weighted_by_key, self.arrayrecord_key, self.configrecord_key = (
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-        )
-        self.train_metrics_aggr_fn, self.evaluate_metrics_aggr_fn = (
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
-        )
+        self.weighted_by_key, self.arrayrecord_key = weighted_by_key, arrayrecord_key
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn
         self.min_available_nodes, self.min_replies = min_available_nodes, min_replies
         self.evaluate_every, self.retries = evaluate_every, retries
-        self.progress, self.after_round, self.resume, self.wait = (
-            progress,
-            after_round,
-            resume,
-            wait,
-        )
+        self.progress, self.after_round = progress, after_round
+        self.resume, self.wait = resume, wait
         self.run = resume.run if resume else run or uuid.uuid4().hex
         self.roll = roll  # who is there, if somebody has asked before
         self.records: list[RoundRecord] = list(resume.records) if resume else []
@@ -120,12 +109,10 @@ class BayflowerStrategy(Strategy):
         self.half: ServerHalf | None = None
         self.state: Any = None
         self.outcome: Outcome | None = None
-        self._sent: dict[int, int] = {}  # bytes sent to each client of the round
-        self._asked: dict[str, int] = {}  # node a message went to
-        self._caps: dict[int, int] = {}  # clients that count for fewer samples than they have
+        self.form: Form = OwnForm(arrayrecord_key, configrecord_key)
+        self._round: Round | None = None  # the exchange that is under way
         self._empty = 0  # rounds in a row without a valid reply
         self._driven = False  # whether `start` is ours; if not, another strategy is around this one
-        self._plain: ArrayRecord | None = None  # what that one wants to be sent
 
     # -- Flower's interface -----------------------------------------------------------------------
     def start(
@@ -155,11 +142,10 @@ class BayflowerStrategy(Strategy):
             started = time.perf_counter()
             self.journal.begin(round)
             if round > first or self.roll is not None:
-                self._apply(self.roster.muster(grid, timeout))
+                self._apply(self.roster.refresh(grid, timeout))
             try:
-                trained = self._aggregate(
-                    round, self._exchange(grid, self._train_request(round, train_config), timeout)
-                )
+                asked = self._training_round(round, train_config)
+                trained = self._aggregate(round, asked.exchange(grid, timeout, self.retries))
             except BayflowerError:
                 if self.after_round and round > 1:
                     self.after_round(self, round - 1, True)
@@ -173,15 +159,13 @@ class BayflowerStrategy(Strategy):
             if self.progress:
                 self.progress(self.records)
         result.arrays = self._arrays()
-        tested = self.aggregate_evaluate(
-            num_rounds,
-            self._exchange(grid, self._test_request(num_rounds, evaluate_config), timeout),
-        )
+        asked = self._test_round(num_rounds, evaluate_config)
+        tested = self.aggregate_evaluate(num_rounds, asked.exchange(grid, timeout, self.retries))
         if tested is not None:
             result.evaluate_metrics_clientapp[num_rounds] = tested
         if self.progress:
             self.progress(self.records)
-        self.roll = self.roster.roll()
+        self.roll = self.roster.membership()
         return result
 
     def configure_train(
@@ -189,7 +173,8 @@ class BayflowerStrategy(Strategy):
     ) -> Iterator[Message]:
         """Yield one message for each client of the round, made when it is asked for."""
         self._host(server_round, arrays, grid)
-        return self._messages(self._train_request(server_round, config))
+        asked = self._training_round(server_round, config)
+        return asked.messages(asked.request)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -205,7 +190,8 @@ class BayflowerStrategy(Strategy):
     ) -> Iterator[Message]:
         """Yield one message for every client, those that never trained included."""
         self._host(server_round, arrays, grid)
-        return self._messages(self._test_request(server_round, config))
+        asked = self._test_round(server_round, config)
+        return asked.messages(asked.request)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -213,7 +199,10 @@ class BayflowerStrategy(Strategy):
         """Return the personal models' metrics on the clients' own test data, or what
         `evaluate_metrics_aggr_fn` makes of the replies'.
         """
-        views, numbers = self._tested(server_round, replies)
+        keep = self.evaluate_metrics_aggr_fn is not None
+        views, new, numbers = self._now().tallies(replies, keep)
+        faults = tuple(self.faults)
+        self.outcome = Outcome(self.records, views, new, self.state, {}, faults)
         if not self.fraction_evaluate:
             return None
         if "personal" not in views:
@@ -271,10 +260,11 @@ class BayflowerStrategy(Strategy):
                     "use a network without it"
                 )
         elif round != self.journal.round:
-            self._apply(self.roster.muster(grid, 60.0))
+            self._apply(self.roster.refresh(grid, 60.0))
         if round != self.journal.round:
             self.journal.begin(round)
-        self._plain, self.state = arrays, wrapped.adopted(self.state, arrays)
+        self.form = WrappedForm(arrays, self.arrayrecord_key)
+        self.state = wrapped.adopted(self.state, arrays)
 
     def _initialise(self, anatomy: Anatomy, initial: Tensors) -> None:
         for name in (*anatomy.trainable, *anatomy.buffers):
@@ -303,70 +293,27 @@ class BayflowerStrategy(Strategy):
         """Add what can be used of the replies and take the step; return the round's numbers, None
         if there was no reply.
         """
-        half, total, up = self._half(), Total(), 0
-        losses: dict[int, tuple[int, float]] = {}
-        numbers: list[RecordDict] = []
-        answered: set[int] = set()
-        tested: Views = {}
-        expected = self._expected(server_round)
-        held: dict[int, Any] = {}  # updates whose weight depends on what the others claim
-        wait = self.limits.max_share < 1 and hasattr(half, "claims")
-        for reply in incoming:
-            try:
-                replies.sender(reply, expected)
-                size = records.num_bytes(reply.content)  # before `accept` takes the arrays out
-                client, update, tallies, loss = replies.accept(
-                    reply, expected, half, self.state, losses
-                )
-                if wait:
-                    held[client] = update
-                else:
-                    total.add(half.statistic(self.state, client, update))
-                count = int(update.num_examples)
-            except Exception as error:  # whatever a client sends, it must not end the others' run
-                self._fault(reply, server_round, error)
-                if (
-                    not (reply.has_error() and reply.error.code in LOST)
-                    and (asked := self._client_of(reply)) is not None
-                ):
-                    answered.add(asked)
-                continue
-            total.drop(half.negligible(total.names()))
-            losses[client] = (count, loss)
-            if self.train_metrics_aggr_fn:
-                numbers.append(replies.metrics_of(reply))
-            up += size
-            del update, reply  # before the next one comes
-            for view, tally in tallies.items():
-                tested.setdefault(view, {})[client] = tally
-        for client, update in self.roster.moderate(half, self.state, held).items():
-            total.add(half.statistic(self.state, client, update))
-        for client in sorted(set(self._sent) - set(losses) - self.journal.blamed):
-            self.journal.fault(
-                f"round {server_round}, client {client}: no reply in time; left out of this round",
-                client,
-            )
-        if tested and self.records:
-            self.records[-1].update(curve_point(tested))
+        half, asked = self._half(), self._now()
+        found = asked.collect(incoming, self.train_metrics_aggr_fn is not None)
+        losses = found.losses
+        if found.tested and self.records:
+            self.records[-1].update(curve_point(found.tested))
         self._require(server_round, len(losses))
         if losses:
-            self.state = half.finalise(self.state, total.value())
-        self._apply(
-            Change([], self.roster.settle(server_round, sorted(self._sent), losses, answered))
-        )
-        report = {
-            name: value for name, value in half.report(self.state).items() if math.isfinite(value)
-        }
+            self.state = half.finalise(self.state, found.total.value())
+        left = self.roster.settle(server_round, sorted(asked.sent), losses, found.answered)
+        self._apply(Change([], left))
+        numbers = half.report(self.state).items()
+        report = {name: value for name, value in numbers if math.isfinite(value)}
+        down = sum(asked.sent.values())
         self.records.append(
-            RoundRecord.make(server_round, 0.0, up, sum(self._sent.values()), losses, report)
+            RoundRecord.make(server_round, 0.0, found.bytes_up, down, losses, report)
         )
-        if losses and self.train_metrics_aggr_fn:
-            return self.train_metrics_aggr_fn(numbers, self.weighted_by_key)
-        return (
-            MetricRecord({records.TRAIN_LOSS: self.records[-1]["train_loss"], **report})
-            if losses
-            else None
-        )
+        if not losses:
+            return None
+        if self.train_metrics_aggr_fn:
+            return self.train_metrics_aggr_fn(found.metrics, self.weighted_by_key)
+        return MetricRecord({records.TRAIN_LOSS: self.records[-1]["train_loss"], **report})
 
     def _require(self, round: int, valid: int) -> None:
         """Stop the run if too few replies can be used, or none in several rounds."""
@@ -386,177 +333,59 @@ class BayflowerStrategy(Strategy):
                 f"no valid reply in {EMPTY_ROUNDS} rounds in a row; stopped. Last: {last}"
             )
 
-    def _tested(
-        self, server_round: int, incoming: Iterable[Message]
-    ) -> tuple[Views, list[RecordDict]]:
-        """Return the test results of the training clients by view, and the metrics of their
-        replies; `outcome` has all results.
-        """
-        numbers: list[RecordDict] = []
-        views: Views = {}
-        new: Views = {}
-        expected = self._expected(server_round)
-        for reply in incoming:
-            try:
-                client, tallies = replies.tested(reply, expected)
-            except Exception as error:  # as above
-                self._fault(reply, server_round, error)
-                continue
-            target = new if self.roster.members[client].new else views
-            if target is views and self.evaluate_metrics_aggr_fn:
-                numbers.append(replies.metrics_of(reply))
-            for view, tally in tallies.items():
-                target.setdefault(view, {})[client] = tally
-        self.outcome = Outcome(self.records, views, new, self.state, {}, tuple(self.faults))
-        return views, numbers
-
-    # -- messages ---------------------------------------------------------------------------------
+    # -- what is asked ---------------------------------------------------------------------------
     def _half(self) -> ServerHalf:
         if self.half is None:
             raise BayflowerError("the strategy has not started; call start()")
         return self.half
 
+    def _now(self) -> Round:
+        if self._round is None:
+            raise BayflowerError("no client was asked; call configure_train() or start() first")
+        return self._round
+
     def _arrays(self) -> ArrayRecord:
-        shared = self._half().shared(self.state)
-        return (
-            records.to_arrays(shared)
-            if self._plain is None
-            else wrapped.ordered(shared, list(self._plain))
-        )
+        return self.form.arrays(self._half().shared(self.state))
 
-    def _expected(self, round: int) -> replies.Expected:
-        assert self.roster.common is not None
-        classes = self.roster.common.num_classes
-        return replies.Expected(
+    def _facts(self) -> RunFacts:
+        return RunFacts(
             self.run,
-            self.row.name,
-            round,
-            self._sent,
-            self.roster.members,
-            classes,
-            self.limits,
+            self.row,
+            self.seed,
             self.training,
-            self._caps,
-            self._plain is not None,
+            self.options,
+            self.limits,
+            self.roster,
+            self.journal,
         )
 
-    def _train_request(self, round: int, config: ConfigRecord) -> Request:
-        chosen = sampling.choose(
+    def _training_round(self, round: int, config: ConfigRecord) -> Round:
+        """Return the round with the clients that train in it."""
+        chosen = schedule.clients_of(
+            round,
             self.roster.training(),
             self.fraction_train,
             seed=self.seed,
-            round=round,
             least=self.min_train_nodes,
         )
-        self._caps = self.roster.caps(chosen)
-        test = bool(
-            self._plain is None
-            and self.evaluate_every
-            and round > 1
-            and (round - 1) % self.evaluate_every == 0
-        )
-        self._sent, self._asked = {}, {}
-        return Request(chosen, MessageType.TRAIN, round, config, test)
+        test = self.form.tests_ride_along and schedule.test_due(round, self.evaluate_every)
+        request = Request(chosen, MessageType.TRAIN, round, config, test)
+        caps = self.roster.caps(chosen)
+        self._round = Round(self._facts(), self.form, self._half(), self.state, request, caps)
+        return self._round
 
-    def _test_request(self, round: int, config: ConfigRecord) -> Request:
-        self._sent, self._asked = {}, {}
-        least = self.min_evaluate_nodes if self.fraction_evaluate else 0
-        chosen = sampling.choose(
+    def _test_round(self, round: int, config: ConfigRecord) -> Round:
+        """Return the test after a round with the clients that are tested."""
+        chosen = schedule.clients_tested(
+            round,
             self.roster.present(),
             self.fraction_evaluate,
             seed=self.seed,
-            round=round + EVALUATION,
-            least=least,
+            least=self.min_evaluate_nodes if self.fraction_evaluate else 0,
         )
-        return Request(chosen, MessageType.EVALUATE, round, config, True)
-
-    def _exchange(self, grid: Grid, request: Request, timeout: float) -> Iterator[Message]:
-        """Yield the replies to a request; a client whose node or process was lost is asked again
-        once it is back.
-        """
-        for attempt in range(self.retries + 1):
-            lost: list[int] = []
-            nodes = self.roster.nodes(request.clients)
-            for reply in stream(
-                grid,
-                nodes,
-                partial(self._messages, request),
-                timeout,
-                self.roster.line,
-                self._asked,
-            ):
-                client = self._client_of(reply)
-                if (
-                    attempt < self.retries
-                    and client is not None
-                    and reply.has_error()
-                    and reply.error.code in LOST
-                ):
-                    log.warning(
-                        "round %d, client %d: %s; asked again", request.round, client, reason(reply)
-                    )
-                    lost.append(client)
-                else:
-                    yield reply
-            if not lost:
-                return
-            self.roster.find(grid, lost, min(timeout, self.limits.rejoin_seconds))
-            request = request._replace(clients=sorted(lost))
-
-    def _client_of(self, reply: Message) -> int | None:
-        """Return the client that was asked what `reply` answers, if it is known."""
-        return self.roster.client_at(
-            self._asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
-        )
-
-    def _messages(
-        self, request: Request, nodes: Iterable[int] | None = None, ttl: float | None = None
-    ) -> Iterator[Message]:
-        """Yield the messages of a request, or those to some of its nodes, made when they are asked
-        for.
-        """
-        half = self._half()
-        instructions = make_instructions(self.training, self.options)
-        shared: ArrayRecord | None = None
-        there = set(self.roster.nodes(request.clients) if nodes is None else nodes)
-        for client, member in (
-            (one, self.roster.members[one])
-            for one in request.clients
-            if self.roster.members[one].node in there
-        ):
-            if self._plain is None and (shared is None or half.per_client):
-                shared = records.to_arrays(half.pack(half.broadcast(self.state, client)))
-            head = request_header(
-                method=self.row.name,
-                run=self.run,
-                round=request.round,
-                seed=self.seed,
-                evaluate=request.test,
-                purpose="new" if member.new else "finetune",
-                instructions=instructions,
-            )
-            head |= self.roster.told(client)
-            if self._plain is not None:
-                told = ConfigRecord({**request.config, **head, "plain": True})
-                content = RecordDict({self.arrayrecord_key: self._plain, records.HEADER: told})
-            else:
-                assert shared is not None
-                content = RecordDict(
-                    {self.arrayrecord_key: shared, records.HEADER: ConfigRecord(head)}
-                )
-                if request.config:
-                    content[self.configrecord_key] = ConfigRecord(
-                        {**request.config, "server-round": request.round}
-                    )
-            self._sent[client] = records.num_bytes(content)
-            yield Message(content, dst_node_id=member.node, message_type=request.kind, ttl=ttl)
-
-    def _fault(self, reply: Message, round: int, error: Exception) -> None:
-        known = isinstance(error, (BayflowerError, ValueError))
-        text = str(error) if known else f"{type(error).__name__}: {error}"
-        client = self._client_of(reply)
-        who = f"client {client}" if client is not None else f"node {reply.metadata.src_node_id}"
-        self.journal.fault(f"round {round}, {who}: reply not used: {text}", client)
+        request = Request(chosen, MessageType.EVALUATE, round, config, True)
+        self._round = Round(self._facts(), self.form, self._half(), self.state, request)
+        return self._round
 
     def _ask(
         self,

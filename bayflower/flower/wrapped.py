@@ -1,82 +1,153 @@
-"""A strategy inside another one, such as Flower's wrappers for differential privacy: plain arrays
-in, plain arrays out.
+"""How messages look: our own form, or the plain one inside another strategy.
 
-A wrapper runs Flower's own loop. It changes replies before they are aggregated (clipping) and
-arrays before they are sent (noise), and it takes a reply for one ArrayRecord with the arrays it
-sent, in their order. So a message carries the arrays as they are, and one ConfigRecord with our
-header in it. That is possible where the averaged model is all that a server keeps.
+A wrapper, such as Flower's for differential privacy, runs Flower's own loop. It changes replies
+before they are aggregated (clipping) and arrays before they are sent (noise). It expects a reply
+with one ArrayRecord: the arrays it sent, in their order. So inside a wrapper a message carries the
+global model's arrays as they are, and one ConfigRecord with our header in it. That is possible
+where the averaged model is all that a server keeps (`ServerHalf.averages_models`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from ..contract import ServerHalf
+from ..errors import WireError
 from ..methods import Method
-from ..strategies import fedavg
 from ..tree import Tensors
 from . import records
+
+
+class Form(Protocol):
+    """What a message holds, and how a reply is read."""
+
+    tests_ride_along: bool  # whether a message to train may also ask for a test
+
+    def contents(self, half: ServerHalf, state: Any) -> Contents:
+        """Return the maker of the contents of one round's messages."""
+
+    def arrays(self, shared: Tensors) -> ArrayRecord:
+        """Return the global model as Flower's callers get it."""
+
+    def update(self, reply: Message, state: Any) -> Tensors:
+        """Return an update's tensors by name, taken out of the reply."""
+
+
+class Contents(Protocol):
+    """Makes the content of a message to a client."""
+
+    def __call__(
+        self, client: int, head: dict[str, Any], config: ConfigRecord, round: int
+    ) -> RecordDict:
+        """Return the records for `client`."""
+
+
+class OwnForm:
+    """The method's own broadcast and update, beside our header."""
+
+    tests_ride_along = True
+
+    def __init__(self, arrayrecord_key: str, configrecord_key: str) -> None:
+        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
+
+    def contents(self, half: ServerHalf, state: Any) -> Contents:
+        """Return the maker of contents; a broadcast that all clients share is made once."""
+        shared: list[ArrayRecord] = []
+
+        def make(client: int, head: dict[str, Any], config: ConfigRecord, round: int) -> RecordDict:
+            if not shared or half.per_client:
+                shared[:] = [records.to_arrays(half.pack(half.broadcast(state, client)))]
+            content = RecordDict(
+                {self.arrayrecord_key: shared[0], records.HEADER: ConfigRecord(head)}
+            )
+            if config:
+                told = ConfigRecord({**config, "server-round": round})
+                content[self.configrecord_key] = told
+            return content
+
+        return make
+
+    def arrays(self, shared: Tensors) -> ArrayRecord:
+        """Return the global model, or its shared part."""
+        return records.to_arrays(shared)
+
+    def update(self, reply: Message, state: Any) -> Tensors:
+        """Return the update's tensors."""
+        return records.arrays(reply, records.UPDATE, consume=True)
+
+
+class WrappedForm:
+    """The global model's plain arrays in both directions, for a strategy around this one."""
+
+    tests_ride_along = False
+
+    def __init__(self, given: ArrayRecord, arrayrecord_key: str) -> None:
+        self.given, self.arrayrecord_key = given, arrayrecord_key
+
+    def contents(self, half: ServerHalf, state: Any) -> Contents:
+        """Return the maker of contents: what the outer strategy wants to be sent."""
+
+        def make(client: int, head: dict[str, Any], config: ConfigRecord, round: int) -> RecordDict:
+            told = ConfigRecord({**config, **head, "plain": True})
+            return RecordDict({self.arrayrecord_key: self.given, records.HEADER: told})
+
+        return make
+
+    def arrays(self, shared: Tensors) -> ArrayRecord:
+        """Return the global model in the order of the arrays that were given."""
+        return ordered(shared, list(self.given))
+
+    def update(self, reply: Message, state: Any) -> Tensors:
+        """Return an update's tensors by name from the plain arrays of a reply and the number of
+        samples beside them.
+        """
+        arrays = records.arrays(reply, records.UPDATE, consume=True)
+        numbers = reply.content.get(records.METRICS)
+        count: Any = None
+        if isinstance(numbers, MetricRecord):
+            count = numbers.get(records.NUM_EXAMPLES)
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**40:
+            raise WireError(
+                f"{records.NUM_EXAMPLES} must be a positive whole number, got {str(count)[:80]}"
+            )
+        groups = {name: "params" for name in state.params}
+        groups |= {name: "buffers" for name in state.buffers}
+        named = {
+            f"{groups[name]}/{name}" if name in groups else name: value
+            for name, value in arrays.items()
+        }
+        return {"num_examples": torch.tensor(count), **named}
 
 
 def refusal(row: Method) -> str | None:
     """Return why a method cannot run inside another strategy, or None."""
     half: Any = row.server
-    plain = fedavg.Server
-    if issubclass(half, plain) and half.is_shared is not plain.is_shared:
-        return (
-            f"{row.title} shares a part of the network only, and a wrapper clips and disturbs "
-            "whole models"
-        )
-    if (
-        not issubclass(half, plain)
-        or half.finalise is not plain.finalise
-        or half.statistic is not plain.statistic
-    ):
-        more = [name for name in half.state_type._fields if name not in ("params", "buffers")]
-        what = (
-            f"keeps more than an averaged model ({', '.join(more)})"
-            if more
-            else "does not average models by sample count"
-        )
-        return f"{row.title} {what}, and a wrapper's clipping and noise would cover the model alone"
-    return None
+    if half.averages_models:
+        return None
+    more = [name for name in half.state_type._fields if name not in ("params", "buffers")]
+    what = (
+        f"keeps more than an averaged model ({', '.join(more)})"
+        if more
+        else "does not average whole models by sample count"
+    )
+    return f"{row.title} {what}, and a wrapper's clipping and noise would cover the model alone"
 
 
-def adopted(state: fedavg.State, arrays: ArrayRecord) -> fedavg.State:
+def adopted(state: Any, arrays: ArrayRecord) -> Any:
     """Return the state with the arrays that the outer strategy wants to be sent."""
     given = records.to_tensors(arrays)
-    return fedavg.State(
+    return type(state)(
         *({name: given[name].to(old.dtype) for name, old in part.items()} for part in state)
     )
 
 
-def counters(state: fedavg.State) -> list[str]:
+def counters(state: Any) -> list[str]:
     """Return the buffers that hold whole numbers: Flower's clipping cannot scale them."""
     return [name for name, value in state.buffers.items() if not value.is_floating_point()]
-
-
-def to_flat(given: Tensors, state: fedavg.State, count: Any) -> Tensors:
-    """Return an update's tensors by name from the plain arrays of a reply and the number of samples
-    beside them.
-    """
-    if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**40:
-        raise records.WireError(
-            f"{records.NUM_EXAMPLES} must be a positive whole number, got {str(count)[:80]}"
-        )
-    groups = {
-        **{name: "params" for name in state.params},
-        **{name: "buffers" for name in state.buffers},
-    }
-    return {
-        "num_examples": torch.tensor(count),
-        **{
-            f"{groups[name]}/{name}" if name in groups else name: value
-            for name, value in given.items()
-        },
-    }
 
 
 def ordered(tensors: Mapping[str, torch.Tensor], names: list[str]) -> ArrayRecord:

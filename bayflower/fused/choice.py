@@ -8,32 +8,47 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.func import vmap
 
+from ..contract import ClientHalf, Phase
 from ..networks.model import Batch
 from ..rounds import solo
 from ..tree import map_tree, take
+from .bank import Bank
 from .memory import peak
-from .phases import segments
-
-if TYPE_CHECKING:
-    from .engine import Fused
+from .phases import Stack, StackedPhase, segments
 
 log = logging.getLogger("bayflower")
 SHARE = 0.7  # of free memory that a stack may take
 SURE = 0.02  # of free memory: what is surely smaller is not measured
 CROWD = 3  # clients that must train in the mean step for a stack of them to pay on a CPU
-# of a network's parameters that a client surely needs less than: parameters, gradients, optimiser,
-# messages, data apart
+# upper bound: memory of one client in copies of the model (parameters, gradients, optimiser,
+# messages); its data come on top
 COPIES = 12
 
 
+class Trainer(Protocol):
+    """What these choices need to know of the engine: its clients, its halves, its device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    per_client: bool
+    measured: bool
+    stack: Stack
+    bank: Bank
+    half: ClientHalf
+    unstacked: ClientHalf
+
+    def phase_of(self, phase: Phase, purpose: str, number: int) -> StackedPhase:
+        """Return a phase of `number` clients."""
+
+
 def clients_that_fit(
-    engine: Fused, ordered: Sequence[int], sent: Callable[[list[int]], Any]
+    engine: Trainer, ordered: Sequence[int], sent: Callable[[list[int]], Any]
 ) -> int:
     """Return how many of the clients fit into memory at once; 0 = all.
 
@@ -80,7 +95,7 @@ def free_memory(device: torch.device) -> float:
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def memory_of_one(engine: Fused, client: int, sent: Callable[[list[int]], Any]) -> float:
+def memory_of_one(engine: Trainer, client: int, sent: Callable[[list[int]], Any]) -> float:
     """Return the bytes that one more client adds to the peak of a training step."""
     peaks = []
     for number in (1, 2):
@@ -92,8 +107,8 @@ def memory_of_one(engine: Fused, client: int, sent: Callable[[list[int]], Any]) 
     return max(peaks[1] - peaks[0], 0) + states_and_copies
 
 
-def why_apart(
-    engine: Fused, states: Any, broadcast: Any, chosen: Sequence[int], round: int
+def why_one_by_one(
+    engine: Trainer, states: Any, broadcast: Any, chosen: Sequence[int], round: int
 ) -> str | None:
     """Return why the clients are better trained one by one on a CPU; None if stacking is better.
 
@@ -103,8 +118,8 @@ def why_apart(
     phases = engine.half.phases("train")
     if len(chosen) < 2 or not phases:
         return None
-    course = engine.course(phases[0], "train", len(chosen))
-    lengths = (course.draw(chosen, round)[:, :, 0, 0] >= 0).sum(0)
+    stacked = engine.phase_of(phases[0], "train", len(chosen))
+    lengths = (stacked.draw(chosen, round)[:, :, 0, 0] >= 0).sum(0)
     if engine.measured:
         return slower(engine, states, broadcast, chosen, lengths)
     if any(len(shape) > 2 for shape in engine.half.model.shapes.values()):
@@ -121,7 +136,7 @@ def why_apart(
 
 
 def slower(
-    engine: Fused, states: Any, broadcast: Any, chosen: Sequence[int], lengths: np.ndarray
+    engine: Trainer, states: Any, broadcast: Any, chosen: Sequence[int], lengths: np.ndarray
 ) -> str | None:
     """Return that stacking is slower than one by one, from the time of a few steps; None if it is
     faster.
@@ -159,7 +174,7 @@ def slower(
     )
 
 
-def step(engine: Fused, states: Any, broadcast: Any, chosen: list[int]) -> Callable[[], Any]:
+def step(engine: Trainer, states: Any, broadcast: Any, chosen: list[int]) -> Callable[[], Any]:
     """Return a function that does one step of the first phase for the stack and forgets it."""
     phase = engine.half.phases("train")[0]
     data = engine.stack.whole(chosen)
@@ -175,19 +190,19 @@ def step(engine: Fused, states: Any, broadcast: Any, chosen: list[int]) -> Calla
     return lambda: vmap(lambda w, g, n: engine.half.step(phase, w, g, n))(work, groups, noise)
 
 
-def single(engine: Fused, state: Any, broadcast: Any, client: int) -> Callable[[], Any]:
+def single(engine: Trainer, state: Any, broadcast: Any, client: int) -> Callable[[], Any]:
     """Return a function that does one step of the first phase for one client, the plain way, and
     forgets it.
     """
-    phase = engine.plain.phases("train")[0]
+    phase = engine.unstacked.phases("train")[0]
     data = engine.stack.alone(client)
-    work = solo.fresh_optimizer(phase, engine.plain.begin(state, broadcast, data))
+    work = solo.fresh_optimizer(phase, engine.unstacked.begin(state, broadcast, data))
     batch = Batch(*(leaf[: phase.batch_size] for leaf in data))
     noise = {
         name: torch.zeros(*shape, dtype=engine.dtype)
-        for name, shape in engine.plain.noise(phase.name, phase.batch_size).items()
+        for name, shape in engine.unstacked.noise(phase.name, phase.batch_size).items()
     }
-    return lambda: engine.plain.step(phase, work, (batch,) * phase.batches, noise)
+    return lambda: engine.unstacked.step(phase, work, (batch,) * phase.batches, noise)
 
 
 def seconds(fn: Callable[[], Any], times: int = 3) -> float:

@@ -30,12 +30,10 @@ from ..stacked.replay import Graphs
 from ..tree import map_tree, stack, take, to, upload
 from . import choice
 from .bank import Bank, DeviceBank
-from .phases import Course, Stack, Sweep
+from .phases import Stack, StackedPass, StackedPhase
 
 log = logging.getLogger("bayflower")
 DROPOUT = "clients were trained one by one because the model draws its own random numbers (dropout)"
-# parameters; below it a CPU's second thread waits more than it works, most of all on a busy machine
-SMALL_MODEL = 100_000
 TEST_PIECE = 256  # test samples of a client in one pass
 
 
@@ -48,16 +46,17 @@ class Fused:
         clients: Sequence[ClientData],
         run: Run,
         bank: Bank | None = None,
-        apart: str | None = None,
+        one_by_one_because: str | None = None,
+        lap: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        settings = run.settings
+        settings, self.lap = run.settings, lap
         self.device, self.dtype, self.seed = (
             settings.torch_device(),
             settings.torch_dtype(),
             settings.seed,
         )
         self.stack = Stack(clients, self.device, self.dtype)
-        self.plain, self.per_client = halves.client, halves.server.per_client
+        self.unstacked, self.per_client = halves.client, halves.server.per_client
         model = halves.model.for_stacks(gpu=self.device.type == "cuda")
         self.half = type(halves.client)(halves.client.config, halves.client.training, model)
         fresh = halves.client.init(*(to(tree, self.device) for tree in halves.initial))
@@ -66,24 +65,28 @@ class Fused:
         # most clients at a time (0 = no limit); this many are known to fit
         self.most, self.fits = settings.max_fused, 0
         # why clients are not stacked
-        self.apart = apart or (DROPOUT if halves.model.stochastic else halves.model.unstackable)
+        self.one_by_one_because = one_by_one_because or (
+            DROPOUT if halves.model.stochastic else halves.model.unstackable
+        )
         self.measured = settings.stacking == "measured"
         self.undecided = (
-            not self.apart
+            not self.one_by_one_because
             and self.device.type == "cpu"
             and settings.stacking in ("auto", "measured")
         )
         if settings.stacking == "no":
-            self.apart = self.apart or "clients were trained one by one because stacking=no"
-        self.courses: dict[Any, Course] = {}
-        self.sweeps: dict[Any, Sweep] = {}
+            self.one_by_one_because = (
+                self.one_by_one_because or "clients were trained one by one because stacking=no"
+            )
+        self.stacked_phases: dict[Any, StackedPhase] = {}
+        self.stacked_passes: dict[Any, StackedPass] = {}
 
     def chunks(self, chosen: Sequence[int], sent: Callable[[list[int]], Any]) -> list[list[int]]:
         """Return `chosen` in pieces that fit into memory, largest clients first so that equals
         train together.
         """
         ordered = self.stack.order(chosen)
-        if not self.most and not self.apart and len(ordered) > self.fits:
+        if not self.most and not self.one_by_one_because and len(ordered) > self.fits:
             self.most = choice.clients_that_fit(self, ordered, sent)
             self.fits = len(ordered)
         most = self.most or len(ordered)
@@ -94,11 +97,13 @@ class Fused:
         """Return (the stacked updates, the mean losses) of `chosen` after one round; their states
         are replaced.
         """
+        self.lap("other")
         states = self.bank.take(chosen)
+        self.lap("states")
         if self.undecided:
             self.undecided = False
-            self.apart = choice.why_apart(self, states, broadcast, chosen, round)
-        if not self.apart:
+            self.one_by_one_because = choice.why_one_by_one(self, states, broadcast, chosen, round)
+        if not self.one_by_one_because:
             try:
                 states, updates, losses = self._together(chosen, states, broadcast, round)
             except torch.OutOfMemoryError:
@@ -106,14 +111,16 @@ class Fused:
             except (RuntimeError, NotImplementedError) as error:
                 log.debug("the stack failed", exc_info=True)
                 reason = str(error).splitlines()[0].split(". ")[0][:200]
-                self.apart = (
+                self.one_by_one_because = (
                     "clients were trained one by one because the network cannot be "
                     f"stacked ({reason})"
                 )
-                log.warning(self.apart)
-        if self.apart:
+                log.warning(self.one_by_one_because)
+        if self.one_by_one_because:
             states, updates, losses = self._one_by_one(chosen, states, broadcast, round)
+        self.lap("messages")
         self.bank.put(chosen, states, round)
+        self.lap("states")
         return updates, losses
 
     def _together(
@@ -121,8 +128,10 @@ class Fused:
     ) -> tuple[Any, Any, Tensor]:
         data = self.stack.whole(chosen)
         work = vmap(self.half.begin, in_dims=(0, self._axis, 0))(states, broadcast, data)
+        self.lap("begin")
         work, losses = self._phases(work, chosen, "train", round)
-        if self.half.surveys:
+        self.lap("training")
+        if self.half.survey_size:
             work = work._replace(survey=self._survey(work, chosen))
         states, updates = vmap(self.half.finish)(states, work, data)
         return states, updates, losses
@@ -136,7 +145,7 @@ class Fused:
             with solo.one_thread():
                 parts.append(
                     solo.train(
-                        self.plain,
+                        self.unstacked,
                         take(states, place),
                         own,
                         self.stack.alone(client),
@@ -155,19 +164,19 @@ class Fused:
     def prefetch(self, chosen: Sequence[int], round: int) -> None:
         """Draw the batches of a coming round while the device is busy."""
         ordered = self.stack.order(chosen)
-        for (purpose, _, number), course in self.courses.items():
+        for (purpose, _, number), stacked in self.stacked_phases.items():
             if purpose == "train" and number == len(ordered):
-                course.draw(ordered, round)
+                stacked.draw(ordered, round)
 
     def close(self) -> None:
         """Give back the device's memory."""
         for replay in (
-            *(course.replay for course in self.courses.values()),
-            *(sweep.replay for sweep in self.sweeps.values()),
+            *(stacked.replay for stacked in self.stacked_phases.values()),
+            *(one.replay for one in self.stacked_passes.values()),
         ):
             replay.close()
-        self.courses.clear()
-        self.sweeps.clear()
+        self.stacked_phases.clear()
+        self.stacked_passes.clear()
 
     # -- tests ------------------------------------------------------------------------------------
     def test(
@@ -179,7 +188,7 @@ class Fused:
         states = self.bank.take(chosen)
         if self.half.phases(purpose):
             states = self._adapted(chosen, states, broadcast, purpose, round)
-        if self.apart:
+        if self.one_by_one_because:
             return self._test_one_by_one(chosen, states, broadcast, round)
         noise = self._predict_noise(chosen, round)
         shared = (
@@ -194,12 +203,12 @@ class Fused:
         result: dict[str, dict[int, metrics.Tally]] = {}
         for view in self.half.views():
             key = ("test", view, purpose, len(chosen))
-            if key not in self.sweeps:
+            if key not in self.stacked_passes:
                 longest, piece = (
                     int(self.stack.test_sizes.max()),
                     solo.CHUNK if noise else TEST_PIECE,
                 )
-                self.sweeps[key] = Sweep(
+                self.stacked_passes[key] = StackedPass(
                     self._tally(view),
                     self.stack.test,
                     longest,
@@ -208,7 +217,9 @@ class Fused:
                     self.graphs,
                     adopt=False,
                 )
-            found = to(self.sweeps[key].run(rows, counts, states, shared, noise).total, "cpu")
+            found = to(
+                self.stacked_passes[key].run(rows, counts, states, shared, noise).total, "cpu"
+            )
             result[view] = {
                 client: map_tree(lambda leaf, place=place: leaf[place].clone(), found)
                 for place, client in enumerate(chosen)
@@ -218,12 +229,12 @@ class Fused:
     def _test_one_by_one(
         self, chosen: list[int], states: Any, broadcast: Any, round: int
     ) -> dict[str, dict[int, metrics.Tally]]:
-        result: dict[str, dict[int, metrics.Tally]] = {view: {} for view in self.plain.views()}
+        result: dict[str, dict[int, metrics.Tally]] = {view: {} for view in self.unstacked.views()}
         for place, client in enumerate(chosen):
             own = take(broadcast, place) if self.per_client else broadcast
             with solo.one_thread():
                 found = solo.test(
-                    self.plain,
+                    self.unstacked,
                     take(states, place),
                     own,
                     self.stack.alone(client, test=True),
@@ -251,14 +262,14 @@ class Fused:
     def _axis(self) -> int | None:
         return 0 if self.per_client else None
 
-    def course(self, phase: Any, purpose: str, number: int) -> Course:
-        """Return the course of a phase for `number` clients, made on first use."""
+    def phase_of(self, phase: Any, purpose: str, number: int) -> StackedPhase:
+        """Return a phase of `number` clients, made on first use."""
         key = (purpose, phase.name, number)
-        if key not in self.courses:
-            self.courses[key] = Course(
+        if key not in self.stacked_phases:
+            self.stacked_phases[key] = StackedPhase(
                 self.half, phase, purpose, self.stack, number, self.seed, self.graphs
             )
-        return self.courses[key]
+        return self.stacked_phases[key]
 
     def _phases(
         self, work: Work, chosen: list[int], purpose: Purpose, round: int
@@ -268,7 +279,9 @@ class Fused:
         seen = np.zeros(len(chosen))
         for phase in self.half.phases(purpose):
             work = vmap(lambda one, phase=phase: solo.fresh_optimizer(phase, one))(work)
-            work, losses, count = self.course(phase, purpose, len(chosen)).run(work, chosen, round)
+            work, losses, count = self.phase_of(phase, purpose, len(chosen)).run(
+                work, chosen, round
+            )
             total += losses
             seen += count
         return work, total / upload(np.maximum(seen, 1), self.device)
@@ -277,30 +290,30 @@ class Fused:
         """Return the pass over all training data, its rows cut to the longest client."""
         key = ("survey", len(chosen))
         counts = self.stack.sizes[[self.stack.row[client] for client in chosen]]
-        if key not in self.sweeps:
+        if key not in self.stacked_passes:
             longest = int(self.stack.sizes.max())
-            adopt = bool(self.half.phases("train"))  # then the work stays where the course keeps it
-            self.sweeps[key] = Sweep(
+            adopt = bool(self.half.phases("train"))  # then the work stays where the phase keeps it
+            self.stacked_passes[key] = StackedPass(
                 self.half.survey,
                 self.stack.train,
                 longest,
                 len(chosen),
-                self.half.surveys,
+                self.half.survey_size,
                 self.graphs,
                 adopt,
             )
-        found = self.sweeps[key].run(self.stack.index(chosen), counts, work)
+        found = self.stacked_passes[key].run(self.stack.index(chosen), counts, work)
         return Survey(found.total, map_tree(lambda leaf: leaf[:, : counts.max()], found.each))
 
     def _adapted(
         self, chosen: list[int], states: Any, broadcast: Any, purpose: Purpose, round: int
     ) -> Any:
-        if self.apart:
+        if self.one_by_one_because:
             keys: dict[str, Any] = {"seed": self.seed, "round": round}
             return stack(
                 [
                     solo.adapt(
-                        self.plain,
+                        self.unstacked,
                         take(states, i),
                         take(broadcast, i) if self.per_client else broadcast,
                         self.stack.alone(client),
@@ -316,7 +329,7 @@ class Fused:
             states, broadcast, data
         )
         work, _ = self._phases(work, chosen, purpose, round)
-        return vmap(lambda s, w, d: self.half.adapted(s, w, d, purpose))(states, work, data)
+        return vmap(lambda s, w, d: self.half.finish_adapting(s, w, d, purpose))(states, work, data)
 
     def _predict_noise(self, chosen: list[int], round: int) -> dict[str, Tensor]:
         shapes = self.half.noise("predict", solo.CHUNK)

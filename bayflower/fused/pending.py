@@ -26,7 +26,7 @@ class Open(NamedTuple):
     end: Mark
 
 
-class Ledger:
+class Pending:
     """Takes rounds in and writes their records, at most one round behind."""
 
     def __init__(self, records: list[RoundRecord], meter: Meter, progress: Progress | None) -> None:

@@ -121,7 +121,7 @@ class Stack:
         return Batch(x, y, torch.ones(size, dtype=self.dtype, device=self.device))
 
 
-class Course:
+class StackedPhase:
     """One phase of training for `number` clients: the tensors it works on, and a step to replay."""
 
     def __init__(
@@ -185,7 +185,7 @@ class Course:
         return self.plan[1]
 
     def run(self, work: Work, chosen: Sequence[int], round: int) -> tuple[Work, Tensor, np.ndarray]:
-        """Return (the stacked work after the phase, which stays the course's own; each client's
+        """Return (the stacked work after the phase, which stays the phase's own; each client's
         summed loss; the samples each has seen).
         """
         plan = self.draw(chosen, round)
@@ -249,7 +249,7 @@ class Course:
         self.at += 1
 
 
-class Sweep:
+class StackedPass:
     """A function of (arguments, batch) over all samples of `number` clients in pieces: sums added
     up, rows put together.
     """
@@ -275,7 +275,7 @@ class Sweep:
 
     def run(self, rows: Tensor, sizes: np.ndarray, *args: Any) -> Survey:
         """Return the sums (C, …) and the rows (C, N, …) of the clients at `rows`, with `sizes`
-        samples. They stay the sweep's own.
+        samples. They stay the pass's own.
         """
         own = self.data.of(rows)
         copy([self.part.start, self.part.size], [own.start, own.size])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,18 @@ from ..contract import Purpose
 from ..data import Federation
 from ..files.checkpoint import Checkpoint, make, server_state, write
 from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
-from ..rounds import sampling, solo
+from ..rounds import schedule, solo
 from ..rounds.halves import Halves
 from ..tree import stack, to, unflatten
 from . import traffic
 from .bank import DeviceBank, DiskBank
-from .engine import SMALL_MODEL, Fused, Totals
+from .engine import Fused, Totals
 from .meter import Meter
-from .pending import Ledger
+from .pending import Pending
 
 log = logging.getLogger("bayflower")
+# parameters; below it a CPU's second thread waits more than it works, most of all on a busy machine
+SMALL_MODEL = 100_000
 
 
 def run_fused(
@@ -39,131 +41,173 @@ def run_fused(
     resume: Checkpoint | None = None,
 ) -> Outcome:
     """Return the outcome of all rounds and the final test; checkpoints go to `out`."""
-    if (
-        run.settings.torch_device().type == "cpu"
-        and halves.model.num_parameters < SMALL_MODEL
-        and torch.get_num_threads() > 1
-    ):
+    small = halves.model.num_parameters < SMALL_MODEL and torch.get_num_threads() > 1
+    if small and run.settings.torch_device().type == "cpu":
         with solo.one_thread():
             return run_fused(run, federation, halves, progress, out, resume)
-    if resume and run.settings.stacking in ("auto", "measured"):
-        run = replace(
-            run, settings=replace(run.settings, stacking=resume.config.get("stacking", "auto"))
+    return FusedRun(run, federation, halves, progress=progress, out=out, resume=resume).execute()
+
+
+class FusedRun:
+    """One run: its clients on the device, the server's state, and the records of its rounds.
+
+    `lap` is told the name of each stage of a round when it ends, for whoever wants to measure them.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        federation: Federation,
+        halves: Halves,
+        *,
+        progress: Progress | None = None,
+        out: Path | None = None,
+        resume: Checkpoint | None = None,
+        lap: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        if resume and run.settings.stacking in ("auto", "measured"):
+            stacking = resume.config.get("stacking", "auto")
+            run = replace(run, settings=replace(run.settings, stacking=stacking))
+        self.run, self.settings, self.federation, self.halves = (
+            run,
+            run.settings,
+            federation,
+            halves,
         )
-    settings, server = run.settings, halves.server
-    device = settings.torch_device()
-    meter = Meter(device)
-    bank = None
-    if settings.client_states == "disk":
-        fresh = halves.client.init(*halves.initial)
-        bank = DiskBank(
-            (out or Path("runs")) / "states", fresh, device, resume.round if resume else None
-        )
-    engine = Fused(halves, federation.clients, run, bank)
-    if engine.apart:
-        log.warning(engine.apart)
-    everyone = tuple(sorted(engine.stack.clients))
-    state = to(server.init(*halves.initial, everyone), device)
-    records: list[RoundRecord] = []
-    name, first = uuid.uuid4().hex, 1
-    if resume:
-        state, records, name, first = (
-            server_state(resume, server.state_type),
-            resume.records,
-            resume.run,
-            resume.round + 1,
-        )
-        state = to(state, device)
-        if isinstance(engine.bank, DeviceBank) and resume.clients:
-            engine.bank.load(
-                {
-                    client: unflatten(halves.client.state_type, known)
-                    for client, known in resume.clients.items()
-                }
+        self.server, self.device = halves.server, run.settings.torch_device()
+        self.progress, self.out, self.lap = progress, out, lap
+        self.meter = Meter(self.device)
+        bank = None
+        if self.settings.client_states == "disk":
+            fresh = halves.client.init(*halves.initial)
+            folder = (out or Path("runs")) / "states"
+            bank = DiskBank(folder, fresh, self.device, resume.round if resume else None)
+        self.engine = Fused(halves, federation.clients, run, bank, lap=lap)
+        if self.engine.one_by_one_because:
+            log.warning(self.engine.one_by_one_because)
+        self.everyone = tuple(sorted(self.engine.stack.clients))
+        self.state: Any = to(self.server.init(*halves.initial, self.everyone), self.device)
+        self.name, self.first = uuid.uuid4().hex, 1
+        self.records: list[RoundRecord] = []
+        if resume:
+            self._go_on(resume)
+        self.pending = Pending(self.records, self.meter, progress)
+
+    def _go_on(self, resume: Checkpoint) -> None:
+        """Take over what a checkpoint holds."""
+        self.state = to(server_state(resume, self.server.state_type), self.device)
+        self.name, self.first, self.records = resume.run, resume.round + 1, resume.records
+        if isinstance(self.engine.bank, DeviceBank) and resume.clients:
+            kind = self.halves.client.state_type
+            self.engine.bank.load(
+                {client: unflatten(kind, known) for client, known in resume.clients.items()}
             )
 
-    def due(round: int) -> bool:
-        every = settings.checkpoint_every
-        return out is not None and every > 0 and (round % every == 0 or round == settings.rounds)
+    def execute(self) -> Outcome:
+        """Return the outcome of all rounds that are left, and the final test."""
+        last = self.settings.rounds
+        for round in range(self.first, last + 1):
+            self.round(round)
+            due = schedule.checkpoint_due(round, self.settings.checkpoint_every, last)
+            if due and self.out is not None:
+                self.save(round)
+        self.pending.flush()
+        views = self.test(self.engine, self.everyone, last, "finetune")
+        self.records[-1].update(curve_point(views))
+        new = self.test_new_clients(last)
+        if self.progress:
+            self.progress(self.records)
+        self.engine.close()
+        why = self.engine.one_by_one_because
+        return Outcome(
+            self.records,
+            views,
+            new,
+            to(self.state, "cpu"),
+            dict(self.engine.bank.states()),
+            remarks=(why,) if why else (),
+            usage=self.meter.report(),
+        )
 
-    def save(round: int) -> None:
-        assert out is not None
-        # what a measurement decided is written down: after a restart it could turn out otherwise
-        decided = replace(run, settings=replace(settings, stacking="no" if engine.apart else "yes"))
-        write(out, make(decided, name, round, state, dict(engine.bank.states()), records, []))
-        engine.bank.tidy()
+    # -- one round ---------------------------------------------------------------------------------
+    def clients_of(self, round: int) -> list[int]:
+        """Return the clients that train in a round."""
+        settings = self.settings
+        return schedule.clients_of(
+            round, self.everyone, settings.fraction_train, seed=settings.seed
+        )
 
-    def sent(chunk: list[int]) -> Any:
-        if not server.per_client:
-            return server.broadcast(state, chunk[0])
-        return stack([server.broadcast(state, client) for client in chunk])
+    def round(self, round: int) -> None:
+        """Train the clients of a round and take the server's step."""
+        chosen = self.clients_of(round)
+        before: Views = {}
+        if schedule.test_due(round, self.settings.evaluate_every):
+            self.pending.flush()  # tests are not training
+            before = self.test(self.engine, chosen, round - 1, "finetune")
+            self.records[-1].update(curve_point(before))
+        begin = self.pending.begin()
+        # one by one, the bits are those of the loop engine
+        totals = Totals(self.halves, fast=not self.engine.one_by_one_because)
+        losses: dict[int, Tensor] = {}
+        count = traffic.Count(self.run, self.name, round, before)
+        chunks = self.engine.chunks(chosen, self.broadcast_to)
+        for chunk in chunks:
+            with self.meter.time("training"):
+                message = self.broadcast_to(chunk)
+                updates, chunk_losses = self.engine.train(chunk, message, round)
+            last = chunk is chunks[-1]
+            if last and round < self.settings.rounds:
+                # while the device trains
+                self.engine.prefetch(self.clients_of(round + 1), round + 1)
+                self.lap("drawing")
+            with self.meter.time("aggregation"):
+                totals.add(self.state, chunk, updates)
+                if last:
+                    self.state = self.server.finalise(self.state, totals.value(self.device))
+            self.lap("aggregation")
+            losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
+            sizes = {client: self.engine.stack.size(client) for client in chunk}
+            count.add(chunk, self.halves, message, updates, sizes)
+        self.pending.add(round, losses, count, partial(self.server.report, self.state), begin)
+        self.lap("records")
 
-    def tested(fused: Fused, chosen: Sequence[int], round: int, purpose: Purpose) -> Views:
+    def broadcast_to(self, chunk: list[int]) -> Any:
+        """Return what some clients are sent: one broadcast, or a stack where each gets its own."""
+        if not self.server.per_client:
+            return self.server.broadcast(self.state, chunk[0])
+        return stack([self.server.broadcast(self.state, client) for client in chunk])
+
+    # -- tests and checkpoints ---------------------------------------------------------------------
+    def test(self, fused: Fused, chosen: Sequence[int], round: int, purpose: Purpose) -> Views:
+        """Return every view's tally of some clients after a round."""
         views: Views = {}
-        with meter.time("evaluation"):
-            for chunk in fused.chunks(chosen, sent):
-                for view, tallies in fused.test(chunk, sent(chunk), round, purpose).items():
+        with self.meter.time("evaluation"):
+            for chunk in fused.chunks(chosen, self.broadcast_to):
+                found = fused.test(chunk, self.broadcast_to(chunk), round, purpose)
+                for view, tallies in found.items():
                     views.setdefault(view, {}).update(tallies)
         return views
 
-    def chosen_for(round: int) -> list[int]:
-        return sampling.choose(everyone, settings.fraction_train, seed=settings.seed, round=round)
-
-    ledger = Ledger(records, meter, progress)
-    for round in range(first, settings.rounds + 1):
-        chosen = chosen_for(round)
-        before: Views = {}
-        if round > 1 and settings.evaluate_every and (round - 1) % settings.evaluate_every == 0:
-            ledger.flush()  # tests are not training
-            before = tested(engine, chosen, round - 1, "finetune")
-            records[-1].update(curve_point(before))
-        begin = ledger.begin()
-        # one by one, the bits are those of the loop engine
-        totals = Totals(halves, fast=not engine.apart)
-        losses: dict[int, Tensor] = {}
-        count = traffic.Count(run, name, round, before)
-        chunks = engine.chunks(chosen, sent)
-        for chunk in chunks:
-            with meter.time("training"):
-                message = sent(chunk)
-                updates, chunk_losses = engine.train(chunk, message, round)
-            last = chunk is chunks[-1]
-            if last and round < settings.rounds:
-                engine.prefetch(chosen_for(round + 1), round + 1)  # while the device trains
-            with meter.time("aggregation"):
-                totals.add(state, chunk, updates)
-                if last:
-                    state = server.finalise(state, totals.value(device))
-            losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
-            count.add(
-                chunk,
-                halves,
-                message,
-                updates,
-                {client: engine.stack.size(client) for client in chunk},
-            )
-        ledger.add(round, losses, count, partial(server.report, state), begin)
-        if due(round):
-            ledger.flush()
-            save(round)
-    ledger.flush()
-    views = tested(engine, everyone, settings.rounds, "finetune")
-    records[-1].update(curve_point(views))
-    new: Views = {}
-    if federation.new_clients:
-        newcomers = Fused(halves, federation.new_clients, run, apart=engine.apart)
-        new = tested(newcomers, sorted(newcomers.stack.clients), settings.rounds, "new")
+    def test_new_clients(self, round: int) -> Views:
+        """Return the tallies of the clients that never trained, adapted as the method says."""
+        if not self.federation.new_clients:
+            return {}
+        why = self.engine.one_by_one_because
+        newcomers = Fused(
+            self.halves, self.federation.new_clients, self.run, one_by_one_because=why
+        )
+        views = self.test(newcomers, sorted(newcomers.stack.clients), round, "new")
         newcomers.close()
-    if progress:
-        progress(records)
-    engine.close()
-    remarks = (engine.apart,) if engine.apart else ()
-    return Outcome(
-        records,
-        views,
-        new,
-        to(state, "cpu"),
-        dict(engine.bank.states()),
-        remarks=remarks,
-        usage=meter.report(),
-    )
+        return views
+
+    def save(self, round: int) -> None:
+        """Write a checkpoint after a round."""
+        assert self.out is not None
+        self.pending.flush()
+        # what a measurement decided is written down: after a restart it could turn out otherwise
+        one_by_one = bool(self.engine.one_by_one_because)
+        settings = replace(self.settings, stacking="no" if one_by_one else "yes")
+        decided = replace(self.run, settings=settings)
+        states = dict(self.engine.bank.states())
+        write(self.out, make(decided, self.name, round, self.state, states, self.records, []))
+        self.engine.bank.tidy()

@@ -73,7 +73,7 @@ class Count:
         )
         self.examples.update(examples)
         shared: int | None = None
-        self.open.append((clients, halves.client, outline(updates, halves.client.measured)))
+        self.open.append((clients, halves.client, outline(updates, halves.client.sized_by)))
         for place in range(len(clients)):
             if shared is None or server.per_client:
                 own = (
@@ -87,7 +87,7 @@ class Count:
     def settle(self) -> None:
         """Count the messages from the clients; a GPU is waited for."""
         for clients, half, updates in self.open:
-            for client, packed in zip(clients, half.packed(updates), strict=True):
+            for client, packed in zip(clients, half.packed_shapes(updates), strict=True):
                 self.up += reply_bytes(
                     self.run.method,
                     self.name,
@@ -100,13 +100,13 @@ class Count:
         self.open.clear()
 
 
-def outline(updates: Any, measured: tuple[str, ...]) -> Any:
-    """Return stacked updates of which only the `measured` leaves have values, copied: the engine
+def outline(updates: Any, sized_by: tuple[str, ...]) -> Any:
+    """Return stacked updates of which only the `sized_by` leaves have values, copied: the engine
     goes on with its own.
     """
     flat = {
         name: leaf.clone()
-        if name.startswith(measured)
+        if name.startswith(sized_by)
         else torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
         for name, leaf in flatten(updates).items()
     }

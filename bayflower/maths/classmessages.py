@@ -23,7 +23,7 @@ from .classwise import from_triangle, to_triangle
 ROUNDING = 1e-3  # how far a vector's length may be from 1
 
 
-class Message(NamedTuple):
+class ClassMessage(NamedTuple):
     """What travels of an update: P classes with counts > 0, in order.
 
     `spread` for precision: "ranks" (K,); "basis" (R, D), "weight" (R,) of classes with 2·rank ≤ D;
@@ -97,13 +97,13 @@ def roots(packed: Tensors, present: list[int]) -> Iterator[Tensor]:
             row += rank[k]
 
 
-def sizes(centroid: str, message: Message) -> list[float]:
+def sizes(centroid: str, message: ClassMessage) -> list[float]:
     """Return by how much a message counts for each class it has: the trace of its precision,
     without alpha; or its samples.
     """
     present = message.counts.nonzero()[:, 0].tolist()
     if centroid == "precision":
-        return [float(half.square().sum()) for half in roots(message.spread, present)]
+        return [float(root.square().sum()) for root in roots(message.spread, present)]
     weight = (
         message.spread["precision"].double().sum(1)
         if centroid == "diag"
@@ -112,7 +112,7 @@ def sizes(centroid: str, message: Message) -> list[float]:
     return [float(value) for value in weight]
 
 
-def shrunk(centroid: str, message: Message, factors: list[float]) -> Message:
+def shrunk(centroid: str, message: ClassMessage, factors: list[float]) -> ClassMessage:
     """Return the message with the size of each class it has multiplied by its factor, at most 1; of
     samples, at least one is left.
     """
@@ -148,7 +148,7 @@ def shortened(value: Tensor, factor: Tensor) -> Tensor:
 
 def blank(
     centroid: str, like: Any, dim: int, present: int = 0, rows: int = 0, triangles: int = 0
-) -> Message:
+) -> ClassMessage:
     """Return a message with the base, counts and dtype of `like` and these many classes, rows and
     triangles; values mean nothing.
     """
@@ -164,12 +164,12 @@ def blank(
             "weight": shaped(rows),
             "triangle": shaped(triangles, dim * (dim + 1) // 2),
         }
-    return Message(
+    return ClassMessage(
         like.num_examples, like.params, like.buffers, like.counts, shaped(present, dim), spread
     )
 
 
-def received(centroid: str, like: Any, flat: Tensors) -> Message:
+def received(centroid: str, like: Any, flat: Tensors) -> ClassMessage:
     """Return the message in `flat`, whose base, classes and features must be those of `like`; raise
     with the reason otherwise.
     """
@@ -189,7 +189,7 @@ def received(centroid: str, like: Any, flat: Tensors) -> Message:
             "can have"
         )
     dense = dense_ranks(rank, dim)
-    message: Message = matching(
+    message: ClassMessage = matching(
         flat,
         blank(
             centroid, like, dim, int((counts > 0).sum()), int(rank[~dense].sum()), int(dense.sum())

@@ -55,7 +55,7 @@ class Tap(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Plan(NamedTuple):
+class Passes(NamedTuple):
     """Which layers have a formula, and the parameters of all others."""
 
     taps: tuple[Tap, ...]
@@ -76,7 +76,7 @@ def diagonal(
 
     logits, pull, inputs = vjp(tapped, probes, has_aux=True)  # type: ignore[misc]
     columns = factor(logits, batch.y, kind) * batch.mask[:, None]
-    layers = dict(model.structure.named_modules())
+    layers = dict(model.module_for(train=False).named_modules())
     result: Tensors = {}
     for path, grad in vmap(pull)(columns)[0].items() if probes else ():
         layer = layers[path]
@@ -208,7 +208,7 @@ RULES: dict[type, Rule] = {
 
 # -- which layers have a formula -----------------------------------------------------------------
 @lru_cache(maxsize=16)
-def make_plan(model: Model, shape: tuple[int, ...]) -> Plan:
+def make_plan(model: Model, shape: tuple[int, ...]) -> Passes:
     """Return the plan for inputs of `shape`, from a pass of two samples without numbers: a layer
     used once, in a way the formulas know.
     """
@@ -216,7 +216,10 @@ def make_plan(model: Model, shape: tuple[int, ...]) -> Plan:
     meta = torch.device("meta")
     params, buffers = (
         {name: value.to(meta) for name, value in tensors}
-        for tensors in (model.structure.named_parameters(), model.structure.named_buffers())
+        for tensors in (
+            model.module_for(train=False).named_parameters(),
+            model.module_for(train=False).named_buffers(),
+        )
     )
     dtype = next(iter(params.values())).dtype
 
@@ -229,10 +232,10 @@ def make_plan(model: Model, shape: tuple[int, ...]) -> Plan:
             params, buffers, torch.empty(2, *shape, dtype=dtype, device=meta), train=False
         )
     owners: dict[int, list[str]] = {}
-    for path, layer in model.structure.named_modules():
+    for path, layer in model.module_for(train=False).named_modules():
         for name, value in layer.named_parameters(recurse=False):
             owners.setdefault(id(value), []).append(join(path, name))
-    layers = dict(model.structure.named_modules())
+    layers = dict(model.module_for(train=False).named_modules())
     taps = []
     for path, used in calls.items():
         lonely = all(
@@ -251,7 +254,7 @@ def make_plan(model: Model, shape: tuple[int, ...]) -> Plan:
         for tap in taps
         for name, _ in layers[tap.path].named_parameters(recurse=False)
     }
-    return Plan(tuple(taps), tuple(name for name in model.shapes if name not in covered))
+    return Passes(tuple(taps), tuple(name for name in model.shapes if name not in covered))
 
 
 def fits(layer: nn.Module, shape: tuple[int, ...]) -> bool:
@@ -307,7 +310,7 @@ class hooked:  # noqa: N801 (reads as a verb in a with statement)
         self.handles: list[Any] = []
 
     def __enter__(self) -> None:
-        for path, layer in self.model.structure.named_modules():
+        for path, layer in self.model.module_for(train=False).named_modules():
             if type(layer) in RULES:
                 self.handles.append(
                     layer.register_forward_hook(

@@ -14,6 +14,7 @@ a message leaves entries out, `thin` and `fill` are its two ends; the mask trave
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 
 import torch
@@ -22,10 +23,17 @@ from torch.nn import functional
 
 from ..errors import ConfigError, WireError
 from ..networks.model import Anatomy
+from ..shown import Heading, Mark, Picture
 from ..tree import Tensors
 from .bits import pack_bits, unpack_bits
 
 LIMIT = 8.5  # of |log alpha|
+
+SPARSITY = Heading(
+    "Dropped weights",
+    "share of the layer",
+    "Weights that no longer travel, because their dropout rate is too high.",
+)
 
 
 def limited(log_alpha: Tensor) -> Tensor:
@@ -157,3 +165,21 @@ def fill(flat: Tensors, mask_name: str, names: tuple[str, ...], shape: tuple[int
             )
         whole[name] = flat[name].new_zeros(shape).masked_scatter(~mask, flat[name])
     return whole
+
+
+def picture(rates: Mapping[int, Tensor]) -> tuple[Picture, ...]:
+    """Return a box a client of the dropout rates of its weights; nothing without clients."""
+    marks = []
+    for client, rate in rates.items():
+        values = sorted(rate.double().reshape(-1).tolist())
+        first, middle, third = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        )
+        marks.append(Mark(str(client), values[0], middle, values[-1], (first, third)))
+    words = (
+        "α/(1+α) of the weights of the layer, as the hypernetwork makes them for each client. "
+        "Box: the middle half, mark: the median."
+    )
+    title = "Dropout rates of each client"
+    picture = Picture(title, words, "client", "dropout rate", tuple(marks), (0.0, 1.0))
+    return (picture,) if marks else ()

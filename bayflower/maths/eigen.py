@@ -67,8 +67,8 @@ def pseudo_inverse(batch: Tensor, cut: float, floor: Tensor) -> tuple[Tensor, Te
     full = onto @ batch @ onto + top.clamp(min=torch.finfo(batch.dtype).tiny) * (one - onto)
     factor, _ = torch.linalg.cholesky_ex((full + full.mT) / 2)
     # torch.cholesky_inverse would wait for the device
-    half = torch.linalg.solve_triangular(factor, onto, upper=False)
-    return torch.where((rank == 0)[:, None, None], 0.0, half.mT @ half), rank
+    root = torch.linalg.solve_triangular(factor, onto, upper=False)
+    return torch.where((rank == 0)[:, None, None], 0.0, root.mT @ root), rank
 
 
 def largest(batch: Tensor, squarings: int = SQUARINGS) -> Tensor:

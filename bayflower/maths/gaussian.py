@@ -101,10 +101,10 @@ def solve_without_waiting(precision: Tensor, shift: Tensor) -> Tensor:
         * torch.eye(precision.shape[1], dtype=precision.dtype, device=precision.device)
     )
     factor, info = torch.linalg.cholesky_ex(torch.cat([precision, precision + ridge]))
-    half = torch.linalg.solve_triangular(factor, torch.cat([shift, shift])[..., None], upper=False)
-    means = torch.linalg.solve_triangular(factor.mT, half, upper=True)[..., 0]
-    plain, ridged = torch.where(info[:, None] == 0, means, torch.nan).chunk(2)
-    return torch.where(info[: len(plain), None] == 0, plain, ridged)
+    root = torch.linalg.solve_triangular(factor, torch.cat([shift, shift])[..., None], upper=False)
+    means = torch.linalg.solve_triangular(factor.mT, root, upper=True)[..., 0]
+    exact, ridged = torch.where(info[:, None] == 0, means, torch.nan).chunk(2)
+    return torch.where(info[: len(exact), None] == 0, exact, ridged)
 
 
 def positive(name: str, x: Tensor) -> Tensor:

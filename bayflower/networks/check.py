@@ -19,7 +19,7 @@ FEW = 4  # samples of the trial pass
 ENDS = (nn.Softmax, nn.Softmax2d, nn.Sigmoid)
 
 
-def given(
+def checked_model(
     factory: Callable[[], nn.Module],
     x: Tensor,
     y: Tensor,
@@ -75,7 +75,7 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
     )
     logits, last = torch.empty(0), ""
     for train in (False, True):
-        module = model._train if train else model._eval
+        module = model.module_for(train)
         model.fixed(next(iter(params.values())))
         before = memory(module, model)
         with watched(module) as calls, torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -159,7 +159,7 @@ def memory(module: nn.Module, model: Model) -> dict[str, tuple[int, int]]:
         kept = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
         for name, value in kept.items():
             found[f"{path}.{name}" if path else name] = (id(value), value._version)
-    for constants in model._fixed.values():
+    for constants in model.constants_in_use():
         found |= {name: (id(value), value._version) for name, value in constants.items()}
     return found
 

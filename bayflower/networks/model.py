@@ -24,6 +24,7 @@ from ..stacked.losses import mean_nll, nll
 from ..stacked.masked import MASKABLE, mask_norms, real_samples
 from ..stacked.stackable import for_stacks
 from ..tree import Tensors
+from .parts import cast, persistent, trainable
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 # a sample's output depends on the other samples of its batch
@@ -35,9 +36,7 @@ FROZEN_SEED = 0
 
 
 class Batch(NamedTuple):
-    """Samples of one client. `mask` is 1 for a sample and 0 for padding, in the dtype of the
-    parameters.
-    """
+    """Samples of one client; `mask` is 1 for a sample, 0 for padding, in the parameters' dtype."""
 
     x: Tensor  # (B, ...)
     y: Tensor  # (B,)
@@ -99,9 +98,7 @@ class Model:
             return self.factory()
 
     def initial(self, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
-        """Return (parameters, buffers) of the seeded initialisation in the order of names; the same
-        on every machine of one torch build.
-        """
+        """Return (parameters, buffers) of the seeded initialisation in the order of names."""
         module = self.made(seed)
         params = {
             name: value.detach().to(dtype).clone()
@@ -152,7 +149,7 @@ class Model:
         `mask` says which samples of a training batch are real; layers that couple samples need it
         where batches are padded.
         """
-        module = self._train if train else self._eval
+        module = self.module_for(train)
         if train and buffers:
             buffers = {name: value.clone() for name, value in buffers.items()}
         if self.constants:
@@ -193,7 +190,7 @@ class Model:
                 next(value for value in (*args, *named.values()) if isinstance(value, Tensor))
             )
 
-        module = (self._train if train else self._eval).get_submodule(self.head)
+        module = self.module_for(train).get_submodule(self.head)
         handle = module.register_forward_pre_hook(look, with_kwargs=True)
         try:
             logits, buffers = self.forward(params, buffers, x, train, mask)
@@ -220,7 +217,7 @@ class Model:
         output).
         """
         module, dtype = (
-            (self._train if train else self._eval).get_submodule(layer),
+            self.module_for(train).get_submodule(layer),
             next(iter(params.values())).dtype,
         )
 
@@ -234,10 +231,13 @@ class Model:
         finally:
             handle.remove()
 
-    @property
-    def structure(self) -> nn.Module:
-        """Return the module in evaluation mode; the numbers in it mean nothing."""
-        return self._eval
+    def module_for(self, train: bool) -> nn.Module:
+        """Return the module of this mode; it gives only the structure."""
+        return self._train if train else self._eval
+
+    def constants_in_use(self) -> list[Tensors]:
+        """Return the constants, as often as they were copied to a device or dtype."""
+        return list(self._fixed.values())
 
     def nll(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return −log p(y|x) of each sample (B,)."""
@@ -398,25 +398,3 @@ class Model:
     def num_parameters(self) -> int:
         """Return the number of trainable numbers."""
         return sum(math.prod(shape) for shape in self.shapes.values())
-
-
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not frozen, tied ones once, in the module's order."""
-    return {name: value for name, value in module.named_parameters() if value.requires_grad}
-
-
-def persistent(module: nn.Module) -> Tensors:
-    """Return the buffers that belong to the module's state, in its order."""
-    left = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for name in part._non_persistent_buffers_set
-    }
-    return {name: value for name, value in module.named_buffers() if name not in left}
-
-
-def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `value` in `dtype` if it is a floating-point tensor, else as it is (counters stay
-    integers).
-    """
-    return value.to(dtype) if value.is_floating_point() else value

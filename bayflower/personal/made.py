@@ -24,14 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__, methods, metrics
-from ..contract import ClientHalf
+from ..contract import ClientHalf, Posterior
 from ..data import Scaling
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import save_tensors, write_json
 from ..networks.model import Batch
 from ..rounds import solo
 from ..tree import Tensors
-from .posterior import Posterior, posterior
 
 log = logging.getLogger("bayflower")
 FORMAT = "bayflower-personal-1"
@@ -130,7 +129,7 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
         if kept.scaling
         else {}
     )
-    found = posterior(kept.method, half, params, buffers, kept.broadcast, train)
+    found = half.posterior(params, buffers, kept.broadcast, train)
     made = card(
         kept, found, {name: list(value.shape) for name, value in network.state_dict().items()}
     )

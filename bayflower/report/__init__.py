@@ -12,7 +12,7 @@ import numpy as np
 from ..config import parse
 from ..data import load_federation
 from ..errors import BayflowerError, ConfigError
-from . import figures, page, special
+from . import figures, page, panels, special
 from .collect import Found, Group, group, read, same_data
 
 FEATURES = ("auto", "all", "none")
@@ -83,13 +83,13 @@ def sections_of(
         (f"{head}New clients{more}", page.summary(some, "new_clients")),
         (f"{head}Over rounds{more}", page.figures(figures.curves(some))),
         (f"{head}Clients{more}", page.figures([*figures.clients(some), *figures.fairness(some)])),
-        (f"{head}Calibration{more}", page.figures(figures.reliability(some))),
+        (f"{head}Calibration{more}", page.figures(panels.reliability(some))),
         (f"{head}What the methods show{more}", page.figures(shown) + text),
-        (f"{head}Bytes and seconds{more}", page.figures(figures.costs(some))),
+        (f"{head}Bytes and seconds{more}", page.figures(panels.costs(some))),
         (
             f"{head}The partition{more}",
             page.figures(
-                [figures.partition(some[0].runs[0], class_counts(some[0].runs[0], data_dir))]
+                [panels.partition(some[0].runs[0], class_counts(some[0].runs[0], data_dir))]
             ),
         ),
     ]

@@ -191,9 +191,8 @@ def summary(groups: Sequence[Group], view: str = "personal") -> str:
         )
     best = []
     for j, column in enumerate(COLUMNS):
-        known = [
-            (column.better * mean[j], i) for i, mean in enumerate(means) if mean[j] is not None
-        ]  # type: ignore[operator]
+        values = [(mean[j], i) for i, mean in enumerate(means)]
+        known = [(column.better * value, i) for value, i in values if value is not None]
         if len(known) > 1:
             best += [(i, j + 1) for value, i in known if value == max(known)[0]]
     return table(["method", *(column.heading for column in COLUMNS), "seeds"], rows, best)

@@ -1,6 +1,4 @@
-"""What single methods show: personal layers (FedBPS), dropout (MetaVD), the latent belief (FedNP),
-weights (FedMAP), features.
-"""
+"""What methods show of themselves: numbers over rounds, pictures of the last state, features."""
 
 from __future__ import annotations
 
@@ -11,103 +9,70 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import methods
+from ..contract import ServerHalf
 from ..data import load_federation
 from ..errors import BayflowerError
 from ..personal.made import numbers
 from ..personal.runs import Opened, client_state, kept, open_run
 from ..rounds.solo import one_thread, samples
+from ..shown import Heading, Picture
 from .collect import Found, Group
-from .figures import Figure, lines_over_rounds, quantiles
+from .figures import Figure, lines_over_rounds
 from .svg import Chart, around, legend
 
 log = logging.getLogger("bayflower")
 POINTS = 300  # samples in a picture of features
 # methods that shape the features, which are therefore shown
-SHAPED = ("pfedvmp", "pfedvmp-avg", "fednp")
-REPORTED = {  # what a method tells of each round: heading, axis, words
-    "effective_clients": (
-        "Clients that made the prior",
-        "effective clients",
-        "(Σω)²/Σω²: 1 means that one client made the prior alone.",
-    ),
-    "latent_precision": (
-        "Belief about the latent",
-        "mean precision of z",
-        "How sure the federation has become of z, over rounds.",
-    ),
-    "dropout_rate": (
-        "Dropout over rounds",
-        "mean dropout rate",
-        "Mean over clients and weights of the layer.",
-    ),
-    "sparsity": (
-        "Dropped weights",
-        "share of the layer",
-        "Weights that no longer travel, because their dropout rate is too high.",
-    ),
-    "known_classes": (
-        "Classes with a centroid",
-        "classes",
-        "Classes about which at least one client has sent a message.",
-    ),
-    "disagreement": (
-        "Disagreement of the clients",
-        "between / within",
-        "Median variance of a weight between clients over that within.",
-    ),
-}
 
 
 def over_rounds(groups: Sequence[Group]) -> list[Figure]:
-    """Return what the methods themselves report of their rounds."""
+    """Return what the methods themselves report of their rounds, in the order of the table of
+    methods.
+    """
+    wanted: dict[tuple[str, Heading], None] = {}
+    for row in methods.ROWS:
+        if any(group.method == row.name for group in groups):
+            wanted |= dict.fromkeys(row.server.headings.items())
     found = []
-    for key, (heading, y_title, words) in REPORTED.items():
-        lines = [
-            (group.title, group.curve(lambda record, key=key: record.get(key))) for group in groups
-        ]  # type: ignore[misc]
+    for key, heading in wanted:
+        if key.endswith("/"):
+            found += [layers(group, key, heading) for group in groups if below(group, key)]
+            continue
+        lines = [(group.title, curve(group, key, heading)) for group in groups]
         lines = [(title, points) for title, points in lines if points]
         if lines:
-            found.append(
-                Figure(
-                    heading,
-                    lines_over_rounds(heading, lines, y_title).svg(),
-                    words,
-                    legend([title for title, _ in lines]),
-                )
-            )
-    for group in groups:
-        layers = [key for key in group.first["rounds"][-1] if key.startswith("personal_share/")]
-        lines = [
-            (key.partition("/")[2], group.curve(lambda record, key=key: scaled(record.get(key))))
-            for key in layers
-        ]  # type: ignore[misc]
-        if lines:
-            chart = lines_over_rounds(
-                f"personal share of layers, {group.title}",
-                lines,
-                "personal entries, % of a layer",
-                (0.0, 100.0),
-            )
-            words = "Share of each layer's weights that every client keeps for itself."
-            found.append(
-                Figure(
-                    f"What is personal: {group.title}",
-                    chart.svg(),
-                    words,
-                    legend(layers_named(layers)),
-                )
-            )
+            found.append(drawn(heading.title, lines, heading))
     return found
 
 
-def layers_named(keys: Sequence[str]) -> list[str]:
-    """Return the layers' names."""
-    return [key.partition("/")[2] for key in keys]
+def layers(group: Group, key: str, heading: Heading) -> Figure:
+    """Return one line for each number below `key` of one method."""
+    lines = [(name.removeprefix(key), curve(group, name, heading)) for name in below(group, key)]
+    return drawn(f"{heading.title}: {group.title}", lines, heading)
 
 
-def scaled(value: float | None) -> float | None:
-    """Return a share in per cent."""
-    return None if value is None else 100 * value
+def below(group: Group, key: str) -> list[str]:
+    """Return the names of a method's numbers that begin with `key`."""
+    return [name for name in group.first["rounds"][-1] if name.startswith(key)]
+
+
+def curve(group: Group, key: str, heading: Heading) -> list[tuple[float, float, float, float]]:
+    """Return a number over rounds, as a percentage where the heading says so."""
+    factor = 100.0 if heading.percent else 1.0
+
+    def read(record: dict[str, Any]) -> float | None:
+        value = record.get(key)
+        return None if value is None else factor * float(value)
+
+    return group.curve(read)
+
+
+def drawn(title: str, lines: list[Any], heading: Heading) -> Figure:
+    """Return lines over rounds."""
+    limits = ((0.0, 100.0),) if heading.percent else ()
+    chart = lines_over_rounds(title, lines, heading.axis, *limits)
+    return Figure(title, chart.svg(), heading.words, legend([name for name, _ in lines]))
 
 
 def from_states(
@@ -120,18 +85,15 @@ def from_states(
     notes: list[str] = []
     for group in groups:
         run = group.runs[0]
-        wanted = [
-            fn
-            for name, fn in (("metavd", dropout_rates), ("fednp", latent))
-            if group.method == name
-        ]
-        show = features == "all" or (features == "auto" and group.method in SHAPED)
-        if not wanted and not show:
+        row = methods.get(group.method)
+        pictured = row.server.pictures is not ServerHalf.pictures
+        show = features == "all" or (features == "auto" and row.client.shapes_features)
+        if not pictured and not show:
             continue
         try:
             opened = open_run(run.folder, data_dir)
-            for fn in wanted:
-                found += fn(group, opened)
+            pictures = opened.halves.server.pictures(opened.server)
+            found += [pictured_as(picture, group) for picture in pictures]
             if show:
                 say(f"features of {group.title}")
                 found += embedded(group, run, opened)
@@ -142,68 +104,32 @@ def from_states(
     return found, notes
 
 
-def dropout_rates(group: Group, opened: Opened) -> list[Figure]:
-    """Return the dropout rates of each client's layer, a box a client."""
-    from ..maths.dropout import rate
-
-    server: Any = opened.halves.server
-    seen = sorted(int(client) for client in opened.server.belief.seen)
-    if not seen:
-        return []
+def pictured_as(picture: Picture, group: Group) -> Figure:
+    """Return a picture of a method's last state as a figure."""
+    marks = picture.marks
+    ends = [end for mark in marks for end in (mark.low, mark.high)]
     chart = Chart(
-        f"dropout rates, {group.title}",
-        (-0.5, len(seen) - 0.5),
-        (0.0, 1.0),
-        x_title="client",
-        y_title="dropout rate",
+        f"{picture.title}, {group.title}",
+        (-0.5, len(marks) - 0.5),
+        picture.y_range or around(ends),
+        x_title=picture.x_title,
+        y_title=picture.y_title,
         width=1120.0,
     )
-    chart.axes(x_names=[str(client) for client in seen])
-    for place, client in enumerate(seen):
-        values = sorted(rate(server.log_alpha(opened.server, client)).double().reshape(-1).tolist())
-        low, first, middle, third, high = quantiles(values)
-        text = (
-            f"client {client}: lowest {low:.3f}, quartiles {first:.3f}, {middle:.3f}, "
-            f"{third:.3f}, highest {high:.3f}"
-        )
-        chart.rule(place, low, place, high)
-        chart.bar(place - 0.3, place + 0.3, first, third, 0, text, kind="box")
-        chart.point(place, middle, 0, text)
-    words = (
-        "α/(1+α) of the weights of the layer, as the hypernetwork makes them for each client. "
-        "Box: the middle half, mark: the median."
-    )
-    return [Figure(f"Dropout rates of each client: {group.title}", chart.svg(), words, wide=True)]
-
-
-def latent(group: Group, opened: Opened) -> list[Figure]:
-    """Return the belief about z at the end: mean and two standard deviations of each coordinate."""
-    total = opened.server.total
-    precision = total.precision.double().reshape(-1)
-    mean, spread = total.shift.double().reshape(-1) / precision, 2 / precision.sqrt()
-    points = [(i, float(m), float(s)) for i, (m, s) in enumerate(zip(mean, spread, strict=True))][
-        :200
-    ]
-    chart = Chart(
-        f"belief about z, {group.title}",
-        (-0.5, len(points) - 0.5),
-        around([v for _, m, s in points for v in (m - s, m + s)]),
-        x_title="coordinate of z",
-        y_title="mean ± 2 sd",
-        width=1120.0,
-    )
-    chart.axes()
-    for i, m, s in points:
-        chart.rule(i, m - s, i, m + s)
-        chart.point(i, m, 0, f"z[{i}]: {m:.3f} ± {s:.3f}")
-    return [
-        Figure(
-            f"The latent belief at the end: {group.title}",
-            chart.svg(),
-            "The product of all clients' factors and the prior.",
-            wide=True,
-        )
-    ]
+    boxes = any(mark.quartiles for mark in marks)
+    chart.axes(x_names=[mark.name for mark in marks]) if boxes else chart.axes()
+    for place, mark in enumerate(marks):
+        chart.rule(place, mark.low, place, mark.high)
+        text = f"{mark.name}: {mark.middle:.3f}, from {mark.low:.3f} to {mark.high:.3f}"
+        if mark.quartiles:
+            first, third = mark.quartiles
+            text = (
+                f"{picture.x_title} {mark.name}: lowest {mark.low:.3f}, quartiles {first:.3f}, "
+                f"{mark.middle:.3f}, {third:.3f}, highest {mark.high:.3f}"
+            )
+            chart.bar(place - 0.3, place + 0.3, first, third, 0, text, kind="box")
+        chart.point(place, mark.middle, 0, text)
+    return Figure(f"{picture.title}: {group.title}", chart.svg(), picture.words, wide=True)
 
 
 def embedded(group: Group, run: Found, opened: Opened) -> list[Figure]:

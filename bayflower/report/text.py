@@ -34,7 +34,7 @@ def size(value: float) -> str:
     return f"{value:.1f} GB"
 
 
-def plain(title: str, caption: str) -> Table:
+def bare_table(title: str, caption: str) -> Table:
     """Return an empty table in the house's style."""
     return Table(
         title=title,
@@ -55,7 +55,7 @@ def result_table(result: dict[str, Any]) -> Table:
         f"{len(rounds)} rounds, seed {result['seed']}"
     )
     seconds = sum(record["seconds"] for record in rounds)
-    grid = plain(
+    grid = bare_table(
         title,
         f"accuracies and ECE in %; {result['engine']} engine, {result['device']}, {seconds:.1f} s "
         "of rounds",
@@ -90,7 +90,7 @@ def comparison_table(results: list[dict[str, Any]]) -> Table:
         "personal models, last round; % but for NLL and CV; bal.: balanced accuracy, mean "
         "over clients; worst client; aECE: over all"
     )
-    grid = plain(
+    grid = bare_table(
         title, f"{words} classes' probabilities; CV: fairness; up, down: bytes a round; s: seconds"
     )
     grid.padding = 0  # eleven columns in eighty characters

@@ -1,10 +1,13 @@
-"""Finished runs on disk: one JSON file a run, named by the hash of its configuration, whole or not
-there, and checked when read.
+"""Finished runs on disk, named by the hash of their configuration and checked when read.
+
+A new run is one JSON file in the working folder, there as a whole or not at all. `bayflower
+reproduce --collect` moves it to a file beside that folder which has one run a line, one file a
+paper. Both are read; where both have a run, the working folder's counts.
 
 The hash covers the method and every setting that differs from its default and decides the numbers.
 A file also holds the whole configuration: if a default has changed since, the run is not used.
-Where the samples are fewer than the original's, the number of them is part of the file's name, so
-that runs on a part of a data set are never taken for runs on the whole.
+The number of the data set's samples here is part of the name, so that runs on a part of a data set
+are never taken for runs on the whole.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,8 @@ from .data import images_to_keep, pooled, with_folder
 from .tables import Spec
 
 FORMAT = 1
+# the files of collected runs, beside the working folder; `ours`: runs that no paper's table needs
+COLLECTIONS = ("fedbps", "fedmap", "fednp", "metavd", "pfedvmp", "ours")
 # how a run is done, not what comes out; `keep` is stated as a number of images
 SILENT = frozenset(
     {
@@ -91,16 +97,32 @@ def key_of(spec: Spec, seed: int) -> str:
     )[:20]
 
 
+def whole(record: Any) -> bool:
+    """Return whether a record is what was written."""
+    try:
+        return (
+            record["format"] == FORMAT
+            and digest(record["result"]) == record["checksum"]
+            and digest(record["config"]) == record["config_checksum"]
+        )
+    except (KeyError, TypeError):
+        return False
+
+
 class Cache:
-    """A folder of finished runs."""
+    """Finished runs: a working folder of single files, and the collected runs beside it."""
 
     def __init__(self, folder: Path, say: Say = lambda line: None) -> None:
         self.folder, self.say = folder, say
         self.read: dict[Path, dict[str, Any] | None] = {}
         self.keys: dict[tuple[Spec, int], str] = {}
+        self.broken: list[str] = []  # where the collections have lines that are not whole
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        self._lines: dict[str, dict[str, Any]] = {}
+        self._by_key: dict[str, list[str]] = {}
 
     def key(self, spec: Spec, seed: int) -> str:
-        """Return the run's name, computed once."""
+        """Return the hash in the run's name, computed once."""
         if (spec, seed) not in self.keys:
             self.keys[spec, seed] = key_of(spec, seed)
         return self.keys[spec, seed]
@@ -112,8 +134,11 @@ class Cache:
         that has points over rounds.
         """
         here = pooled(spec.values().get("dataset", ""), data_dir) if spec.runner == "engine" else 0
-        for path in sorted(self.folder.glob(f"{self.key(spec, seed)}-*.json"), reverse=True):
-            record = self.load(path)
+        key = self.key(spec, seed)
+        single = {path.stem for path in self.folder.glob(f"{key}-*.json")}
+        self.collected()
+        for name in sorted(single | {*self._by_key.get(key, ())}, reverse=True):
+            record = self.named(name)
             if (
                 record is None
                 or (here is not None and record["pooled"] != here)
@@ -122,30 +147,34 @@ class Cache:
                 continue
             now = resolved(spec, seed)[0]
             changed = [
-                name
-                for name, value in record["config"].items()
-                if name in now and now[name] != value
+                setting
+                for setting, value in record["config"].items()
+                if setting in now and now[setting] != value
             ]
             if not changed:
                 return record["result"]
             self.say(
-                f"{path.name} is not used: {changed[0]} was {record['config'][changed[0]]!r}, now "
+                f"run {name} is not used: {changed[0]} was {record['config'][changed[0]]!r}, now "
                 f"it is {now[changed[0]]!r}"
             )
         return None
 
+    def named(self, name: str) -> dict[str, Any] | None:
+        """Return the record of a run: the working folder's, else the collected one."""
+        path = self.folder / f"{name}.json"
+        single = self.load(path) if path in self.read or path.exists() else None
+        return single or self.collected().get(name)
+
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Return a file's record; one that is broken is renamed, with a line that says so."""
+        """Return a single file's record; a broken one is renamed, with a line that says so."""
         if path not in self.read:
             try:
                 record = json.loads(path.read_text())
-                whole = (
-                    record["format"] == FORMAT and digest(record["result"]) == record["checksum"]
-                )
-                whole = whole and digest(record["config"]) == record["config_checksum"]
-            except (OSError, ValueError, KeyError, TypeError):
-                whole, record = False, None
-            if not whole:
+            except FileNotFoundError:  # collected by another process a moment ago
+                return None
+            except (OSError, ValueError):
+                record = None
+            if not whole(record):
                 aside = path.with_name(f"{path.name}.broken-{int(time.time())}")
                 path.rename(aside)
                 self.say(f"{path} is broken; set aside as {aside.name}, its run is done again")
@@ -153,8 +182,46 @@ class Cache:
             self.read[path] = record
         return self.read[path]
 
+    def collections(self) -> dict[str, Path]:
+        """Return the files of collected runs by name, whether they are there or not."""
+        return {name: self.folder.parent / f"{name}.jsonl" for name in COLLECTIONS}
+
+    def collected(self) -> dict[str, dict[str, Any]]:
+        """Return the collected records by the runs' names; files that have changed are read again.
+
+        A line that is broken is left out, with a line that says where it is.
+        """
+        stamps = {}
+        for path in self.collections().values():
+            with suppress(OSError):
+                about = path.stat()
+                stamps[path] = (about.st_mtime_ns, about.st_size)
+        if stamps != self._stamps:
+            self._stamps, self._lines, self.broken = stamps, {}, []
+            for path in stamps:
+                self._read_lines(path)
+            self._by_key = {}
+            for name in self._lines:
+                self._by_key.setdefault(name.rpartition("-")[0], []).append(name)
+        return self._lines
+
+    def _read_lines(self, path: Path) -> None:
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                name = record.pop("name")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                record = None
+            if whole(record):
+                self._lines[name] = record
+            else:
+                self.broken.append(f"{path}, line {number}")
+                self.say(f"{path}, line {number} is broken and left out; its run is done again")
+
     def put(self, spec: Spec, seed: int, result: dict[str, Any], samples: int) -> Path:
-        """Write a finished run; the file is there as a whole or not at all."""
+        """Write a finished run to the working folder, as a whole or not at all."""
         path = self.folder / f"{self.key(spec, seed)}-{samples}.json"
         config = json.loads(json.dumps(resolved(spec, seed)[0]))
         result = json.loads(json.dumps(result, allow_nan=False))
@@ -173,9 +240,14 @@ class Cache:
         self.read[path] = record
         return path
 
+    def names(self) -> list[str]:
+        """Return the names of all runs, sorted; some may turn out to be broken."""
+        single = {path.stem for path in self.folder.glob("*.json")}
+        return sorted(single | self.collected().keys())
+
     def everything(self) -> list[dict[str, Any]]:
-        """Return the results of all files that are whole."""
-        records = [self.load(path) for path in sorted(self.folder.glob("*.json"))]
+        """Return the records of all runs that are whole."""
+        records = [self.named(name) for name in self.names()]
         return [record for record in records if record]
 
 

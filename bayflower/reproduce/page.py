@@ -17,12 +17,13 @@ MARKER = "<!-- Below this line nothing is generated; `bayflower reproduce --writ
 HEAD = """# Results
 
 Written by `bayflower reproduce --all --write RESULTS.md` from the finished runs in
-`experiments/results/runs`. Every published table and figure that the papers' data allow is listed;
-a method that does not exist here says "not yet", a cell that was not run says so. The last round is
-shown, never the best one. What the forms `full` and `quick` are:
-[docs/evidence.md](docs/evidence.md). A quick table shows that its runs go through; it is no
-evidence about a method, and neither is a cell that says "quick" in a full table: it was only run in
-that form. What holds here and what does not, and why: [Reading](#reading), at the end of the page.
+`experiments/results`. Every published table and figure that the papers' data allow is listed, and
+our own sweeps, whose names begin with "ours". A method that does not exist here says "not yet", a
+cell that was not run says so. The last round is shown, never the best one. What the forms `full`
+and `quick` are: [docs/evidence.md](docs/evidence.md). A quick table shows that its runs go through;
+it is no evidence about a method, and neither is a cell that says "quick" in a full table: it was
+only run in that form. What holds here and what does not, and why: [Reading](#reading), at the end
+of the page.
 """
 
 

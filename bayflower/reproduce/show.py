@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .cache import Cache
 from .sweep import Plan, expected, jobs, missing_data
-from .tables import Cell, Table
+from .tables import OURS, Cell, Table
 
 NOT_YET, NOT_RUN = "not yet", "not run"
 LEGEND = (
@@ -140,7 +140,8 @@ def facts(table: Table, plan: Plan, found: list[Shown], folder: bool = True) -> 
         ", ".join(f"{key} {value or 'not stated'}" for key, value in table.paper.items())
         or "not stated"
     )
-    lines = [f"* Form: {plan.form} ({said}); the paper: {theirs}."]
+    paper = "" if table.kind == OURS else f"; the paper: {theirs}"
+    lines = [f"* Form: {plan.form} ({said}){paper}."]
     runs = {id(run): run for one in found for run in one.runs}.values()
     if runs:
         seconds = sum(run["seconds"] for run in runs)

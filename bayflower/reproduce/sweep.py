@@ -56,7 +56,7 @@ class Plan:
     where: tuple[tuple[str, str], ...] = ()
     keep: str = ""  # a folder for the folders of runs
 
-    def wants(self, job: Job) -> bool:
+    def wants(self, job: RunJob) -> bool:
         """Return whether a run is among those that are to be done."""
         values = {**job.spec.values(), "method": job.spec.method, "seed": job.seed}
         return all(str(values.get(key)) == value for key, value in self.where)
@@ -70,7 +70,7 @@ class Plan:
         return range(self.seeds or table.form(self.form)["seeds"])
 
 
-class Job(NamedTuple):
+class RunJob(NamedTuple):
     """One run; `curve` says that points over rounds are needed."""
 
     spec: Spec
@@ -78,24 +78,24 @@ class Job(NamedTuple):
     curve: bool
 
 
-def jobs(table: Table, plan: Plan) -> list[Job]:
+def jobs(table: Table, plan: Plan) -> list[RunJob]:
     """Return the runs of a table, each once, seed by seed."""
-    found: dict[tuple[Spec, int], Job] = {}
+    found: dict[tuple[Spec, int], RunJob] = {}
     for seed in plan.seed_list(table):
         for cell in plan.cells(table):
             if cell.spec is not None:
                 known = found.get((cell.spec, seed))
-                found[cell.spec, seed] = Job(
+                found[cell.spec, seed] = RunJob(
                     cell.spec, seed, cell.column.at is not None or bool(known and known.curve)
                 )
     return list(found.values())
 
 
-def unique(tables: Iterable[Table], plan: Plan, cache: Cache) -> list[Job]:
+def unique(tables: Iterable[Table], plan: Plan, cache: Cache) -> list[RunJob]:
     """Return the runs of some tables; one that two tables need, or that two rows state differently,
     is there once.
     """
-    found: dict[str, Job] = {}
+    found: dict[str, RunJob] = {}
     for table in tables:
         for job in jobs(table, plan):
             key = cache.key(job.spec, job.seed)
@@ -103,7 +103,7 @@ def unique(tables: Iterable[Table], plan: Plan, cache: Cache) -> list[Job]:
     return list(found.values())
 
 
-def missing_data(todo: Iterable[Job], data_dir: str) -> dict[str, str]:
+def missing_data(todo: Iterable[RunJob], data_dir: str) -> dict[str, str]:
     """Return the data sets of these runs that are not here, with what can be done about it."""
     wanted = sorted(
         {job.spec.values().get("dataset", "") for job in todo if job.spec.runner == "engine"}
@@ -111,7 +111,7 @@ def missing_data(todo: Iterable[Job], data_dir: str) -> dict[str, str]:
     return {name: remedy(name, data_dir) for name in wanted if pooled(name, data_dir) is None}
 
 
-def expected(job: Job, records: list[dict[str, Any]], device: str = "") -> float | None:
+def expected(job: RunJob, records: list[dict[str, Any]], device: str = "") -> float | None:
     """Return the seconds a run should take, by runs like it (method and data, else data); None if
     there are none.
     """
@@ -188,7 +188,7 @@ def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
 
 
 def run_one(
-    job: Job, plan: Plan, words: str, say: Say, end: float = math.inf
+    job: RunJob, plan: Plan, words: str, say: Say, end: float = math.inf
 ) -> tuple[dict[str, Any], int]:
     """Return what the tables need of a run, and how many samples the data set has here."""
     if job.spec.runner == "toy":
@@ -281,6 +281,7 @@ def condensed(result: dict[str, Any], seconds: float) -> dict[str, Any]:
         "commit": commit(),
         "origin": "reproduce",
         "seconds": round(seconds, 3),
+        "spent": (result.get("usage") or {}).get("seconds", {}),
         "seconds_per_round": sum(one["seconds"] for one in rounds) / len(rounds),
         "rounds": len(rounds),
         "bytes_up": rounds[-1]["bytes_up"],

@@ -24,6 +24,7 @@ from ..errors import ConfigError
 
 PAPERS = Path(__file__).parent / "papers"
 FORMS = ("full", "quick")
+OURS = "ours"  # the kind of a table that no paper has
 # the folder of chosen values in that of the papers; the entry that is no row
 TUNED, ABOUT = "tuned", "about"
 PUBLISHED = re.compile(r"([-+]?\d+(?:\.\d+)?)(?: ± (\d+(?:\.\d+)?))?")
@@ -48,7 +49,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """A row or a column."""
 
     name: str
@@ -83,8 +84,8 @@ class Cell:
     method does not exist here.
     """
 
-    row: Line
-    column: Line
+    row: TableLine
+    column: TableLine
     metric: Metric
     published: str
     spec: Spec | None
@@ -98,7 +99,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A published table or figure."""
+    """A published table or figure, or a sweep of our own."""
 
     id: str
     title: str
@@ -106,13 +107,13 @@ class Table:
     source: str
     metrics: dict[str, Metric]
     metric: str
-    columns: tuple[Line, ...]
-    rows: tuple[Line, ...]
+    columns: tuple[TableLine, ...]
+    rows: tuple[TableLine, ...]
     quick: dict[str, Any]
     full: dict[str, Any]
     paper: dict[str, Any]
     settings: dict[str, Any]
-    kind: str = "table"
+    kind: str = "table"  # table, figure or ours
     runner: str = "engine"
     data: str = ""
     errata: str = ""
@@ -151,7 +152,13 @@ class Table:
                 yield Cell(row, column, metric, published, spec)
 
     def _spec(
-        self, method: str, row: Line, column: Line, form: str, changes: Settings, tuned: Settings
+        self,
+        method: str,
+        row: TableLine,
+        column: TableLine,
+        form: str,
+        changes: Settings,
+        tuned: Settings,
     ) -> Spec:
         chosen = row.tuned if form == "full" else {}
         stated = {**self.settings, **column.settings, **row.settings, **chosen, **tuned}
@@ -217,12 +224,20 @@ def make_table(
         raise ValueError(
             f"{tuned} has values for {sorted(strange)[0]!r}, which is no row of {values['id']}"
         )
+    # our own tables have no published numbers
+    blank = {"published": [""] * len(values["columns"])} if values.get("kind") == OURS else {}
     rows = tuple(
-        Line(**{**row, "published": tuple(row["published"]), "tuned": chosen.get(row["name"], {})})
+        TableLine(
+            **{
+                **row,
+                "published": tuple({**blank, **row}["published"]),
+                "tuned": chosen.get(row["name"], {}),
+            }
+        )
         for row in values["rows"]
     )
     values = {"tuning": content.get(ABOUT, {}).get("words", ""), **values}
-    columns = tuple(Line(**column) for column in values["columns"])
+    columns = tuple(TableLine(**column) for column in values["columns"])
     table = Table(
         **{
             "settings": {},

@@ -51,7 +51,7 @@ class Regression(Model):
         return masked_mean((logits[:, 0] - y).square(), mask)
 
 
-class Found(NamedTuple):
+class ToyRun(NamedTuple):
     """What one run gives: error on all data, the server's state, the data, each client's last own
     coefficients.
     """
@@ -82,7 +82,7 @@ def run(
     rounds: int = ROUNDS,
     lr: float = 0.01,
     **options: Any,
-) -> Found:
+) -> ToyRun:
     """Return a run of `method` through its two halves, from coefficients that are 0."""
     row, model = methods.get(method), Regression()
     training = Training(optimizer="rmsprop", lr=lr, batch_size=10, local_epochs=epochs)
@@ -111,7 +111,7 @@ def run(
             local.append(update.params["head.weight"][0])
             total.add(server.statistic(state, k, update))
         state = server.finalise(state, total.value())
-    return Found(error(state.params["head.weight"][0], data), state, data, local)
+    return ToyRun(error(state.params["head.weight"][0], data), state, data, local)
 
 
 def error(coefficients: Tensor, data: list[Batch]) -> float:

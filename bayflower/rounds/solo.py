@@ -88,7 +88,7 @@ def adapt(
     with seeded(seed, client, round):
         work = half.adapt(state, broadcast, data, purpose)
         work, _ = run_phases(half, work, data, purpose, seed=seed, client=client, round=round)
-        return detach(half.adapted(state, work, data, purpose))
+        return detach(half.finish_adapting(state, work, data, purpose))
 
 
 def test(
@@ -158,12 +158,12 @@ def run_phases(
 
 def surveyed(half: ClientHalf, work: Work, data: Batch) -> Work:
     """Return the work with the survey of all training data, if the half asks for one."""
-    if not half.surveys:
+    if not half.survey_size:
         return work
-    starts = range(0, len(data.y), half.surveys)
+    starts = range(0, len(data.y), half.survey_size)
     with torch.no_grad():
         parts = [
-            half.survey(work, Batch(*(tensor[start : start + half.surveys] for tensor in data)))
+            half.survey(work, Batch(*(tensor[start : start + half.survey_size] for tensor in data)))
             for start in starts
         ]
     total = parts[0].total

@@ -9,7 +9,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from .batched import Conv, Pool, Size, padded
+from .batched import Conv, Size, padded
+from .pooling import Pool
 
 
 class StackedConv2d(nn.Conv2d):

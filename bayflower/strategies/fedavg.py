@@ -66,6 +66,7 @@ class Server(ServerHalf):
 
     state_type = State
     broadcast_type = State
+    averages_models = True
 
     def is_shared(self, name: str) -> bool:
         """Return whether the parameter or buffer `name` travels."""

@@ -22,6 +22,8 @@ class Config:
 class Server(fedavg.Server):
     """Averages what does not belong to a normalisation layer."""
 
+    averages_models = False
+
     def is_shared(self, name: str) -> bool:
         """Return whether `name` lies outside the normalisation layers."""
         return name not in self.anatomy.norm_names

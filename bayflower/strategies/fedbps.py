@@ -42,10 +42,11 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..maths.bits import pack_bits
 from ..maths.curvature import Kind
 from ..settings import setting
+from ..shown import Heading
 from ..tree import Tensors
 from .fedavg import averaged, weighted
 
@@ -93,7 +94,7 @@ class Config:
                 f"delta must be positive and finite, got {self.delta}; without it a weight "
                 "without curvature has no variance"
             )
-        check_words(self)
+        check_choices(self)
 
 
 class State(NamedTuple):
@@ -128,6 +129,20 @@ class Update(NamedTuple):
 
 class Server(ServerHalf):
     """Matches the moments of the clients' mixture and lets the most uncertain entries go."""
+
+    headings = {
+        "disagreement": Heading(
+            "Disagreement of the clients",
+            "between / within",
+            "Median variance of a weight between clients over that within.",
+        ),
+        "personal_share/": Heading(
+            "What is personal",
+            "personal entries, % of a layer",
+            "Share of each layer's weights that every client keeps for itself.",
+            percent=True,
+        ),
+    }
 
     state_type = State
     broadcast_type = Broadcast

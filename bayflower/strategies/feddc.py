@@ -65,6 +65,10 @@ class Update(NamedTuple):
 class Server(fedavg.Server):
     """Averages corrected models, and paces."""
 
+    update_fields = {"params": "model", "buffers": "buffers", "pace": "slope"}
+
+    averages_models = False
+
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     broadcast_type: ClassVar[type] = State  # type: ignore[assignment]
 

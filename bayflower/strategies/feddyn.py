@@ -57,6 +57,8 @@ class State(NamedTuple):
 class Server(fedavg.Server):
     """Takes the mean, and what all clients' drifts add to it."""
 
+    averages_models = False
+
     state_type: ClassVar[type] = State  # type: ignore[assignment]
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..maths.curvature import Kind
 from ..maths.exact import Scaled
 from ..settings import setting
@@ -57,7 +57,7 @@ class Config:
             raise ConfigError(f"la_start must be positive and finite, got {self.la_start}")
         if not 0 <= self.memory <= 1:
             raise ConfigError(f"memory must be in [0, 1], got {self.memory}; 1 never forgets")
-        check_words(self)
+        check_choices(self)
 
 
 class State(NamedTuple):
@@ -81,6 +81,10 @@ class Update(NamedTuple):
 
 class Server(fedavg.Server):
     """Multiplies the clients' Gaussians, each to the power of its share of the samples."""
+
+    update_fields = {"params": "model", "buffers": "buffers", "precision": "precision"}
+
+    averages_models = False
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     broadcast_type: ClassVar[type] = State  # type: ignore[assignment]
@@ -106,20 +110,6 @@ class Server(fedavg.Server):
             super().check(state, client, update)
             if least > 0
             else f"precision must be positive, got {least:.3g}"
-        )
-
-    def bounds(
-        self, state: Any, client: int, update: Any, limits: Any, training: Any
-    ) -> str | None:
-        """Return why a precision is too large, or None: the client that claims the largest decides
-        the mean.
-        """
-        most = max(float(value.max()) for value in update.precision.values())
-        return (
-            None
-            if most <= limits.max_precision
-            else f"precision must be at most max_precision = {limits.max_precision:g}, got "
-            f"{most:.3g}"
         )
 
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:

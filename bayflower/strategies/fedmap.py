@@ -39,8 +39,9 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..settings import setting
+from ..shown import Heading
 from ..tree import Tensors
 from .fedavg import summed, weighted
 
@@ -66,7 +67,7 @@ class Config:
                 f"sigma2 must be positive and finite, got {self.sigma2}; it is the variance of "
                 "the prior around gamma"
             )
-        check_words(self)
+        check_choices(self)
         if not (self.tau > 0 and math.isfinite(self.tau)):
             raise ConfigError(
                 f"tau must be positive and finite, got {self.tau}; 1 means no tempering"
@@ -100,6 +101,14 @@ class Update(NamedTuple):
 
 class Server(ServerHalf):
     """Keeps the mean of the prior."""
+
+    headings = {
+        "effective_clients": Heading(
+            "Clients that made the prior",
+            "effective clients",
+            "(Σω)²/Σω²: 1 means that one client made the prior alone.",
+        )
+    }
 
     state_type = State
     broadcast_type = Broadcast

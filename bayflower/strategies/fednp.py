@@ -42,16 +42,19 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..maths import npn
 from ..maths.gaussian import Diagonal, product
 from ..maths.tilted import NODES, Backend
 from ..settings import setting
+from ..shown import Heading, Mark, Picture
 from ..tree import Tensors, digest
 from .fedavg import averaged, summed, weighted
 
 Site = Literal["vector", "scalar"]
 EXTRA = "fednp."  # what the names of the f-layer and the NPN begin with
+
+SHOWN = 200  # coordinates of z in the picture of the last state
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Config:
             raise ConfigError(f"epsilon must be positive and finite, got {self.epsilon}")
         if not 0 < self.damping <= 1:
             raise ConfigError(f"damping must be in (0, 1], got {self.damping}; 1 means no damping")
-        check_words(self)
+        check_choices(self)
 
 
 class State(NamedTuple):
@@ -136,6 +139,16 @@ class Update(NamedTuple):
 
 class Server(ServerHalf):
     """Averages the models and multiplies the factors."""
+
+    headings = {
+        "latent_precision": Heading(
+            "Belief about the latent",
+            "mean precision of z",
+            "How sure the federation has become of z, over rounds.",
+        )
+    }
+
+    update_fields = {"params": "model", "buffers": "buffers", "extra": "model"}
 
     state_type = State
     broadcast_type = Broadcast
@@ -312,6 +325,18 @@ class Server(ServerHalf):
             "latent_precision": float(state.total.precision.mean()),
             "resets": float(state.epoch),
         }
+
+    def pictures(self, state: State) -> tuple[Picture, ...]:
+        """Return the belief about z at the end: mean and two standard deviations of each
+        coordinate.
+        """
+        precision = state.total.precision.double().reshape(-1)
+        mean, spread = state.total.shift.double().reshape(-1) / precision, 2 / precision.sqrt()
+        pairs = list(zip(mean.tolist(), spread.tolist(), strict=True))[:SHOWN]
+        marks = tuple(Mark(f"z[{i}]", m - s, m, m + s) for i, (m, s) in enumerate(pairs))
+        words = "The product of all clients' factors and the prior."
+        axes = ("coordinate of z", "mean ± 2 sd")
+        return (Picture("The latent belief at the end", words, *axes, marks),)
 
 
 def classifier(params: Tensors, head: frozenset[str]) -> str:

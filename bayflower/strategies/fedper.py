@@ -23,6 +23,8 @@ class Config:
 class Server(fedavg.Server):
     """Averages what does not belong to the head."""
 
+    averages_models = False
+
     def is_shared(self, name: str) -> bool:
         """Return whether `name` lies outside the head."""
         return name not in self.anatomy.head_names

@@ -24,6 +24,8 @@ class Config:
 class Server(fedavg.Server):
     """Averages the head."""
 
+    averages_models = False
+
     def is_shared(self, name: str) -> bool:
         """Return whether `name` belongs to the head."""
         return name in self.anatomy.head_names

@@ -21,6 +21,9 @@ class Config:
 class Server(fedavg.Server):
     """Shares nothing: broadcasts are empty and every statistic is the count alone."""
 
+    averages_models = False
+    shares_nothing = True
+
     def is_shared(self, name: str) -> bool:
         """Return False: every parameter and buffer stays on its client."""
         return False

@@ -49,10 +49,11 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..maths import beliefs, dropout
 from ..maths.beliefs import Belief
 from ..settings import setting
+from ..shown import Heading, Picture
 from ..tree import Tensors, digest, flatten, matching
 from . import reptile
 from .fedavg import averaged, summed, weighted
@@ -122,7 +123,7 @@ class Config:
 
     def __post_init__(self) -> None:
         reptile.check_meta(self)
-        check_words(self)
+        check_choices(self)
         for name in ("variance_floor", "hyper_clip", "hyper_width"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
@@ -182,6 +183,15 @@ class Update(NamedTuple):
 
 class Server(beliefs.Admitting, reptile.Server):
     """Keeps the hypernetwork; sends each client its dropout; averages the layer by precision."""
+
+    headings = {
+        "dropout_rate": Heading(
+            "Dropout over rounds",
+            "mean dropout rate",
+            "Mean over clients and weights of the layer.",
+        ),
+        "sparsity": dropout.SPARSITY,
+    }
 
     state_type: ClassVar[type] = State
     broadcast_type: ClassVar[type] = Broadcast  # type: ignore[assignment]
@@ -380,3 +390,11 @@ class Server(beliefs.Admitting, reptile.Server):
             if self.config.drop_above
             else found
         )
+
+    def pictures(self, state: Any) -> tuple[Picture, ...]:
+        """Return the dropout rates of each client's layer, a box a client."""
+        if self.config.posterior != "hyper":
+            return ()
+        clients = sorted(int(client) for client in state.belief.seen)
+        rates = {client: dropout.rate(self.log_alpha(state, client)) for client in clients}
+        return dropout.picture(rates)

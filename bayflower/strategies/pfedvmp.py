@@ -48,12 +48,13 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import BayflowerError, ConfigError, check_words
-from ..maths.classmessages import Message, blank, received, roots, shrunk, sizes
+from ..errors import BayflowerError, ConfigError, check_choices
+from ..maths.classmessages import ClassMessage, blank, received, roots, shrunk, sizes
 from ..maths.classwise import class_sums, from_triangle, to_triangle
 from ..maths.gaussian import solve_precision, solve_without_waiting
 from ..networks.model import Anatomy
 from ..settings import setting
+from ..shown import Heading
 from ..tree import Tensors, upload
 from . import fedper
 
@@ -109,7 +110,7 @@ class Config:
             raise ConfigError(
                 f"cut must be below 1, got {self.cut}; it is a share of the largest eigenvalue"
             )
-        check_words(self)
+        check_choices(self)
         if self.min_count < 1:
             raise ConfigError(
                 f"min_count must be at least 1, got {self.min_count}; 1 sends every class a "
@@ -147,6 +148,18 @@ class Server(ServerHalf):
     class.
     """
 
+    headings = {
+        "known_classes": Heading(
+            "Classes with a centroid",
+            "classes",
+            "Classes about which at least one client has sent a message.",
+        )
+    }
+
+    has_claims = True
+
+    update_fields = {"params": "model", "buffers": "buffers", "spread/triangle": "root"}
+
     state_type = State
     broadcast_type = State
 
@@ -182,11 +195,11 @@ class Server(ServerHalf):
         """Return the base."""
         return self.base.shared(state)
 
-    def check(self, state: State, client: int, update: Message) -> str | None:
+    def check(self, state: State, client: int, update: ClassMessage) -> str | None:
         """Return why the base cannot be averaged, or None; the rest was checked by `unpack`."""
         return self.base.check(state, client, update)
 
-    def claims(self, state: State, update: Message) -> dict[str, float]:
+    def claims(self, state: State, update: ClassMessage) -> dict[str, float]:
         """Return by how much the message counts for each class it has; nothing where all clients
         count alike.
         """
@@ -198,7 +211,9 @@ class Server(ServerHalf):
             for k, size in zip(present, sizes(self.config.centroid, update), strict=True)
         }
 
-    def reduced(self, state: State, update: Message, factors: Mapping[str, float]) -> Message:
+    def reduced(
+        self, state: State, update: ClassMessage, factors: Mapping[str, float]
+    ) -> ClassMessage:
         """Return the message with the precision of some classes multiplied by a factor; alpha I,
         which all have, stays.
         """
@@ -207,11 +222,11 @@ class Server(ServerHalf):
             self.config.centroid, update, [factors.get(f"class {k}", 1.0) for k in present]
         )
 
-    def expects(self, state: State) -> Message:
+    def expects(self, state: State) -> ClassMessage:
         """Return the shape of a message without any class."""
         return blank(self.config.centroid, self._like(state), state.centroids.shape[1])
 
-    def unpack(self, state: State, flat: Tensors) -> Message:
+    def unpack(self, state: State, flat: Tensors) -> ClassMessage:
         """Return the message; raise if names, shapes, dtypes, counts, ranks or values cannot be
         right.
         """
@@ -221,18 +236,20 @@ class Server(ServerHalf):
         counts = torch.zeros(len(state.known), dtype=torch.int64)
         return Update(counts[0], state.params, state.buffers, counts, state.centroids, {})
 
-    def statistic(self, state: State, client: int, update: Message) -> Statistic:
+    def statistic(self, state: State, client: int, update: ClassMessage) -> Statistic:
         """Return (S_n, S_n theta_n^b) and, of each class that was sent, (Lambda, Lambda mu, Z) by
         name.
         """
         found: dict[str, Tensor] = {}
         present = (update.counts > 0).nonzero()[:, 0].tolist()
-        halves = roots(update.spread, present) if self.config.centroid == "precision" else iter(())
+        each_root = (
+            roots(update.spread, present) if self.config.centroid == "precision" else iter(())
+        )
         for position, k in enumerate(present):
             mean = update.means[position].double()
             if self.config.centroid == "precision":
-                half = next(halves)
-                precision = half.mT @ half
+                root = next(each_root)
+                precision = root.mT @ root
                 precision.diagonal().add_(self.config.alpha)
                 shift, precision = precision @ mean, to_triangle(precision)
             else:

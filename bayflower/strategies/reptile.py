@@ -74,6 +74,8 @@ class State(NamedTuple):
 class Server(fedavg.Server):
     """Moves the global model towards the clients' average."""
 
+    averages_models = False
+
     state_type: ClassVar[type] = State  # type: ignore[assignment]
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:

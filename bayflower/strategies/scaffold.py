@@ -71,6 +71,10 @@ class Update(NamedTuple):
 class Server(fedavg.Server):
     """Averages models, and sums changes of control variates."""
 
+    update_fields = {"params": "model", "buffers": "buffers", "control_change": "slope"}
+
+    averages_models = False
+
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     broadcast_type: ClassVar[type] = Broadcast  # type: ignore[assignment]
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError, check_words
+from ..errors import ConfigError, check_choices
 from ..maths import dropout
 from ..settings import setting
 from ..tree import Tensors, flatten, matching
@@ -63,7 +63,7 @@ class Config:
 
     def __post_init__(self) -> None:
         reptile.check_meta(self)
-        check_words(self)
+        check_choices(self)
         if not 0 <= self.prune_share < 1:
             raise ConfigError(
                 f"prune_share must be in [0, 1), got {self.prune_share}; 0 prunes nothing"
@@ -104,6 +104,8 @@ class Update(NamedTuple):
 
 class Server(reptile.Server):
     """Averages the clients' models; prunes the layer after the first round."""
+
+    headings = {"sparsity": dropout.SPARSITY}
 
     state_type: ClassVar[type] = State
     broadcast_type: ClassVar[type] = Broadcast  # type: ignore[assignment]

@@ -23,8 +23,8 @@ MAX_SAMPLES = 2**40
 MAX_TEXT = 4_000_000  # characters of a text in the first reply
 
 
-class Facts(NamedTuple):
-    """One client's."""
+class ClientInfo(NamedTuple):
+    """What one client reports of itself."""
 
     anatomy: Anatomy
     input_shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Summary(NamedTuple):
     note: str
 
 
-def to_header(facts: Facts) -> dict[str, Any]:
+def to_header(facts: ClientInfo) -> dict[str, Any]:
     """Return the facts as the scalars of a header."""
     return {
         "anatomy": anatomy_to_text(facts.anatomy),
@@ -59,7 +59,7 @@ def to_header(facts: Facts) -> dict[str, Any]:
     }
 
 
-def from_header(head: Mapping[str, Any]) -> Facts:
+def from_header(head: Mapping[str, Any]) -> ClientInfo:
     """Return the facts in a header; raise if they cannot be true."""
     shape = parsed(head, "input_shape", list)
     if (
@@ -82,7 +82,7 @@ def from_header(head: Mapping[str, Any]) -> Facts:
                 f"{str(head.get(name))[:80]!r}"
             )
     anatomy = text_to_anatomy(head.get("anatomy"))
-    return Facts(
+    return ClientInfo(
         anatomy,
         tuple(shape),
         head["num_classes"],
@@ -138,7 +138,7 @@ def text_to_anatomy(text: Any) -> Anatomy:
     )
 
 
-SAME: tuple[tuple[str, Callable[[Facts], Any], str], ...] = (
+SAME: tuple[tuple[str, Callable[[ClientInfo], Any], str], ...] = (
     ("different networks", lambda facts: facts.anatomy, "all must use the same model"),
     (
         "inputs of different shapes",
@@ -153,7 +153,7 @@ SAME: tuple[tuple[str, Callable[[Facts], Any], str], ...] = (
 )
 
 
-def agreed(known: Mapping[int, Facts]) -> Facts:
+def agreed(known: Mapping[int, ClientInfo]) -> ClientInfo:
     """Return the facts of the lowest client, whose network all must share; raise with the names of
     those who do not.
     """
@@ -168,7 +168,7 @@ def agreed(known: Mapping[int, Facts]) -> Facts:
     return known[first]
 
 
-def disagreement(facts: Facts, common: Facts) -> str | None:
+def disagreement(facts: ClientInfo, common: ClientInfo) -> str | None:
     """Return why a client that comes later cannot take part, or None."""
     return next(
         (
@@ -186,7 +186,9 @@ def listed(clients: Sequence[int], most: int = 10) -> str:
     return shown if len(clients) <= most else f"{shown} and {len(clients) - most} more"
 
 
-def summary(known: Mapping[int, Facts], new: Mapping[int, Facts], dataset: str) -> Summary:
+def summary(
+    known: Mapping[int, ClientInfo], new: Mapping[int, ClientInfo], dataset: str
+) -> Summary:
     """Return the federation of the clients `known` and `new`; of how the data came about, what all
     of them say alike.
     """

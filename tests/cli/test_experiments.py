@@ -1,11 +1,10 @@
-"""The scripts of experiments/ work from the first run to the page: tiny runs on digits, cut off and
-taken up again.
-"""
+"""The scripts of experiments/ write their pages and draw their pictures from finished runs."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,94 +13,75 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TINY = [
-    "--rounds",
-    "2",
-    "--device",
-    "cpu",
-    "--set",
-    "dataset=digits",
-    "--set",
-    "keep=0.1",
-    "--set",
-    "num_clients=3",
-    "--set",
-    "stacking=no",
-    "--set",
-    "batch_size=40",
-]
 
 
 @pytest.fixture
-def tables(monkeypatch):
-    """The script as a module."""
+def scripts(monkeypatch):
+    """The folder of the scripts, importable."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+
+
+def test_pfedvmp_page_and_pictures_from_the_finished_runs(scripts, tmp_path):
+    """What is committed is what the committed runs give."""
     import pfedvmp_tables
 
-    return pfedvmp_tables
-
-
-def test_pfedvmp_from_run_to_page(tables, tmp_path, capsys, monkeypatch):
-    out, page, pictures = tmp_path / "runs.jsonl", tmp_path / "page.md", tmp_path / "pictures"
-    where = ["--out", str(out), "--page", str(page), "--pictures", str(pictures)]
-    assert tables.main(["report", *where]) == 0
-    assert page.read_text().count("\nnot run") == 5
-    assert "None" not in page.read_text()
-    page.write_text(page.read_text() + "\nWritten by hand.\n")
-
-    monkeypatch.setitem(sys.modules, "flwr", None)  # the machine with the GPU need not have it
-    assert tables.main(["run", *where, *TINY, "--only", "xi", "fmnist", "--commit", "c0ffee"]) == 0
-    assert "13 runs to do" in capsys.readouterr().out
-    runs = tables.load(out)
-    assert len(runs) == 13
-    assert {run["commit"] for run in runs} == {"c0ffee"}
-    assert all(run["curve"][-1]["round"] == 2 and run["seconds"]["training"] > 0 for run in runs)
-    assert {"personal", "before"} == set(runs[0]["final"])
-
-    lines = out.read_text().splitlines()
-    # cut off while the last line was written
-    out.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:50])
-    assert tables.main(["run", *where, *TINY, "--only", "fmnist", "xi", "--commit", "c0ffee"]) == 0
-    assert "1 runs to do" in capsys.readouterr().out
-    assert [json.dumps(run["cell"], sort_keys=True) for run in tables.load(out)] == [
-        json.dumps(run["cell"], sort_keys=True) for run in runs
-    ]
+    committed = ROOT / "experiments" / "pfedvmp_tables.md"
+    page = tmp_path / committed.name
+    shutil.copy(committed, page)
+    shutil.copytree(ROOT / "experiments" / "pictures", tmp_path / "pictures")
+    where = ["--page", str(page), "--pictures", str(tmp_path / "pictures")]
+    pfedvmp_tables.main(where)
+    assert page.read_text() == committed.read_text()
+    assert "## Reading" in page.read_text()
 
     pytest.importorskip("matplotlib")
-    assert tables.main(["plots", *where]) == 0
-    assert {path.name for path in pictures.iterdir()} >= {"pfedvmp_rounds.svg", "pfedvmp_xi.svg"}
-    assert tables.main(["report", *where]) == 0
-    text = page.read_text()
-    assert "pFedVMP " in text
-    assert "Settings were changed" in text
-    assert "c0ffee" in text
-    assert "pictures/pfedvmp_rounds.svg" in text
-    assert text.endswith("Written by hand.\n")
+    import pfedvmp_pictures
+
+    assert pfedvmp_pictures.main(["--pictures", str(tmp_path / "drawn")]) == 0
+    names = {path.name for path in (tmp_path / "drawn").iterdir()}
+    assert names == {f"pfedvmp_{name}.svg" for name in ("rounds", "centroids", "xi", "features")}
+    nothing = ["--results", str(tmp_path / "none" / "runs"), "--pictures", str(tmp_path / "empty")]
+    assert pfedvmp_pictures.main(nothing) == 1
 
 
-def test_no_run_is_begun_that_would_not_end_in_time(tables, tmp_path, capsys):
-    out = tmp_path / "runs.jsonl"
-    tables.append(
-        out,
-        {
-            "cell": {"method": "fedper", "dataset": "fmnist", "images": 10, "rounds": 1},
-            "seconds": {"wall": 60.0},
-        },
-    )
-    assert tables.main(["run", "--out", str(out), "--minutes", "1", "--only", "fmnist"]) == 0
-    assert capsys.readouterr().out.count("not begun") == 8
-    assert len(tables.load(out)) == 1
+def test_a_page_without_runs_says_so_and_keeps_what_was_written_by_hand(scripts, tmp_path):
+    import pfedvmp_tables
+
+    page = tmp_path / "page.md"
+    where = ["--results", str(tmp_path / "none" / "runs"), "--page", str(page)]
+    where += ["--pictures", str(tmp_path)]
+    pfedvmp_tables.main(where)
+    page.write_text(page.read_text() + "\nWritten by hand.\n")
+    pfedvmp_tables.main(where)
+    assert page.read_text().count("\nnot run") == 5
+    assert "None" not in page.read_text()
+    assert page.read_text().endswith("Written by hand.\n")
 
 
-def test_sentences_follow_the_numbers(tables):
-    from pfedvmp_report import difference, order
+def test_fedmap_page_from_the_finished_runs(tmp_path):
+    committed = ROOT / "experiments" / "fedmap_synthetic.md"
+    page = tmp_path / "page.md"
+    emptied = re.sub(r"(-->\n)\n[^<]*(<!-- end -->)", r"\1\2", committed.read_text())
+    assert len(emptied) < len(committed.read_text()) - 3000
+    page.write_text(emptied)
+    done = script("fedmap_synthetic.py", "--page", str(page))
+    assert done.returncode == 0, done.stderr
+    assert page.read_text() == committed.read_text()
+    page.write_text("nothing")
+    done = script("fedmap_synthetic.py", "--page", str(page))
+    assert done.returncode == 1
+    assert "must have one block of each of runs, tables" in done.stderr
+
+
+def test_sentences_follow_the_numbers(scripts):
+    from pfedvmp_tables import difference, order
 
     def run(accuracy: float, cv: float) -> dict:
         return {
             "final": {"personal": {"accuracy": accuracy, "fairness_cv": cv, "num_examples": 100}}
         }
 
-    lines = order({"pfedvmp": run(0.9, 0.1), "fedper": run(0.8, 0.05), "fedavg-ft": None})
+    lines = order({"pFedVMP": run(0.9, 0.1), "FedPer": run(0.8, 0.05), "FedAvg-FT": None})
     assert "pFedVMP 90.00 is above FedPer 80.00 (+10.00), as in the paper" in lines[0]
     assert "pFedVMP 10.00 is above FedPer 5.00 (+5.00), **not as in the paper**" in lines[1]
     assert "not run" in lines[2]

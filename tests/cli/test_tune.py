@@ -258,7 +258,7 @@ rows = [{ name = "FedAvg, ours", method = "fedavg", published = ["", ""] },
 def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
     pytest.importorskip("optuna")
     from bayflower import reproduce
-    from bayflower.cli.reproduce import tune
+    from bayflower.cli.tune import tune
 
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "ours.toml").write_text(SMALL_TABLE)

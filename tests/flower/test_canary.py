@@ -45,8 +45,8 @@ def test_canaries_in_private_fields_never_travel(method):
     row_client = base.make_half
     planted = []
 
-    def make_half(header, model):
-        half = row_client(header, model)
+    def make_half(method, instructions, model):
+        half = row_client(method, instructions, model)
         half.__class__ = Planted
         planted.append(half)
         return half

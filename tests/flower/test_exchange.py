@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from bayflower.files.store import DiskStore, MemoryStore
 from bayflower.flower import exchange, records
-from bayflower.flower.exchange import CLOCKS, Line, stream
+from bayflower.flower.exchange import CLOCKS, NodeHistory, stream
 from bayflower.flower.loop import FIRST_NODE, InProcessGrid, contexts, federation_app, make_strategy
 from bayflower.rounds import solo
 
@@ -185,7 +185,7 @@ class Post:
         return [when for when, message in self.pushed if message.metadata.dst_node_id == node]
 
 
-def talk(post: Post, timeout: float, line: Line, asked: dict | None = None) -> list[str]:
+def talk(post: Post, timeout: float, line: NodeHistory, asked: dict | None = None) -> list[str]:
     """Return which messages were answered, in order."""
 
     def ask(nodes, ttl):
@@ -208,7 +208,7 @@ def _quick(monkeypatch):
 
 def test_the_wait_doubles_and_the_deadline_stays():
     post = Post({1: [0.0], 2: [None]})
-    assert talk(post, 2.0, Line(0.2)) == ["1/0"]
+    assert talk(post, 2.0, NodeHistory(0.2)) == ["1/0"]
     assert post.times(1) == pytest.approx([0.0], abs=0.1)
     assert post.times(2) == pytest.approx([0.0, 0.2, 0.6, 1.4], abs=0.15)
     assert 1.9 < time.monotonic() - post.begun < 2.5
@@ -219,12 +219,12 @@ def test_while_replies_come_nobody_is_asked_again():
     and the last one is not late.
     """
     post = Post({node: [0.1 * node] for node in range(1, 9)})
-    assert len(talk(post, 5.0, Line(0.3))) == 8
+    assert len(talk(post, 5.0, NodeHistory(0.3))) == 8
     assert len(post.pushed) == 8
 
 
 def test_a_slow_node_is_given_twice_its_time_from_then_on():
-    line = Line(0.2)
+    line = NodeHistory(0.2)
     first = Post({1: [0.5], 2: [0.0]})
     assert sorted(talk(first, 5.0, line)) == ["1/0", "2/0"]
     assert len(first.times(1)) == 2
@@ -236,13 +236,13 @@ def test_a_slow_node_is_given_twice_its_time_from_then_on():
 
 def test_a_node_that_is_not_there_is_not_asked_again():
     post = Post({1: [None]}, online=set())
-    assert talk(post, 1.0, Line(0.1)) == []
+    assert talk(post, 1.0, NodeHistory(0.1)) == []
     assert len(post.pushed) == 1
 
 
 def test_two_replies_to_two_asks_are_one_reply():
     """The second is fetched later and thrown away, so that the SuperLink need not keep it."""
-    line, asked = Line(0.2), {}
+    line, asked = NodeHistory(0.2), {}
     post = Post({1: [0.3, 0.0]})
     assert talk(post, 5.0, line, asked) == ["1/1"]
     assert asked == {"1/0": 1, "1/1": 1}
@@ -259,7 +259,7 @@ def test_both_replies_at_once_are_one_reply():
     post = Post({1: [0.5, 0.29]})  # the second ask comes after 0.2 s
     pull = post.pull_messages
     post.pull_messages = lambda ids: [] if time.monotonic() - post.begun < 0.8 else pull(ids)
-    assert len(talk(post, 5.0, Line(0.2))) == 1
+    assert len(talk(post, 5.0, NodeHistory(0.2))) == 1
 
 
 def test_an_ask_that_flower_lost_does_not_end_the_wait_for_the_other():
@@ -273,10 +273,10 @@ def test_an_ask_that_flower_lost_does_not_end_the_wait_for_the_other():
         if message.metadata.message_id == "1/0"
         else plain(message)
     )
-    assert talk(post, 5.0, Line(0.4)) == ["1/1"]
+    assert talk(post, 5.0, NodeHistory(0.4)) == ["1/1"]
     post = Post({1: [0.5, 0.9]})
     post.reply = lambda message: Message(Error(code=5, reason="gone"), reply_to=message)
-    assert len(talk(post, 5.0, Line(0.4))) == 1
+    assert len(talk(post, 5.0, NodeHistory(0.4))) == 1
 
 
 def test_a_node_whose_message_was_lost_is_asked_again_at_once_if_it_is_there():
@@ -288,7 +288,7 @@ def test_a_node_whose_message_was_lost_is_asked_again_at_once_if_it_is_there():
         if message.metadata.message_id == "1/0"
         else plain(message)
     )
-    assert talk(post, 5.0, Line(3.0)) == ["1/1", "2/0"]
+    assert talk(post, 5.0, NodeHistory(3.0)) == ["1/1", "2/0"]
     assert post.times(1) == pytest.approx([0.0, 0.1], abs=0.1)
     post = Post({1: [0.1], 2: [0.8]})
     post.reply = lambda message: (
@@ -296,20 +296,20 @@ def test_a_node_whose_message_was_lost_is_asked_again_at_once_if_it_is_there():
         if message.metadata.dst_node_id == 1
         else plain(message)
     )
-    assert talk(post, 5.0, Line(3.0)) == ["1/1", "2/0"]
+    assert talk(post, 5.0, NodeHistory(3.0)) == ["1/1", "2/0"]
     post = Post({1: [0.1], 2: [0.3]}, online={2})
     post.reply = lambda message: (
         Message(Error(code=5, reason="gone"), reply_to=message)
         if message.metadata.dst_node_id == 1
         else plain(message)
     )
-    assert talk(post, 5.0, Line(3.0)) == ["2/0", "1/0"]  # it never came back
+    assert talk(post, 5.0, NodeHistory(3.0)) == ["2/0", "1/0"]  # it never came back
     assert len(post.times(1)) == 1
 
 
 def test_a_node_that_is_one_reply_behind_is_asked_twice_at_once():
     """It sends a reply when the next message comes: after the first time nobody waits for that."""
-    line = Line(0.3)
+    line = NodeHistory(0.3)
     post = Post({1: [None]})
     push = post.push_messages
 
@@ -339,13 +339,13 @@ def test_a_node_that_was_started_anew_is_asked_again_at_once():
         for node, when in begun.items()
     ]
     threading.Timer(0.3, lambda: begun.update({1: time.time()})).start()
-    assert talk(post, 5.0, Line(3.0)) == ["1/1", "2/0"]
+    assert talk(post, 5.0, NodeHistory(3.0)) == ["1/1", "2/0"]
     assert post.times(1) == pytest.approx([0.0, 0.3], abs=0.1)
 
 
 def test_messages_expire_soon_after_the_deadline():
     post = Post({1: [None]})
-    talk(post, 1.0, Line(0.3))
+    talk(post, 1.0, NodeHistory(0.3))
     alive = [when + message.metadata.ttl for when, message in post.pushed]
     assert len(alive) > 1
     assert alive == pytest.approx([1.0 + CLOCKS] * len(alive), abs=0.3)
@@ -357,7 +357,7 @@ def test_flowers_simulation_loses_nothing_and_is_not_asked_again():
     """
     InMemoryGrid = type("InMemoryGrid", (Post,), {})
     post = InMemoryGrid({1: [0.5, 0.0]})
-    assert talk(post, 5.0, Line(0.1)) == ["1/0"]
+    assert talk(post, 5.0, NodeHistory(0.1)) == ["1/0"]
     assert len(post.pushed) == 1
 
 

@@ -144,8 +144,8 @@ CANARY = 1.2345e-7
 make_half = base.make_half
 
 
-def planted(head, model):
-    half = make_half(head, model)
+def planted(method, instructions, model):
+    half = make_half(method, instructions, model)
     finish = half.finish
 
     def with_canaries(state, work, data):
@@ -189,11 +189,12 @@ def test_canaries_never_travel_through_flower(tmp_path, engine, monkeypatch):
     """Private fields are overwritten with a pattern on every client; no byte of any message
     received or sent has it.
     """
-    from bayflower.flower.processes import run_app, write_app
+    from bayflower.flower.control import write_app
+    from bayflower.flower.processes import run_app
 
     monkeypatch.setenv("CANARY_LOG", str(tmp_path))
     config = {**WORK, "method": "fedbn,local", "optimizer": "sgd", "lr": 1e-30, "wait": 60}
-    app = write_app(tmp_path / "app", config)
+    app = write_app(tmp_path / "app")
     (app / "canary.py").write_text(CANARY_CLIENT)
     project = app / "pyproject.toml"
     project.write_text(project.read_text().replace("bayflower.client_app:app", "canary:app"))

@@ -11,7 +11,7 @@ MEMORY = """
 import resource, sys, torch, gc
 from flwr.app import Message, RecordDict, MetricRecord
 from bayflower.flower import records as wire
-from bayflower.wire.hello import Facts, to_header
+from bayflower.wire.hello import ClientInfo, to_header
 from bayflower.flower.loop import InProcessGrid, contexts
 from bayflower.strategies import FedAvg
 from bayflower.strategies.fedavg import Update
@@ -26,7 +26,7 @@ anatomy = Anatomy(tuple(layers), (), frozenset(), frozenset())
 def app(message, context):
     client = context.node_config["partition-id"]
     if message.metadata.message_type == "query":
-        facts = to_header(Facts(anatomy, (1,), 2, 1 + client, 1, {}))
+        facts = to_header(ClientInfo(anatomy, (1,), 2, 1 + client, 1, {}))
         head = wire.make_header(client=client, new=False, **facts)
         return Message(RecordDict({wire.HEADER: head}), reply_to=message)
     if message.metadata.message_type == "evaluate":

@@ -19,7 +19,7 @@ from bayflower.config import describe
 from bayflower.data.loaders import pair
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.flower.loop import InProcessGrid, contexts
-from bayflower.networks.check import given
+from bayflower.networks.check import checked_model
 from bayflower.networks.model import Model
 
 # personal models are tested in test_personal.py
@@ -110,7 +110,7 @@ def test_curvature_of_a_network_with_frozen_and_tied_layers_is_that_of_single_gr
     ],
 )
 def test_heads_by_rule_by_name_and_by_prefixes(head, names):
-    model = given(Net, X, Y, head)
+    model = checked_model(Net, X, Y, head)
     assert model.head_names == names
     assert model.head_layers == (
         ("fc",) if head is None else ("first",) if head == "first" else ("first", "fc")
@@ -271,7 +271,7 @@ def test_dropout_and_layers_that_cannot_be_stacked_say_so():
     """Under vmap they would draw the same numbers for all clients, or fail: clients are trained one
     by one, with a line that says why.
     """
-    assert given(Net, X, Y).stochastic
+    assert checked_model(Net, X, Y).stochastic
 
 
 def test_recurrent_layers_and_whole_numbers_as_inputs(tmp_path):
@@ -352,9 +352,9 @@ def test_data_that_cannot_be_used_are_named(source, text):
 
 def test_labels_must_be_class_numbers_and_nodes_must_say_who_they_are():
     with pytest.raises(ConfigError, match="labels must be whole numbers"):
-        given(Net, X, torch.rand(6))
+        checked_model(Net, X, torch.rand(6))
     with pytest.raises(ConfigError, match="label -1 has no output"):
-        given(Net, X, Y - 1)
+        checked_model(Net, X, Y - 1)
     (context,) = contexts([0])
     context.node_config.clear()
     with pytest.raises(ConfigError, match="no partition-id"):

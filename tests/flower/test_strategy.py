@@ -307,7 +307,7 @@ def test_result_and_outcome_agree_with_the_run():
 def test_strategies_take_their_settings_by_name():
     assert FedMAP(sigma2=3, lr=0.1).options.sigma2 == 3
     assert FedProx(mu=0.5, fraction_train=0.5).options.mu == 0.5
-    with pytest.raises(ConfigError, match="FedMAP has no setting 'xi'"):
+    with pytest.raises(ConfigError, match="setting 'xi' is not known to method 'fedmap'"):
         FedMAP(xi=1)
     with pytest.raises(ConfigError, match="fraction_train must be in"):
         FedMAP(fraction_train=0)

@@ -118,9 +118,9 @@ def loop(model: Model, params, buffers, batch: Batch, kind: str):
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     total = {name: torch.zeros_like(value) for name, value in params.items()}
     for x, y in zip(batch.x, batch.y, strict=True):
-        logs = model.probabilities(functional_call(model.structure, (leaves, buffers), (x[None],)))[
-            0
-        ].log()
+        logs = model.probabilities(
+            functional_call(model.module_for(train=False), (leaves, buffers), (x[None],))
+        )[0].log()
         for label in range(model.num_classes) if kind == "fisher" else [int(y)]:
             grads = torch.autograd.grad(logs[label], list(leaves.values()), retain_graph=True)
             weight = float(logs[label].detach().exp()) if kind == "fisher" else 1.0
@@ -154,7 +154,9 @@ def test_equals_the_exact_hessian_of_a_relu_network(name):
     model, shape = CASES[name]
     params, buffers, batch = problem(model, shape)
     leaves = {key: value.clone().requires_grad_() for key, value in params.items()}
-    loss = model.nll(functional_call(model.structure, (leaves, buffers), (batch.x,)), batch.y).sum()
+    loss = model.nll(
+        functional_call(model.module_for(train=False), (leaves, buffers), (batch.x,)), batch.y
+    ).sum()
     hessian = {}
     for key, grad in zip(
         leaves, torch.autograd.grad(loss, list(leaves.values()), create_graph=True), strict=True

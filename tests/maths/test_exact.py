@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bayflower.maths.exact import CHUNK, LIMIT, Accumulator, Scaled, Total
+from bayflower.maths.accumulator import CHUNK, LIMIT, Accumulator
+from bayflower.maths.exact import Scaled, Total
 
 LARGEST = math.ldexp(1.0 - 2.0**-53, 1024)
 SMALLEST = 5e-324

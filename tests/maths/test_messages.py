@@ -239,7 +239,7 @@ def test_shapes_and_sums_of_every_variant(centroid):
             )
         updates.append(finished(client, state, z, y))
     together = stack(updates)
-    assert client.packed(together) == [shapes(client.pack(update)) for update in updates]
+    assert client.packed_shapes(together) == [shapes(client.pack(update)) for update in updates]
     exact = Total()
     for update in updates:
         exact.add(server.statistic(state, 0, server.unpack(state, client.pack(update))))

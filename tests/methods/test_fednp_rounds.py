@@ -177,7 +177,7 @@ def test_f_is_taken_over_all_local_data_in_evaluation_mode():
     samples = solo.samples(prepared.federation.clients[0], torch.device("cpu"), F64).train
     extra = prepared.halves.server.init(params, buffers, ()).extra
     work = Work({**params, **extra}, buffers, None)
-    half.surveys = 7
+    half.survey_size = 7
     found = solo.surveyed(half, work, samples).survey.total["f"] / len(samples.y)
     module = prepared.halves.model.factory().double()
     module.load_state_dict({**params, **buffers})

@@ -1,0 +1,74 @@
+"""What the commands of `bayflower deploy` share: how they reach a deployment, and what they say."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..deploy import layout
+from ..errors import BayflowerError, ConfigError
+
+console = Console(stderr=True)
+
+
+SOON_DAYS = 30
+
+
+def note(text: str) -> None:
+    """Tell a person what happens."""
+    console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def reach(folder: Path, again: bool = False) -> tuple[Any, Callable[[], None]]:
+    """Return how to talk to the SuperLink from here, and what keeps its programs alive; None if it
+    is in containers.
+    """
+    from ..deploy import server
+    from ..deploy.local import local_of
+
+    deployment = layout.read(folder)
+    if server.inside():
+        return server.server_inside(deployment), lambda: None
+    local = local_of(deployment)
+    if local is None:
+        return None, lambda: None
+    if again:
+        local.up(note)
+    # raises for a client's folder, which has no server
+    elif deployment.server and not local.alive("superlink"):
+        raise BayflowerError(
+            f"the SuperLink is not running; start it with: bayflower deploy up {folder} --local"
+        )
+    return local.server(), local.watch
+
+
+def hand_over(folder: Path, words: list[str]) -> None:
+    """Run a command beside the SuperLink, in its container, and end with its exit code."""
+    from ..deploy import docker
+
+    code = docker.run_inside(layout.read(folder), words)
+    if code:
+        sys.exit(code)
+
+
+def warn_of_expiry(deployment: layout.Deployment) -> None:
+    """Say it if a certificate ends soon; refuse to start with one that has ended."""
+    from ..deploy import keys
+
+    for path in sorted(deployment.folder.glob("**/*.crt")):
+        left = keys.expiry(path) - datetime.datetime.now(datetime.UTC)
+        if left.total_seconds() <= 0:
+            raise ConfigError(
+                f"the certificate {path} ended {-left.days} days ago; renew it with: bayflower "
+                "deploy renew DIR"
+            )
+        if left.days < SOON_DAYS:
+            note(
+                f"the certificate {path} ends in {left.days} days; renew it with: bayflower "
+                "deploy renew DIR"
+            )

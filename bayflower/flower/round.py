@@ -1,0 +1,220 @@
+"""One exchange with the clients of a round: what is asked, what came, and what is used.
+
+Replies are added as they come: memory for one sum and one reply. A reply that cannot be used is
+reported and left out; whatever a client sends, it does not end the others' run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from ..config import Limits, Training, make_instructions
+from ..contract import ServerHalf
+from ..errors import BayflowerError
+from ..files.journal import Journal
+from ..files.records import Views
+from ..maths.exact import Total
+from ..methods import Method
+from ..wire.protocol import request_header
+from . import records, replies
+from .exchange import LOST, Request, reason, stream
+from .roster import Roster
+from .wrapped import Form
+
+log = logging.getLogger("bayflower")
+
+
+class RunFacts(NamedTuple):
+    """What stays the same in all rounds of a run."""
+
+    run: str
+    row: Method
+    seed: int
+    training: Training
+    options: Any
+    limits: Limits
+    roster: Roster
+    journal: Journal
+
+
+class Collected:
+    """What was used of the replies to train."""
+
+    def __init__(self) -> None:
+        self.total = Total()
+        self.losses: dict[int, tuple[int, float]] = {}  # samples and mean loss by client
+        self.metrics: list[RecordDict] = []  # of the replies, for functions of the user's
+        self.tested: Views = {}
+        self.answered: set[int] = set()  # clients whose reply could not be used
+        self.bytes_up = 0
+
+
+class Round:
+    """One request to some clients, and their replies."""
+
+    def __init__(
+        self,
+        facts: RunFacts,
+        form: Form,
+        half: ServerHalf,
+        state: Any,
+        request: Request,
+        caps: dict[int, int] | None = None,
+    ) -> None:
+        self.facts, self.form, self.half, self.state = facts, form, half, state
+        self.request, self.number = request, request.round
+        self.caps = caps or {}  # clients that count for fewer samples than they have
+        self.sent: dict[int, int] = {}  # bytes sent to each client
+        self.asked: dict[str, int] = {}  # node a message went to
+
+    # -- what is asked -----------------------------------------------------------------------------
+    def messages(
+        self, request: Request, nodes: Iterable[int] | None = None, ttl: float | None = None
+    ) -> Iterator[Message]:
+        """Yield the messages of a request, or those to some of its nodes, made when they are asked
+        for.
+        """
+        facts, roster = self.facts, self.facts.roster
+        instructions = make_instructions(facts.training, facts.options)
+        content_for = self.form.contents(self.half, self.state)
+        there = set(roster.nodes(request.clients) if nodes is None else nodes)
+        for client in request.clients:
+            member = roster.members[client]
+            if member.node not in there:
+                continue
+            head = request_header(
+                method=facts.row.name,
+                run=facts.run,
+                round=request.round,
+                seed=facts.seed,
+                evaluate=request.test,
+                purpose="new" if member.new else "finetune",
+                instructions=instructions,
+            )
+            head |= roster.notices(client)
+            content = content_for(client, head, request.config, request.round)
+            self.sent[client] = records.num_bytes(content)
+            yield Message(content, dst_node_id=member.node, message_type=request.kind, ttl=ttl)
+
+    def exchange(self, grid: Grid, timeout: float, retries: int) -> Iterator[Message]:
+        """Yield the replies to the request; a client whose node or process was lost is asked again
+        once it is back.
+        """
+        request, roster = self.request, self.facts.roster
+        for attempt in range(retries + 1):
+            lost: list[int] = []
+            nodes, ask = roster.nodes(request.clients), partial(self.messages, request)
+            for reply in stream(grid, nodes, ask, timeout, roster.history, self.asked):
+                client = self.client_of(reply)
+                gone = reply.has_error() and reply.error.code in LOST
+                if attempt < retries and client is not None and gone:
+                    why = reason(reply)
+                    log.warning("round %d, client %d: %s; retrying", self.number, client, why)
+                    lost.append(client)
+                else:
+                    yield reply
+            if not lost:
+                return
+            roster.find(grid, lost, min(timeout, self.facts.limits.rejoin_seconds))
+            request = request._replace(clients=sorted(lost))
+
+    def client_of(self, reply: Message) -> int | None:
+        """Return the client that was asked what `reply` answers, if it is known."""
+        node = self.asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
+        return self.facts.roster.client_at(node)
+
+    # -- what came, and what is used ---------------------------------------------------------------
+    def expected(self) -> replies.Expected:
+        """Return what the replies must be replies to."""
+        facts, common = self.facts, self.facts.roster.common
+        assert common is not None
+        return replies.Expected(
+            facts.run,
+            facts.row.name,
+            self.number,
+            self.sent,
+            facts.roster.members,
+            common.num_classes,
+            facts.limits,
+            facts.training,
+            self.caps,
+            self.form,
+        )
+
+    def collect(self, incoming: Iterable[Message], keep_metrics: bool) -> Collected:
+        """Return the sum of what can be used of the replies to train."""
+        found, expected, half = Collected(), self.expected(), self.half
+        held: dict[int, Any] = {}  # updates whose weight depends on what the others claim
+        wait = self.facts.limits.max_share < 1 and half.has_claims
+        for reply in incoming:
+            try:
+                client = replies.sender(reply, expected)
+                size = records.num_bytes(reply.content)  # before `accept` takes the arrays out
+                accepted = replies.accept(reply, client, expected, half, self.state, found.losses)
+                if wait:
+                    held[client] = accepted.update
+                else:
+                    found.total.add(half.statistic(self.state, client, accepted.update))
+                count = int(accepted.update.num_examples)
+            except Exception as error:  # whatever a client sends, it must not end the others' run
+                self.fault(reply, error)
+                lost = reply.has_error() and reply.error.code in LOST
+                if not lost and (asked := self.client_of(reply)) is not None:
+                    found.answered.add(asked)
+                continue
+            found.total.drop(half.negligible(found.total.names()))
+            found.losses[client] = (count, accepted.loss)
+            if keep_metrics:
+                found.metrics.append(replies.metrics_of(reply))
+            found.bytes_up += size
+            for view, tally in accepted.tallies.items():
+                found.tested.setdefault(view, {})[client] = tally
+            del accepted, reply  # before the next one comes
+        for client, update in self.facts.roster.moderate(half, self.state, held).items():
+            found.total.add(half.statistic(self.state, client, update))
+        journal = self.facts.journal
+        for client in sorted(set(self.sent) - set(found.losses) - journal.blamed):
+            journal.fault(
+                f"round {self.number}, client {client}: no reply before the timeout; left out of "
+                "this round",
+                client,
+            )
+        return found
+
+    def tallies(
+        self, incoming: Iterable[Message], keep_metrics: bool
+    ) -> tuple[Views, Views, list[RecordDict]]:
+        """Return the test results by view of the training clients and of the new ones, and the
+        metrics of the training clients' replies.
+        """
+        metrics: list[RecordDict] = []
+        views: Views = {}
+        new: Views = {}
+        expected = self.expected()
+        for reply in incoming:
+            try:
+                client, tallies = replies.tested(reply, expected)
+            except Exception as error:  # as above
+                self.fault(reply, error)
+                continue
+            target = new if self.facts.roster.members[client].new else views
+            if target is views and keep_metrics:
+                metrics.append(replies.metrics_of(reply))
+            for view, tally in tallies.items():
+                target.setdefault(view, {})[client] = tally
+        return views, new, metrics
+
+    def fault(self, reply: Message, error: Exception) -> None:
+        """Write down why a reply was not used."""
+        known = isinstance(error, (BayflowerError, ValueError))
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        client = self.client_of(reply)
+        who = f"client {client}" if client is not None else f"node {reply.metadata.src_node_id}"
+        text = f"round {self.number}, {who}: reply not used: {text}"
+        self.facts.journal.fault(text, client)

@@ -1,0 +1,30 @@
+"""What of a module trains and what belongs to its state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..tree import Tensors
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not frozen, tied ones once, in the module's order."""
+    return {name: value for name, value in module.named_parameters() if value.requires_grad}
+
+
+def persistent(module: nn.Module) -> Tensors:
+    """Return the buffers that belong to the module's state, in its order."""
+    left = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+    return {name: value for name, value in module.named_buffers() if name not in left}
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `value` in `dtype` if it is a floating-point tensor, else as it is (counters stay
+    integers).
+    """
+    return value.to(dtype) if value.is_floating_point() else value

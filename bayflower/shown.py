@@ -1,0 +1,35 @@
+"""What a half lets a report show: headings of its numbers, and pictures of its last state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Heading(NamedTuple):
+    """How a reported number is shown over rounds: the title, the axis, and a sentence."""
+
+    title: str
+    axis: str
+    words: str
+    percent: bool = False  # the number is a share, shown as a percentage
+
+
+class Mark(NamedTuple):
+    """One column of a picture: a range with its middle, and the quartiles where it is a box."""
+
+    name: str
+    low: float
+    middle: float
+    high: float
+    quartiles: tuple[float, float] | None = None
+
+
+class Picture(NamedTuple):
+    """What only the server's last state shows: one mark a column."""
+
+    title: str
+    words: str
+    x_title: str
+    y_title: str
+    marks: tuple[Mark, ...]
+    y_range: tuple[float, float] | None = None  # None: as the marks need it
