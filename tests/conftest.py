@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ PEACE = {  # of `whole_run`
     "keep": 0.15,
 }
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"  # real data sets, if any
+DEADLINE = time.monotonic() + float(os.environ.get("BAYFLOWER_SLOW_SECONDS", "inf"))
 NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
 # methods with states or normalisation layers of their own kind: `make test` has them on both
 # networks where the others are on one, and `make test-all` all of them on both
@@ -84,6 +86,12 @@ def runs(tmp_path_factory):
         return known[method]
 
     return of
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """No slow test starts when BAYFLOWER_SLOW_SECONDS are gone."""
+    if item.get_closest_marker("slow") and time.monotonic() > DEADLINE:
+        pytest.skip("left out: there was no time for this slow test; by hand: make slow")
 
 
 @pytest.fixture(autouse=True)
