@@ -42,7 +42,7 @@ flower: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py tests/flower/test_flower_faults.py -m flower $(CHOSEN)
 
 deployed: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py -m flower
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py tests/cli/test_docs.py -m flower
 
 flower-all: $(READY)
 	BAYFLOWER_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py -m flower -k "bits_of_the_loop" -n 2
