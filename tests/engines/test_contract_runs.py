@@ -61,19 +61,8 @@ def test_a_fast_total_is_the_exact_sum(case):
         assert worst_difference(*finalised, zero=1e-12) < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("method", "engine"),
-    [
-        pytest.param(
-            *(method, engine),
-            # a run of the loop that goes on from its file, below, repeats it too
-            marks=() if engine == "fused" or method in BOTH else pytest.mark.slow,
-        )
-        for method in NAMES
-        for engine in ("loop", "fused")
-    ],
-)
-def test_runs_repeat_to_the_bit(method, engine):
+def assert_repeats(method: str, engine: str) -> None:
+    """The same seed gives the same bits, another seed others."""
     first, second = whole_run(method, engine), execute(small_prepared(method, engine, **PEACE))
     assert_same_bits(first.server_state, second.server_state)
     for view in first.views:
@@ -81,6 +70,22 @@ def test_runs_repeat_to_the_bit(method, engine):
             assert_same_bits(tally, second.views[view][client])
     other = execute(small_prepared(method, engine, **PEACE, seed=1))
     assert digest(other.views["personal"][0]) != digest(first.views["personal"][0])
+
+
+# the scope puts tests of one method side by side, so that they share its whole run
+@pytest.mark.parametrize("method", NAMES, scope="module")
+def test_runs_repeat_to_the_bit(method):
+    assert_repeats(method, "fused")
+
+
+# a run of the loop that goes on from its file, below, repeats it too
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=() if name in BOTH else pytest.mark.slow) for name in NAMES],
+    scope="module",
+)
+def test_runs_of_the_loop_repeat_to_the_bit(method):
+    assert_repeats(method, "loop")
 
 
 def test_no_half_imports_flwr():
@@ -105,7 +110,7 @@ def test_every_row_needs_what_it_says():
 
 
 @pytest.mark.parametrize("engine", ["loop", "fused"])
-@pytest.mark.parametrize("method", NAMES)
+@pytest.mark.parametrize("method", NAMES, scope="module")
 def test_every_method_goes_on_where_it_stopped(tmp_path, method, engine):
     """Two rounds, then one more from the file, equal three at once."""
     common = {**PEACE, "checkpoint_every": 1}
