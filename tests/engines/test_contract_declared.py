@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import NEEDED
 from test_contract import Bench
 
 from bayflower.contract import ClientHalf, ServerHalf
@@ -15,7 +16,7 @@ NAMES = tuple(METHODS)
 
 @pytest.fixture(scope="module", params=NAMES)
 def bench(request) -> Bench:
-    return Bench(request.param, "mlp")
+    return Bench(request.param, NEEDED.get(request.param, {}).get("model", "mlp"))
 
 
 def test_a_server_that_averages_models_keeps_their_mean_and_nothing_else(bench):
