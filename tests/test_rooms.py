@@ -5,12 +5,14 @@ import flwr.
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from bayflower import methods
+from bayflower.contract import ClientHalf, ServerHalf
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "bayflower"
@@ -234,3 +236,15 @@ def test_a_method_named_elsewhere_is_found(tmp_path, line):
     (tmp_path / "flower").mkdir()
     (tmp_path / "flower" / "somewhere.py").write_text(line + "\n")
     assert len(named(tmp_path)) == 1
+
+
+def test_the_contract_page_lists_every_hook():
+    """Every public name of both halves is in the table of docs/contract.md, and no other."""
+    text = (ROOT / "docs" / "contract.md").read_text()
+    rows = text[text.index("## Every hook") : text.index("## How each method fits")].splitlines()
+    cells = [row.split("|") for row in rows if row.startswith("| ")][1:]
+    for half, column in ((ServerHalf, 2), (ClientHalf, 3)):
+        listed = re.findall(r"`(\w+)`", " ".join(cell[column] for cell in cells))
+        known = {name for name in (*vars(half), *half.__annotations__) if not name.startswith("_")}
+        assert len(listed) == len(set(listed))
+        assert set(listed) == known

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from .. import methods as table
 from .options import AsJson, Clients, Dataset, Engine, MaxFused, Port, Rounds, Seed, Sets, Verbose
-from .terminal import bar, check_folder, quiet_logs, values
+from .terminal import bar, bars, check_folder, quiet_logs, values
 
 
 def run(
@@ -155,18 +155,21 @@ def compare(
     prepared = {method: prepare(chosen, engine) for method, chosen in runs.items()}
     results: list[dict[str, Any]] = []
     if engine in ("ray", "deployment"):
-        with bar(
-            max(ready.run.settings.rounds for ready in prepared.values()),
-            f"Flower ({engine})",
-            hidden=as_json,
-        ) as progress:
+        titles = {method: table.get(method).title for method in prepared}
+        lengths = {titles[name]: ready.run.settings.rounds for name, ready in prepared.items()}
+        with bars(lengths, hidden=as_json) as progress_of:
+
+            def show(status: dict[str, Any]) -> None:
+                if status.get("method") in titles:
+                    progress_of(titles[status["method"]], status.get("records", []))
+
             results = run_under_flower(
                 list(prepared.values()),
                 given,
                 out,
                 port,
                 False,
-                lambda status: progress(status.get("records", [])),
+                show,
                 app.resolve() if app else None,
             )
         prepared = {}

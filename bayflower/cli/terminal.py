@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ class bar:  # noqa: N801 (reads as a verb: with bar(...))
         # a log file gets a line now and then instead of a bar
         self.lines = not hidden and not console.is_terminal
         self.said = time.monotonic()
+        self.first = False  # whether the first round gets a line at once
 
     def __enter__(self) -> Callable[[list[Any]], None]:
         self.bar.start()
@@ -102,9 +103,35 @@ class bar:  # noqa: N801 (reads as a verb: with bar(...))
         loss, done = records[-1]["train_loss"], records[-1]["round"]
         now = f"loss {loss:.4f} {self.accuracy}" if loss is not None else self.accuracy
         self.bar.update(self.task, completed=done, now=now)
-        if self.lines and time.monotonic() - self.said > LINE_SECONDS:
-            self.said = time.monotonic()
+        if self.lines and (self.first or time.monotonic() - self.said > LINE_SECONDS):
+            self.said, self.first = time.monotonic(), False
             print(f"{self.title}: round {done} of {self.rounds}, {now}", flush=True)
+
+
+class bars:  # noqa: N801 (reads as a verb: with bars(...))
+    """Progress of several methods that run one after another: a bar each, named after it."""
+
+    def __init__(self, rounds: Mapping[str, int], hidden: bool) -> None:
+        """Take the rounds of each method by its title, in the order in which they run."""
+        self.rounds, self.hidden = dict(rounds), hidden
+        self.now: bar | None = None
+
+    def __enter__(self) -> Callable[[str, list[Any]], None]:
+        return self.update
+
+    def __exit__(self, *_: object) -> None:
+        if self.now is not None:
+            self.now.__exit__()
+
+    def update(self, title: str, records: list[Any]) -> None:
+        """Show the last round of the method called `title`."""
+        if self.now is None or self.now.title != title:
+            if self.now is not None:
+                self.now.__exit__()
+            self.now = bar(self.rounds[title], title, self.hidden)
+            self.now.first = len(self.rounds) > 1  # say at once that another method runs
+            self.now.__enter__()
+        self.now.update(records)
 
 
 def quiet_logs(verbose: bool) -> None:
