@@ -88,6 +88,7 @@ def test_the_readme_shows_the_diff():
             assert line in readme, line
 
 
+@pytest.mark.slow
 def test_a_resnet_of_ones_own(tmp_path, capsys):
     try_app(EXAMPLES / "resnet_images", 3, {"num-server-rounds": 3}, {"state-dir": str(tmp_path)})
     said = capsys.readouterr().out

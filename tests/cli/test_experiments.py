@@ -110,6 +110,7 @@ def test_fedbps_figure_is_drawn_from_the_finished_runs(tmp_path):
     assert "make them by: bayflower reproduce fedbps-2" in done.stderr
 
 
+@pytest.mark.slow
 def test_fednp_figures_from_run_to_picture(tmp_path):
     for method in ("fedavg", "fednp"):
         run_command = [
@@ -151,6 +152,7 @@ def test_fednp_figures_from_run_to_picture(tmp_path):
     assert (tmp_path / "fednp_classifier.svg").exists()
 
 
+@pytest.mark.slow
 def test_dropped_weights_as_table_and_picture(tmp_path):
     """Runs, table and picture by one command; a second time from the finished runs alone."""
     draw = np.random.default_rng(0)

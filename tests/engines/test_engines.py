@@ -93,6 +93,9 @@ def test_five_float64_rounds_agree_to_1e_9(case, device):
         "dtype": "float64",
         "rounds": 5,
         "evaluate_every": 2,
+        "local_epochs": 1,
+        "new_client_epochs": 1,
+        "keep": 0.15,
     }
     method, model = case
     compare(*outcomes(method, model=model, device=device, **settings), tolerance=1e-9)
@@ -135,6 +138,8 @@ def test_a_cnn_agrees(tmp_path, method, device):
         "lr": 0.05,
         "rounds": 1,
         "new_clients": 1,
+        "local_epochs": 1,
+        "new_client_epochs": 1,
     }
     loop, fused = outcomes(method, model="cnn", device=device, **settings)
     assert not fused.remarks  # or the clients were trained one by one

@@ -34,7 +34,7 @@ def real_bytes(content: RecordDict) -> int:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_message_of_a_run(method):
     """All messages of two rounds, tests included: computed bytes are Flower's own."""
-    rig = Rig(method, model="mlp-bn", rounds=2)
+    rig = Rig(method, model="mlp-bn", rounds=2, keep=0.1, local_epochs=1)
     rig.start(rounds=2)
     seen = [
         message

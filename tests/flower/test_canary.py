@@ -21,7 +21,13 @@ def test_canaries_in_private_fields_never_travel(method):
     canary = torch.tensor(1.2345e-7, dtype=torch.float32)
     pattern = canary.numpy().tobytes()
     # nearly no movement: planted values stay as they are
-    settings = {"model": "mlp-bn", "lr": 1e-30, "optimizer": "sgd"}
+    settings = {
+        "model": "mlp-bn",
+        "lr": 1e-30,
+        "optimizer": "sgd",
+        "keep": 0.1,
+        "local_epochs": 1,
+    }
     rig = Rig(method, rounds=2, **settings)
     original = type(rig.halves.client).finish
 
