@@ -264,6 +264,7 @@ class StackedPass:
         graphs: Graphs,
         adopt: bool,
     ) -> None:
+        piece = max(1, min(piece, longest))  # a short pass needs no padding to a whole piece
         self.fn, self.data, self.piece, self.adopt = fn, data, piece, adopt
         self.length = -(-longest // piece) * piece
         device = data.x.device
