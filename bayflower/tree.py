@@ -44,8 +44,8 @@ def stack(trees: Sequence[T]) -> T:
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Return numbers (a list, an array) as a tensor on the device; a GPU takes them when it gets
-    there, and nobody waits.
+    """Return a list or an array of numbers as a tensor on the device, copied asynchronously to a
+    GPU.
     """
     tensor = torch.as_tensor(values)
     return (

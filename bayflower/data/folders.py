@@ -152,8 +152,9 @@ class Photographs:
 
 
 def celeba(folder: Path) -> Parts:
-    """Return CelebA: photographs 84×84, smiling or not, by person; of fewer than 5 photographs a
-    person is nobody (−1).
+    """Return CelebA: photographs of 84×84 pixels, labelled smiling or not, grouped by person.
+
+    People with fewer than 5 photographs get id −1.
     """
     images = folder / "img_align_celeba"
     if not images.is_dir():

@@ -270,7 +270,7 @@ def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
         "out": tmp_path / "papers" / "tuned",
     }
     tune(None, part="2/2", where=["batch_size=32"], **options)
-    assert "the same command without --part writes the file" in capsys.readouterr().out
+    assert "run the same command without --part to write the file" in capsys.readouterr().out
     tune(None, where=["batch_size=32"], **options)
     said = capsys.readouterr()
     assert "FedMAP: 1 of 1 trials are there" in said.err  # not done again
@@ -280,7 +280,7 @@ def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
     assert set(chosen["FedMAP"]) == {"lr", "sigma2"}
     assert set(chosen["FedAvg, ours"]) == {"lr"}
     assert chosen["not here"] == {}
-    with pytest.raises(ConfigError, match="name either methods or one --table"):
+    with pytest.raises(ConfigError, match="name methods or one --table, not both"):
         tune(["fedmap"], **options)
     with pytest.raises(
         ConfigError,

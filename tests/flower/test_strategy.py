@@ -250,7 +250,7 @@ def test_a_client_that_raises_is_a_fault_with_client_round_and_stage():
 def test_two_nodes_with_one_identity_are_refused():
     rig = Rig()
     rig.grid.contexts[1004].node_config["partition-id"] = 0
-    with pytest.raises(BayflowerError, match="two nodes say they are client 0"):
+    with pytest.raises(BayflowerError, match=r"nodes \d+ and \d+ both claim client 0"):
         rig.start()
 
 
@@ -307,7 +307,7 @@ def test_result_and_outcome_agree_with_the_run():
 def test_strategies_take_their_settings_by_name():
     assert FedMAP(sigma2=3, lr=0.1).options.sigma2 == 3
     assert FedProx(mu=0.5, fraction_train=0.5).options.mu == 0.5
-    with pytest.raises(ConfigError, match="setting 'xi' is not known to method 'fedmap'"):
+    with pytest.raises(ConfigError, match="method 'fedmap' has no setting 'xi'"):
         FedMAP(xi=1)
     with pytest.raises(ConfigError, match="fraction_train must be in"):
         FedMAP(fraction_train=0)
