@@ -149,7 +149,7 @@ BAD = [
     (["run", "fedmap", "--set", "device=cuda:9"], "device 'cuda:9' was not found"),
     (["run", "fedmap", "--set", "fraction_train=0"], "fraction_train must be in (0, 1], got 0"),
     (["run", "fedmap", "--set", "download=maybe"], "download must be true or false, got 'maybe'"),
-    (["compare", "fedmap", "fedavg", "--set", "xi=1"], "setting 'xi' is not known"),
+    (["compare", "fedmap", "fedavg", "--set", "xi=1"], "has no setting 'xi'"),
 ]
 
 

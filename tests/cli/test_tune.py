@@ -284,7 +284,7 @@ def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
         tune(["fedmap"], **options)
     with pytest.raises(
         ConfigError,
-        match="no column of ours-1 has beta=7; `bayflower reproduce ours-1 --no-run` shows them",
+        match="no column of table ours-1 has beta=7; `bayflower reproduce ours-1 --no-run` shows",
     ):
         tune(None, where=["beta=7"], **options)
     monkeypatch.undo()

@@ -229,7 +229,7 @@ def test_a_node_that_says_it_is_somebody_else_is_left_out():
     claims = [
         fault
         for fault in town.strategy.faults
-        if "says it is client 1, which node 1001 is" in fault
+        if "claims client 1, already held by node 1001" in fault
     ]
     assert len(claims) == 1
     assert [town.trained(round) for round in (1, 2, 3, 4)] == [3, 3, 3, 3]

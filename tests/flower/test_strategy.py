@@ -34,10 +34,10 @@ GARBAGE = {
     "another round": (head(round=7), "round 7"),
     "another run": (head(run="else"), "run 'else'"),
     "another method": (head(method="fedavg"), "method 'fedavg'"),
-    "unknown client": (head(client=99), "client 99 is not known"),
-    "client of another kind": (head(client="x"), "is not known"),
+    "unknown client": (head(client=99), "client 99 is unknown"),
+    "client of another kind": (head(client="x"), "is unknown"),
     "another client": (head(client=1), "another node"),
-    "protocol": (head(protocol=0), "protocol 0"),
+    "protocol": (head(protocol=0), "protocol must be 1, got 0"),
     "no update": (drop_record(records.UPDATE), "ArrayRecord 'update' is missing"),
     "no header": (drop_record(records.HEADER), "ConfigRecord 'bayflower' is missing"),
     "loss nan": (set_loss(float("nan")), "train-loss must be a finite"),
@@ -83,8 +83,8 @@ def tamper_tally(change):
 
 LIES = {
     "nan": (lambda flat: flat["personal/nll"].fill_(float("nan")), "not finite"),
-    "negative": (lambda flat: flat["personal/correct"].fill_(-1), "contradicts itself"),
-    "sum": (lambda flat: flat["personal/num_examples"].fill_(10**6), "contradicts itself"),
+    "negative": (lambda flat: flat["personal/correct"].fill_(-1), "is inconsistent"),
+    "sum": (lambda flat: flat["personal/num_examples"].fill_(10**6), "is inconsistent"),
     "missing": (lambda flat: flat.pop("personal/nll"), "is missing"),
     "shape": (
         lambda flat: flat.update({"personal/bin_count": torch.zeros(3, dtype=torch.int64)}),
@@ -147,7 +147,7 @@ def test_no_valid_reply_leaves_the_state_and_says_so():
         rig.start()
     want = rig.halves.server.init(*rig.halves.initial, ())
     assert_same_bits(rig.strategy.state, want)
-    assert "no valid reply; the global state stays as it was" in rig.strategy.faults[-1]
+    assert "no valid reply; the global state is unchanged" in rig.strategy.faults[-1]
     assert rig.strategy.records[0]["train_loss"] is None
 
 
@@ -195,7 +195,7 @@ def test_a_second_reply_is_not_counted():
     rig.start()
     assert_same_bits(rig.strategy.state, want.strategy.state)
     assert rig.strategy.records[0]["num_clients"] == 5
-    assert sum("a second reply in the same round" in fault for fault in rig.strategy.faults) >= 4
+    assert sum("duplicate reply in the same round" in fault for fault in rig.strategy.faults) >= 4
 
 
 def test_a_lost_client_is_asked_again_and_one_that_stays_lost_is_left_out(without_victim):
