@@ -53,7 +53,7 @@ class Siege:
         )
         self.without, _ = self.after([])
         self.both, faults = self.after([copied(self.replies[VICTIM])])
-        assert faults == ["round 2, client 1: no reply in time; left out of this round"]
+        assert faults == ["round 2, client 1: no reply before the timeout; ignored in this round"]
 
     def after(self, replies) -> tuple[object, list[str]]:
         """Return (the state, the faults) after round 2 with these replies and an honest one of

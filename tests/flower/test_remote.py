@@ -132,13 +132,13 @@ def test_a_node_has_its_data_where_it_says(tmp_path, nodes):
 def test_clients_with_another_network_than_the_settings_are_named(tmp_path, nodes):
     with pytest.raises(
         BayflowerError,
-        match=r"clients 0, 1, 2, 3 have another network than model=mlp-bn gives for inputs of "
-        r"shape \(6,\)",
+        match=r"the network of clients 0, 1, 2, 3 differs from model=mlp-bn for inputs of shape "
+        r"\(6,\)",
     ):
         serve(InProcessGrid(app, nodes), config(tmp_path, model="mlp-bn"))
     status = json.loads((tmp_path / "server" / "status.json").read_text())
     assert status["state"] == "failed"
-    assert "another network" in status["reason"]
+    assert "differs from model=mlp-bn" in status["reason"]
 
 
 def saying(change):

@@ -137,7 +137,7 @@ def test_a_silent_client_is_reported_after_the_timeout(without_victim):
     rig.start(timeout=3)
     assert_same_bits(rig.strategy.state, without_victim)
     assert rig.strategy.faults == [
-        f"round 1, client {VICTIM}: no reply in time; left out of this round"
+        f"round 1, client {VICTIM}: no reply before the timeout; ignored in this round"
     ]
 
 
