@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..settings import setting
 
-# name -> (samples of the original data set, torchvision's class or "" where only an .npz is known,
-# what must be said about it)
+# name -> (samples of the original data set, torchvision's class or "" if only an .npz file works,
+# a note to show beside the name)
 KNOWN: dict[str, tuple[int, str, str]] = {
     "mnist": (70_000, "MNIST", ""),
     "fmnist": (70_000, "FashionMNIST", ""),
@@ -162,7 +162,7 @@ class DataSettings:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Return the data sets of a federation of several; () of one."""
+        """Return the names of the data sets if there are several; () for one."""
         return (
             tuple(self.dataset.split("+"))
             if "+" in self.dataset and not self.dataset.endswith(".npz")
@@ -208,7 +208,7 @@ class DataSettings:
 
     @property
     def total_clients(self) -> int:
-        """Return the number of clients that are made: those that train and the new ones."""
+        """Return the number of all clients: training and new."""
         return self.num_clients + self.new_clients
 
     @property

@@ -161,7 +161,7 @@ def test_a_broken_file_is_set_aside_and_its_run_done_again(finished, tmp_path):
     wrong.write_text(json.dumps(record))
     said: list[str] = []
     assert run_missing([find("fedmap-1")], plan(), Cache(tmp_path, said.append), said.append) == 0
-    assert sum("is broken; set aside as" in line for line in said) == 2
+    assert sum("is broken; renamed to" in line for line in said) == 2
     assert "5 runs, 2 to do" in said
     assert len(list(tmp_path.glob("*.broken-*"))) == 2
     # the same numbers again

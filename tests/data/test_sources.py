@@ -137,7 +137,7 @@ def test_what_a_file_does_not_have(tmp_path: Path) -> None:
     path = str(write(tmp_path, x=arrays["x"], y=arrays["y"], client=np.full(60, -1)))
     with pytest.raises(ConfigError, match="no natural clients"):
         load_federation(DataSettings(dataset=path, partition="natural", num_clients=2), 0)
-    with pytest.raises(ConfigError, match="does not mark some of its samples as test"):
+    with pytest.raises(ConfigError, match="does not mark test samples"):
         load_federation(
             DataSettings(dataset=path, partition="iid", num_clients=2, test_fraction=0.0), 0
         )

@@ -26,7 +26,7 @@ GARBAGE = {
     "missing key": (rewrite(lambda flat: flat.pop(WEIGHT)), "is missing"),
     "extra key": (
         rewrite(lambda flat: flat.update({"params/more": torch.zeros(1)})),
-        "was not asked for",
+        "is not expected",
     ),
     "no samples": (set_value("num_examples", 0), "num_examples"),
     "weight nan": (set_value("log_weight", float("nan")), "not finite"),
