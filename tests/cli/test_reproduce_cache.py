@@ -345,7 +345,7 @@ def test_a_broken_line_is_named_and_left_out(tmp_path):
         said: list[str] = []
         cache = Cache(folder, said.append)
         assert len(cache.everything()) == len(cache.everything()) == 1
-        assert said == [f"{file}, line 3 is broken and left out; its run is done again"]
+        assert said == [f"{file}, line 3 is broken and ignored; its run is repeated"]
         made(folder, "fedavg")
         with pytest.raises(ConfigError, match="line 3 is broken; restore it or delete the line"):
             collect(cache, said.append)
