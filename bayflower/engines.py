@@ -77,7 +77,7 @@ def execute(
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     if prepared.engine not in ("fused", "loop"):
         raise ConfigError(
-            f"engine {prepared.engine} runs in processes of its own; use run_under_flower"
+            f"engine {prepared.engine} runs in separate processes; use run_under_flower"
         )
     run, engine, federation, halves = prepared
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32

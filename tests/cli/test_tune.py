@@ -144,7 +144,7 @@ def test_the_file_of_chosen_values(tmp_path):
     assert cells["fedprox"]["mu"] == 0.1
     assert "mu" not in cells["fedavg"]
     path.write_text("[fedmap\n")
-    with pytest.raises(ConfigError, match="is no file of `bayflower tune`"):
+    with pytest.raises(ConfigError, match="is not a file written by `bayflower tune`"):
         read(path)
 
 
