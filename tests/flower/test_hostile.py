@@ -53,7 +53,7 @@ class Siege:
         )
         self.without, _ = self.after([])
         self.both, faults = self.after([copied(self.replies[VICTIM])])
-        assert faults == ["round 2, client 1: no reply in time; left out of this round"]
+        assert faults == ["round 2, client 1: no reply before the timeout; ignored in this round"]
 
     def after(self, replies) -> tuple[object, list[str]]:
         """Return (the state, the faults) after round 2 with these replies and an honest one of
@@ -241,7 +241,7 @@ def test_a_client_counts_for_its_share_at_most():
     want = bounds.caps(dict(enumerate(sizes)), 0.25)
     assert want
     assert [fault for fault in cut.strategy.faults] == [
-        f"client {client} has {sizes[client]} samples and counts for {want[client]} (max_share is "
+        f"client {client}: its {sizes[client]} samples are counted as {want[client]} (max_share is "
         "0.25)"
         for client in sorted(want)
     ]
@@ -317,7 +317,7 @@ def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
     told = {
         int(k)
         for fault in faults
-        if fault.startswith(f"client {VICTIM} counts for less")
+        if fault.startswith(f"client {VICTIM}: its claims on")
         for k in re.findall(r"class (\d+)", fault)
     }
     alpha = siege.strategy.options.alpha * (centroid == "precision")
@@ -348,7 +348,7 @@ def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
         )
     assert told or share == 1
     _, again = siege.after([copied(reply)])
-    assert not any("counts for less" in fault for fault in again)  # it is said once
+    assert not any("its claims on" in fault for fault in again)  # it is reported once
 
 
 @pytest.mark.parametrize(
