@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help docs demo test flower hostile containers image lint types unit install clean soak flower-all deployed
+.PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean soak flower-all deployed
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
-	@echo "make test    style, types and tests"
+	@echo "make test    style, types and tests (about six minutes on two cores)"
+	@echo "make test-all  the same and the slow tests: every method on every network"
 	@echo "make flower  the tests that start Flower's own programs (about ten minutes)"
 	@echo "make image   the container image, bayflower:VERSION"
 	@echo "make containers  the tests that start containers (root and a Docker engine; about ten minutes)"
@@ -31,7 +32,11 @@ demo: $(READY)
 	@echo "FedMAP, FedAvg and local training on ten clients, five of them with skewed labels; Flower's simulation (flwr run .), about two minutes"
 	@$(BIN)/bayflower compare fedmap fedavg local --engine ray --app . --dataset synthetic --set scenario=label --rounds 20 --out runs/demo
 
-test: lint types unit
+# mypy has one thread: it runs beside the tests
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types unit
+
+test-all: test slow
 
 flower: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py tests/flower/test_flower_faults.py -m flower $(CHOSEN)
@@ -65,6 +70,9 @@ types: $(READY)
 
 unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal || [ $$? = 5 ] # 5: there are none
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

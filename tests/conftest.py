@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import pytest
 import torch
 
 from bayflower.config import Run, parse
-from bayflower.engines import Prepared, prepare
+from bayflower.engines import Prepared, execute, prepare
+from bayflower.files.records import Outcome
+from bayflower.methods import METHODS
 from bayflower.tree import flatten
 
 torch.set_num_threads(1)  # small tensors: a second thread only gets in the way of other processes
@@ -34,8 +38,20 @@ SMALL = {
     "evaluate_every": 1,
     "stacking": "yes",
 }
+PEACE = {  # of `whole_run`
+    "rounds": 3,
+    "fraction_train": 0.6,
+    "evaluate_every": 3,
+    "local_epochs": 1,
+    "new_client_epochs": 1,
+    "keep": 0.15,
+}
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"  # real data sets, if any
+DEADLINE = time.monotonic() + float(os.environ.get("BAYFLOWER_SLOW_SECONDS", "inf"))
 NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
+# methods with states or normalisation layers of their own kind: `make test` has them on both
+# networks where the others are on one, and `make test-all` all of them on both
+BOTH = {"fedbn", "fedbps", "fedmap", "fednp", "metavd", "pfedvmp"}
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +88,12 @@ def runs(tmp_path_factory):
     return of
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """No slow test starts when BAYFLOWER_SLOW_SECONDS are gone."""
+    if item.get_closest_marker("slow") and time.monotonic() > DEADLINE:
+        pytest.skip("left out: there was no time for this slow test; by hand: make slow")
+
+
 @pytest.fixture(autouse=True)
 def loggers():
     """The command line quietens the loggers of its process; in a test that must not last."""
@@ -88,6 +110,27 @@ def small(method: str, **changes: Any) -> Run:
 
 def small_prepared(method: str, engine: str = "loop", **changes: Any) -> Prepared:
     return prepare(small(method, **changes), engine)
+
+
+@functools.cache
+def whole_run(method: str, engine: str) -> Outcome:
+    """Return the outcome of three rounds with a part of the clients, left in peace; made once."""
+    return execute(small_prepared(method, engine, **PEACE))
+
+
+def cases(first: str) -> list:
+    """Return (method, network) for every method on the network `first`, and for those of BOTH on
+    the other one too; the rest is slow.
+    """
+    return [
+        pytest.param(
+            (method, model),
+            id=f"{method}-{model}",
+            marks=() if model == first or method in BOTH else pytest.mark.slow,
+        )
+        for method in sorted(METHODS)
+        for model in ("mlp", "mlp-bn")
+    ]
 
 
 def assert_same_bits(a: Any, b: Any) -> None:

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from prefork import bayflower
 
 from bayflower import cli
 
@@ -37,7 +38,8 @@ METRICS = {
 }
 
 
-def bayflower(*words: str, cwd=None) -> subprocess.CompletedProcess:
+def alone(*words: str, cwd=None) -> subprocess.CompletedProcess:
+    """A process that a shell starts."""
     return subprocess.run(
         [sys.executable, "-m", "bayflower", *words],
         capture_output=True,
@@ -91,7 +93,7 @@ def test_run_writes_the_result_others_rely_on(tmp_path, engine):
 
 
 def test_json_output_is_only_json(tmp_path):
-    done = bayflower("run", "local", *QUICK, "--json", "--out", str(tmp_path))
+    done = alone("run", "local", *QUICK, "--json", "--out", str(tmp_path))
     assert json.loads(done.stdout)["final"]["global"] is None
     assert done.stderr == ""
 
@@ -177,7 +179,7 @@ def test_bad_settings_end_with_one_line_and_code_2(tmp_path, words, text, monkey
 
 @pytest.mark.parametrize(("words", "text"), [BAD[0], BAD[3]])
 def test_bad_settings_end_a_real_process(tmp_path, words, text):
-    done = bayflower(*words, cwd=tmp_path)
+    done = alone(*words, cwd=tmp_path)
     check_refusal(done.returncode, done.stdout, done.stderr, text)
 
 

@@ -29,6 +29,7 @@ from unittest.mock import MagicMock
 import pytest
 import test_contract
 import test_engines
+from prefork import bayflower
 
 from bayflower import clients, methods, strategies
 from bayflower.rounds.solo import one_thread
@@ -69,10 +70,7 @@ def files(page: str) -> dict[str, str]:
 
 def run_command(line: str, folder: Path) -> None:
     words = shlex.split(line, comments=True)[1:]
-    call = [sys.executable, "-m", "bayflower", *words]
-    done = subprocess.run(
-        call, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
+    done = bayflower(*words, cwd=folder, env=ENVIRONMENT)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 

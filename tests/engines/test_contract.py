@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 import torch
-from conftest import assert_same_bits, small_prepared, worst_difference
+from conftest import assert_same_bits, cases, small_prepared, worst_difference
 from torch.func import vmap
 
 from bayflower.data import batches
@@ -16,7 +17,7 @@ from bayflower.maths.exact import Scaled, Total
 from bayflower.methods import METHODS
 from bayflower.networks.model import Batch
 from bayflower.rounds import solo
-from bayflower.tree import digest, flatten, map_tree, stack, take, unflatten
+from bayflower.tree import digest, flatten, map_tree, shapes, stack, take, unflatten
 
 NAMES = sorted(METHODS)
 MODELS = ["mlp", "mlp-bn"]
@@ -40,7 +41,12 @@ class Bench:
             d.client: solo.samples(d, torch.device("cpu"), kind)
             for d in self.prepared.federation.clients[:clients]
         }
-        self.trained = {client: self.train(client) for client in self.clients}
+        self.known: dict[int, dict] = {}
+
+    @functools.cached_property
+    def trained(self) -> dict[int, solo.Trained]:
+        """What every client's training gave."""
+        return {client: self.train(client) for client in self.clients}
 
     def train(self, client: int, round: int = 1) -> solo.Trained:
         state = self.client.init(self.params, self.buffers)
@@ -56,7 +62,10 @@ class Bench:
         )
 
     def statistic(self, client: int):
-        return self.server.statistic(self.state, client, self.received(client))
+        """The statistic of a client's update, made once."""
+        if client not in self.known:
+            self.known[client] = self.server.statistic(self.state, client, self.received(client))
+        return self.known[client]
 
     def received(self, client: int):
         """What the server makes of the client's update after the wire."""
@@ -119,11 +128,7 @@ class Bench:
         return self.server.finalise(self.state, total.value())
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(method, model) for method in NAMES for model in MODELS],
-    ids=lambda p: f"{p[0]}-{p[1]}",
-)
+@pytest.fixture(scope="module", params=cases("mlp"))
 def bench(request) -> Bench:
     return Bench(*request.param)
 
@@ -310,6 +315,13 @@ def test_all_functions_stack_over_clients(bench):
             map(bench.read, take(together, position)), map(bench.read, alone), strict=True
         ):
             assert worst_difference(got, want, zero=1e-5) < 2e-5
+
+
+def test_shapes_of_messages_are_known_without_making_them(bench):
+    updates = [bench.trained[client].update for client in bench.clients]
+    want = [shapes(bench.client.pack(update)) for update in updates]
+    padded = stack([bench.padded(client) for client in bench.clients])
+    assert bench.client.packed_shapes(padded) == want
 
 
 def test_a_new_client_gets_a_model(bench):

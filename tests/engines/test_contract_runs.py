@@ -6,22 +6,31 @@ import subprocess
 import sys
 
 import pytest
-from conftest import NEEDED, assert_same_bits, small_prepared, worst_difference
-from test_contract import MODELS, NAMES, Bench
+from conftest import (
+    BOTH,
+    NEEDED,
+    PEACE,
+    assert_same_bits,
+    cases,
+    small_prepared,
+    whole_run,
+    worst_difference,
+)
+from test_contract import NAMES, Bench
 
 from bayflower.engines import execute
+from bayflower.files import checkpoint
 from bayflower.maths.exact import Total
 from bayflower.methods import METHODS, ROWS
-from bayflower.tree import digest, shapes, stack
+from bayflower.tree import digest, stack
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("method", NAMES)
-def test_a_fast_total_is_the_exact_sum(method, model):
+@pytest.mark.parametrize("case", cases("mlp-bn"))
+def test_a_fast_total_is_the_exact_sum(case):
     """`total` of stacked updates finalises to what the exact sum of their statistics does, whole or
     in two parts.
     """
-    bench = Bench(method, model, "float64")
+    bench = Bench(*case, "float64")
     updates = [bench.padded(client) for client in bench.clients]
     parts = []
     for some in (slice(0, 3), slice(3, None)):
@@ -52,28 +61,31 @@ def test_a_fast_total_is_the_exact_sum(method, model):
         assert worst_difference(*finalised, zero=1e-12) < 1e-9
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("method", NAMES)
-def test_shapes_of_messages_are_known_without_making_them(method, model):
-    bench = Bench(method, model)
-    updates = [bench.trained[client].update for client in bench.clients]
-    want = [shapes(bench.client.pack(update)) for update in updates]
-    assert (
-        bench.client.packed_shapes(stack([bench.padded(client) for client in bench.clients]))
-        == want
-    )
-
-
-@pytest.mark.parametrize("engine", ["loop", "fused"])
-@pytest.mark.parametrize("method", NAMES)
-def test_runs_repeat_to_the_bit(method, engine):
-    first, second = (execute(small_prepared(method, engine, fraction_train=0.6)) for _ in range(2))
+def assert_repeats(method: str, engine: str) -> None:
+    """The same seed gives the same bits, another seed others."""
+    first, second = whole_run(method, engine), execute(small_prepared(method, engine, **PEACE))
     assert_same_bits(first.server_state, second.server_state)
     for view in first.views:
         for client, tally in first.views[view].items():
             assert_same_bits(tally, second.views[view][client])
-    other = execute(small_prepared(method, engine, fraction_train=0.6, seed=1))
+    other = execute(small_prepared(method, engine, **PEACE, seed=1))
     assert digest(other.views["personal"][0]) != digest(first.views["personal"][0])
+
+
+# the scope puts tests of one method side by side, so that they share its whole run
+@pytest.mark.parametrize("method", NAMES, scope="module")
+def test_runs_repeat_to_the_bit(method):
+    assert_repeats(method, "fused")
+
+
+# a run of the loop that goes on from its file, below, repeats it too
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=() if name in BOTH else pytest.mark.slow) for name in NAMES],
+    scope="module",
+)
+def test_runs_of_the_loop_repeat_to_the_bit(method):
+    assert_repeats(method, "loop")
 
 
 def test_no_half_imports_flwr():
@@ -95,3 +107,21 @@ def test_no_half_imports_flwr():
 
 def test_every_row_needs_what_it_says():
     assert set(NEEDED) <= set(METHODS)
+
+
+@pytest.mark.parametrize("engine", ["loop", "fused"])
+@pytest.mark.parametrize("method", NAMES, scope="module")
+def test_every_method_goes_on_where_it_stopped(tmp_path, method, engine):
+    """Two rounds, then one more from the file, equal three at once."""
+    common = {**PEACE, "checkpoint_every": 1}
+    whole = whole_run(method, engine)
+    execute(small_prepared(method, engine, **{**common, "rounds": 2}), out=tmp_path)
+    rest = small_prepared(method, engine, **common)
+    outcome = execute(rest, out=tmp_path, resume=checkpoint.to_resume(tmp_path, rest.run))
+    assert_same_bits(outcome.server_state, whole.server_state)
+    for view, tallies in whole.views.items():
+        for client, tally in tallies.items():
+            assert_same_bits(outcome.views[view][client], tally)
+    assert [record["train_loss"] for record in outcome.rounds] == [
+        record["train_loss"] for record in whole.rounds
+    ]

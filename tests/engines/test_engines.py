@@ -6,20 +6,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_same_bits, small_prepared, worst_difference
+from conftest import assert_same_bits, cases, small_prepared, worst_difference
 
 from bayflower.engines import execute
 from bayflower.files.store import DiskStore, MemoryStore
 from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
 from bayflower.flower.records import to_arrays
 from bayflower.fused.run import run_fused
-from bayflower.methods import METHODS, get
+from bayflower.methods import get
 from bayflower.networks import papers
 from bayflower.networks.model import Model
 from bayflower.rounds.halves import Halves
 from bayflower.tree import flatten, unflatten
 
-NAMES = sorted(METHODS)
 DEVICES = [
     "cpu",
     pytest.param(
@@ -72,22 +71,20 @@ def compare(loop, fused, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
-@pytest.mark.parametrize("method", NAMES)
-def test_one_float32_sgd_round_agrees_to_1e_5(method, model, device):
+@pytest.mark.parametrize("case", cases("mlp-bn"))
+def test_one_float32_sgd_round_agrees_to_1e_5(case, device):
     """FedDC and FedDyn keep how far weights have moved; the rate is such that a move has enough
     digits in float32.
     """
     compare(
-        *outcomes(method, model=model, rounds=1, optimizer="sgd", lr=0.1, device=device),
+        *outcomes(case[0], model=case[1], rounds=1, optimizer="sgd", lr=0.1, device=device),
         tolerance=1e-5,
     )
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("model", ["mlp", "mlp-bn"])
-@pytest.mark.parametrize("method", NAMES)
-def test_five_float64_rounds_agree_to_1e_9(method, model, device):
+@pytest.mark.parametrize("case", cases("mlp"))
+def test_five_float64_rounds_agree_to_1e_9(case, device):
     settings = {
         "optimizer": "sgd",
         "lr": 0.05,
@@ -97,6 +94,7 @@ def test_five_float64_rounds_agree_to_1e_9(method, model, device):
         "rounds": 5,
         "evaluate_every": 2,
     }
+    method, model = case
     compare(*outcomes(method, model=model, device=device, **settings), tolerance=1e-9)
 
 

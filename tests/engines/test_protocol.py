@@ -61,6 +61,7 @@ def protocol_bytes(content: RecordDict) -> int:
     return records.num_bytes(content)
 
 
+@pytest.mark.slow  # test_engines compares these bytes too
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_fused_reports_the_bytes_of_the_loop(method):
     loop, fused = (

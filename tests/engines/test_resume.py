@@ -11,11 +11,11 @@ import time
 import pytest
 import torch
 from conftest import SMALL, assert_same_bits, small, small_prepared
+from prefork import bayflower
 
 from bayflower.engines import execute, prepare
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files import checkpoint
-from bayflower.methods import METHODS
 
 STAYS = {"seconds"}
 
@@ -54,9 +54,7 @@ def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
     """SIGKILL to the real process once round 3 is on disk; then --resume; against a run left in
     peace.
     """
-    subprocess.run(
-        words(tmp_path / "peace", engine, 25), check=True, capture_output=True, timeout=200
-    )
+    assert bayflower(*words(tmp_path / "peace", engine, 25)[3:]).returncode == 0
     victim = subprocess.Popen(
         words(tmp_path / "killed", engine, 25), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -72,18 +70,11 @@ def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
     assert 3 <= stopped.round < 25
     assert not (tmp_path / "killed" / "result.json").exists()
 
-    refused = subprocess.run(
-        words(tmp_path / "killed", engine, 25), capture_output=True, text=True, timeout=100
-    )
+    refused = bayflower(*words(tmp_path / "killed", engine, 25)[3:])
     assert refused.returncode == 2
     assert f"stopped after round {stopped.round} of 25; add --resume" in refused.stderr
 
-    subprocess.run(
-        words(tmp_path / "killed", engine, 25, "--resume"),
-        check=True,
-        capture_output=True,
-        timeout=200,
-    )
+    assert bayflower(*words(tmp_path / "killed", engine, 25, "--resume")[3:]).returncode == 0
     peace, killed = (checkpoint.read(tmp_path / name) for name in ("peace", "killed"))
     assert_same_bits(killed.server, peace.server)
     assert_same_bits(killed.clients, peace.clients)
@@ -92,24 +83,6 @@ def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
         for name in ("peace", "killed")
     ]
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("engine", ["loop", "fused"])
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_goes_on_where_it_stopped(tmp_path, method, engine):
-    """Three rounds, then three more from the file, equal six at once."""
-    common = {"checkpoint_every": 1, "fraction_train": 0.6}
-    whole = execute(small_prepared(method, engine, rounds=6, **common))
-    execute(small_prepared(method, engine, rounds=3, **common), out=tmp_path)
-    rest = small_prepared(method, engine, rounds=6, **common)
-    outcome = execute(rest, out=tmp_path, resume=checkpoint.to_resume(tmp_path, rest.run))
-    assert_same_bits(outcome.server_state, whole.server_state)
-    for view, tallies in whole.views.items():
-        for client, tally in tallies.items():
-            assert_same_bits(outcome.views[view][client], tally)
-    assert [record["train_loss"] for record in outcome.rounds] == [
-        record["train_loss"] for record in whole.rounds
-    ]
 
 
 def test_a_run_may_go_on_with_another_engine(tmp_path):

@@ -48,7 +48,11 @@ def test_every_other_method_takes_it_too(method, tmp_path):
     )
     assert (
         run(
-            make_client_app(method, model=Net, data=load, state=tmp_path), method, rounds=1, **more
+            make_client_app(method, model=Net, data=load, state=tmp_path),
+            method,
+            rounds=1,
+            local_epochs=1,
+            **more,
         ).faults
         == []
     )

@@ -14,7 +14,10 @@ from bayflower.maths import beliefs
 from bayflower.metrics import summarise
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    "base",
+    [pytest.param(base, marks=() if base == "fedavg" else pytest.mark.slow) for base in BASES],
+)
 def test_the_defaults_learn_as_their_base_does(base):
     """Digits, every setting as it comes, 8 rounds: the hypernetwork once drove alpha to its limits
     in two rounds, and all was chance.

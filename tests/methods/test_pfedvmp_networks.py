@@ -102,6 +102,7 @@ def test_the_result_names_both_models_and_fairness():
     )
 
 
+@pytest.mark.slow
 def test_a_short_run_on_real_fashion_mnist(request):
     """Six clients with skewed classes and the paper's network, batches and rate: every class gets a
     centroid, and the models learn.

@@ -35,7 +35,7 @@ class Town:
         self.store = store or MemoryStore()
         everyone = [data.client for data in (*federation.clients, *federation.new_clients)]
         self.contexts = {context.node_id - FIRST_NODE: context for context in contexts(everyone)}
-        self.plan, self.states, self.asked = plan, {}, {}
+        self.plan, self.states, self.kept, self.asked = plan, {}, {}, {}
         self.tamper = tamper
         self.grid = InProcessGrid(
             federation_app(run, federation, self.halves, self.store), [], self.answer
@@ -63,6 +63,9 @@ class Town:
 
     def after(self, strategy, round: int, forced: bool) -> None:
         self.states[round] = strategy.state
+        self.kept[round] = {
+            client: self.store.load(strategy.run, client) for client in self.contexts
+        }
         if round + 1 in self.plan:
             self.connect(self.plan[round + 1])
 

@@ -56,7 +56,7 @@ def load(context):
 
 
 def strategy_of(method: str, **more):
-    return strategy_class(method)(min_available_nodes=3, **TRAINING, **more)
+    return strategy_class(method)(min_available_nodes=3, **{**TRAINING, **more})
 
 
 def run(app: ClientApp, method: str, rounds: int = 3, net=Net, clients: int = 3, **more):
