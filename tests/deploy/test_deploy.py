@@ -183,7 +183,7 @@ def test_a_certificate_that_has_ended_is_refused_before_anything_starts(tmp_path
         def now(cls, tz=None):
             return later
 
-    monkeypatch.setattr("bayflower.cli.deploy.datetime.datetime", Later)
+    monkeypatch.setattr("bayflower.cli.deployed.datetime.datetime", Later)
     done = CliRunner().invoke(cli.app, ["deploy", "up", str(tmp_path / "fed"), "--local"])
     assert isinstance(done.exception, ConfigError)
     assert "renew it" in str(done.exception)

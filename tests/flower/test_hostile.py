@@ -37,8 +37,8 @@ class Siege:
         self.rig = Rig(method, members=[OTHER, 1, VICTIM], **{**SMALL, **settings})
         self.rig.start(rounds=1)
         self.strategy = strategy = self.rig.strategy
-        request = strategy._train_request(2, ConfigRecord())
-        answers = [self.rig.grid.ask(message) for message in strategy._messages(request)]
+        self.asked = asked = strategy._training_round(2, ConfigRecord())
+        answers = [self.rig.grid.ask(message) for message in asked.messages(asked.request)]
         self.replies = {reply.metadata.src_node_id - 1000: reply for reply in answers}
         seen = (
             m
@@ -48,7 +48,7 @@ class Siege:
         self.old = next(seen)
         self.state, self.sent, self.records = (
             strategy.state,
-            dict(strategy._sent),
+            dict(asked.sent),
             [dict(one) for one in strategy.records],
         )
         self.without, _ = self.after([])
@@ -60,7 +60,8 @@ class Siege:
         another client.
         """
         strategy = self.strategy
-        strategy.state, strategy._sent, strategy._empty = self.state, dict(self.sent), 0
+        strategy.state, strategy._round, strategy._empty = self.state, self.asked, 0
+        self.asked.sent = dict(self.sent)
         strategy.records = [type(strategy.records[0])(one) for one in self.records]
         strategy.faults.clear()
         strategy.journal.begin(2)
