@@ -199,6 +199,7 @@ class Job:
         self.phase = only_phase(half, method)
         self.begun = client.begin_round(message, self.head, site)
         self.half, self.round = self.begun.half, self.begun.round
+        self.repeated = self.begun.repeated  # the first reply, if the message is a duplicate
         state, broadcast = self.begun.state, self.begun.broadcast
         keys: dict[str, Any] = {"seed": self.begun.seed, "client": site.client}
         self.work: Work = self.half.begin(state, broadcast, self.train)
@@ -247,7 +248,7 @@ class Job:
         """Save the client's state and return the reply to the server; a duplicate gets the saved
         reply.
         """
-        saved = self.begun.repeated
+        saved = self.repeated
         if saved is None:
             with solo.one_thread():
                 work = solo.surveyed(self.half, self._now(), self.train)

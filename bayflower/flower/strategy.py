@@ -93,7 +93,8 @@ class BayflowerStrategy(Strategy):
         self.training, self.options, self.limits = parsed.training, parsed.options, parsed.limits
         self.fraction_train, self.min_train_nodes = fraction_train, min_train_nodes
         self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes
-        self.weighted_by_key, self.arrayrecord_key = weighted_by_key, arrayrecord_key
+        self.weighted_by_key = weighted_by_key
+        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn
         self.min_available_nodes, self.min_replies = min_available_nodes, min_replies
@@ -109,7 +110,7 @@ class BayflowerStrategy(Strategy):
         self.half: ServerHalf | None = None
         self.state: Any = None
         self.outcome: Outcome | None = None
-        self.form: Form = OwnForm(arrayrecord_key, configrecord_key)
+        self._wrapped: ArrayRecord | None = None  # what a strategy around this one wants sent
         self._round: Round | None = None  # the current round
         self._empty = 0  # rounds in a row without a valid reply
         self._driven = False  # True if our own `start` runs; False inside another strategy
@@ -261,8 +262,7 @@ class BayflowerStrategy(Strategy):
             self._apply(self.roster.refresh(grid, 60.0))
         if round != self.journal.round:
             self.journal.begin(round)
-        self.form = WrappedForm(arrays, self.arrayrecord_key)
-        self.state = wrapped.adopted(self.state, arrays)
+        self._wrapped, self.state = arrays, wrapped.adopted(self.state, arrays)
 
     def _initialise(self, anatomy: Anatomy, initial: Tensors) -> None:
         for name in (*anatomy.trainable, *anatomy.buffers):
@@ -343,20 +343,19 @@ class BayflowerStrategy(Strategy):
             raise BayflowerError("no round is open; call start() or configure_train() first")
         return self._round
 
+    @property
+    def form(self) -> Form:
+        """Return how messages look: our own form, or the plain one inside another strategy."""
+        if self._wrapped is not None:
+            return WrappedForm(self._wrapped, self.arrayrecord_key)
+        return OwnForm(self.arrayrecord_key, self.configrecord_key)
+
     def _arrays(self) -> ArrayRecord:
         return self.form.arrays(self._half().shared(self.state))
 
     def _facts(self) -> RunFacts:
-        return RunFacts(
-            self.run,
-            self.row,
-            self.seed,
-            self.training,
-            self.options,
-            self.limits,
-            self.roster,
-            self.journal,
-        )
+        settings = (self.training, self.options, self.limits)
+        return RunFacts(self.run, self.row, self.seed, *settings, self.roster, self.journal)
 
     def _training_round(self, round: int, config: ConfigRecord) -> Round:
         """Return the round with the clients that train in it."""

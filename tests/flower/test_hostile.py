@@ -298,9 +298,9 @@ def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
     max_share leaves, and the result says so.
     """
     siege = Siege("pfedvmp", keep=1.0, centroid=centroid, max_message_mb=8, min_count=2)
-    siege.strategy.limits = siege.strategy.roster.limits = dataclasses.replace(
-        siege.strategy.limits, max_share=share
-    )
+    limits = dataclasses.replace(siege.strategy.limits, max_share=share)
+    siege.strategy.limits = siege.strategy.roster.limits = limits
+    siege.asked.facts = siege.asked.facts._replace(limits=limits)
     reply = copied(siege.replies[VICTIM])
     flat = records.arrays(reply, records.UPDATE)
     other = siege.replies[OTHER]
