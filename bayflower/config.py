@@ -1,8 +1,7 @@
-"""A run's settings: parsed once, checked once, frozen. Unknown keys and wrong types are errors,
-never ignored.
+"""A run's settings: parsed once, checked once, frozen. Unknown keys and wrong types are errors.
 
-The names are one flat space (`--set sigma2=15`, `--run-config "sigma2=15"`): run, data, local
-training, and the method's own.
+All settings share one flat name space (`--set sigma2=15`, `--run-config "sigma2=15"`): those of the
+run, the data, local training, the limits and the method.
 """
 
 from __future__ import annotations
@@ -38,22 +37,20 @@ ENGINES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Training:
-    """How a client trains in one round; the same for every method of a comparison unless set
-    otherwise.
-    """
+    """Local training of a client in one round. All methods of a comparison share these settings."""
 
     optimizer: OptimizerName = setting(
-        "adam", "sgd, adam or rmsprop; its state is fresh in every round"
+        "adam", "sgd, adam or rmsprop; its state is reset in every round"
     )
     lr: float = setting(0.001, "learning rate")
-    momentum: float = setting(0.0, "sgd and rmsprop")
-    weight_decay: float = setting(0.0, "added to the gradient, times the parameter")
-    clip_norm: float = setting(0.0, "largest norm of a gradient; 0 = no clipping")
-    batch_size: int = setting(64, "samples in one step")
-    local_epochs: int = setting(5, "passes over the local data in a round")
-    local_steps: int = setting(0, "if positive: that many steps in a round instead of epochs")
+    momentum: float = setting(0.0, "momentum of the optimiser; sgd and rmsprop only")
+    weight_decay: float = setting(0.0, "L2 penalty: weight_decay × parameter joins the gradient")
+    clip_norm: float = setting(0.0, "gradients with a larger norm are clipped; 0 = no clipping")
+    batch_size: int = setting(64, "samples in one training step")
+    local_epochs: int = setting(5, "passes over a client's training data in one round")
+    local_steps: int = setting(0, "training steps in one round, instead of epochs; 0 = use epochs")
     new_client_epochs: int = setting(
-        50, "passes over its data for a client that never trained in the rounds"
+        50, "passes over its data when a new client, which took part in no round, adapts"
     )
 
     def __post_init__(self) -> None:
@@ -74,7 +71,7 @@ class Training:
     def phase(
         self, name: str, epochs: int | None = None, trainable: tuple[str, ...] | None = None
     ) -> Phase:
-        """Return a stretch of local training: `epochs`, or what a round has."""
+        """Return a phase of local training with `epochs`; without it, as long as a round."""
         steps = self.local_steps if epochs is None else 0
         return Phase(
             name,
@@ -91,46 +88,50 @@ class Settings:
     """The run itself."""
 
     rounds: int = setting(50, "rounds of training")
-    seed: int = setting(0, "decides partition, initialisation, batches and sampling")
-    model: str = setting("auto", "see `bayflower models`")
-    features: int = setting(512, "width of the cnn's feature layer")
+    seed: int = setting(0, "seed of partition, initialisation, batches and client sampling")
+    model: str = setting("auto", "the network; `bayflower models` lists them")
+    features: int = setting(512, "model=cnn: width of the feature layer")
     fraction_train: float = setting(
-        1.0, "share of the clients that take part in a round, drawn anew each time"
+        1.0, "share of the clients that train in a round, sampled anew in every round"
     )
-    min_replies: int = setting(1, "fewest valid replies of a round; fewer stop the run")
+    min_replies: int = setting(1, "the run stops if a round has fewer valid replies than this")
     evaluate_every: int = setting(
         5,
-        "rounds between two points of the accuracy curve; the last round is always tested; 0 = "
+        "rounds between two tests for the accuracy curve; the last round is always tested; 0 = "
         "only the last",
     )
     checkpoint_every: int = setting(
         10,
-        "rounds between two checkpoints, from which --resume goes on; 0 = none (ray, deployment: "
-        "every round)",
+        "rounds between two checkpoints for --resume; 0 = none; engines ray and deployment write "
+        "one in every round",
     )
     device: str = setting("auto", "cpu, cuda or cuda:N; auto = a GPU if there is one")
-    dtype: Literal["float32", "float64"] = setting("float32", "of parameters, data and messages")
+    dtype: Literal["float32", "float64"] = setting(
+        "float32", "floating-point type of parameters, data and messages"
+    )
     tf32: bool = setting(
         False,
-        "let a GPU round the inputs of float32 products to 10 bits: faster, and no longer equal "
-        "to a CPU's numbers",
+        "GPU: round the inputs of float32 products to 10 bits; faster, but results differ from a "
+        "CPU's",
     )
     bf16: bool = setting(
         False,
-        "training passes with products and activations of bfloat16; parameters, messages and "
-        "tests stay in float32",
+        "train with products and activations in bfloat16; parameters, messages and tests stay in "
+        "float32",
     )
     max_fused: int = setting(
-        0, "fused engine: most clients trained together; 0 = as many as fit into memory"
+        0, "fused engine: cap on clients trained together; 0 = as many as fit into memory"
     )
     stacking: Literal["auto", "measured", "yes", "no"] = setting(
-        "auto", "fused engine: train clients as a stack; on a CPU auto goes by a rule"
+        "auto",
+        "fused engine: train clients as one stack; on a CPU auto decides by a rule, measured by "
+        "timing both ways",
     )
     cuda_graphs: bool = setting(
-        True, "fused engine on a GPU: record a training step once and replay it"
+        True, "fused engine on a GPU: record a training step as a CUDA graph and replay it"
     )
     client_states: Literal["device", "disk"] = setting(
-        "device", "fused engine: where states of clients are kept between rounds; disk = in `out`"
+        "device", "fused engine: where client states are kept between rounds; disk = in `out`"
     )
 
     def __post_init__(self) -> None:
@@ -165,7 +166,7 @@ class Settings:
                 )
         if self.bf16 and self.dtype != "float32":
             raise ConfigError(
-                f"bf16 goes with dtype=float32, got dtype={self.dtype}; leave one of them out"
+                f"bf16 needs dtype=float32, got dtype={self.dtype}; remove one of the two settings"
             )
         if self.device != "auto":
             self.torch_device()
@@ -177,7 +178,7 @@ class Settings:
             not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
         ):
             raise ConfigError(
-                f"device {self.device!r} is not there ({torch.cuda.device_count()} CUDA devices "
+                f"device {self.device!r} was not found ({torch.cuda.device_count()} CUDA devices "
                 "found); use device=cpu"
             )
         return device
@@ -188,7 +189,7 @@ class Settings:
 
 
 def named_device(name: str) -> torch.device:
-    """Return the device of that name, whether it is there or not; auto = a GPU if there is one."""
+    """Return the device called `name`, even if this machine has none; auto = a GPU if present."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -199,57 +200,55 @@ def named_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds for peers; `SECURITY.md` says what each protects. The fused engine, which has no
-    peers, does not look at them.
+    """Limits on what a client may send, and when it is dropped. `SECURITY.md` says what each
+    protects. The fused engine trains all clients itself and ignores them.
     """
 
     max_faults: int = setting(
-        5, "replies in a row that cannot be used after which a client is excluded from the run"
+        5, "invalid replies in a row after which a client is excluded from the run"
     )
     leave_after: int = setting(
-        3, "rounds in a row without a reply after which a client counts as gone; it may come back"
+        3, "rounds in a row without a reply after which a client is dropped; it may rejoin"
     )
     rejoin_seconds: float = setting(
         90.0,
-        "how long a client whose node is lost is waited for before the round goes on without it",
+        "timeout for a client whose node is lost to rejoin; then the round continues without it",
     )
     ask_again_seconds: float = setting(
         120.0,
-        "silence after which a node that is online is asked again, then after twice that time; 0 "
-        "= never",
+        "seconds without a reply after which a message to an online node is sent again; the time "
+        "doubles with each retry; 0 = never",
     )
     max_message_mb: int = setting(
-        2048, "largest content of a reply, in millions of bytes; a larger one is not unpacked"
+        2048, "cap on the size of a reply, in millions of bytes; larger replies are rejected"
     )
-    max_examples: int = setting(100_000_000, "most training samples that a client may claim")
+    max_examples: int = setting(100_000_000, "cap on the training samples a client may claim")
     max_share: float = setting(
         1.0,
-        "largest share of a round's samples (pFedVMP: also of a class's precision) one client may "
-        "have; 1 = no limit",
+        "cap on one client's share of a round's samples (pFedVMP: also of a class's precision); 1 "
+        "= no cap",
     )
     max_change: float = setting(
         1e4,
-        "largest norm of a client's change of the model, as a multiple of 1 + the model's own norm",
+        "cap on the norm of a client's change of the model, as a multiple of 1 + the model's norm",
     )
     max_precision: float = setting(
-        1e6, "largest precision that a client may claim for one number (FedLA, FedNP)"
+        1e6, "cap on any precision that a client may claim (FedLA, FedNP)"
     )
-    max_value: float = setting(1e12, "largest size of any other number in an update")
+    max_value: float = setting(1e12, "cap on the absolute value of any other number in an update")
 
     def __post_init__(self) -> None:
         for name in ("max_faults", "leave_after", "max_message_mb", "max_examples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, none in (("rejoin_seconds", "not to wait"), ("ask_again_seconds", "never")):
+        for name, none in (("rejoin_seconds", "no waiting"), ("ask_again_seconds", "no retries")):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(
                     f"{name} must be finite and not negative, got {getattr(self, name)}; 0 means "
                     f"{none}"
                 )
         if not 0 < self.max_share <= 1:
-            raise ConfigError(
-                f"max_share must be in (0, 1], got {self.max_share}; 1 means no limit"
-            )
+            raise ConfigError(f"max_share must be in (0, 1], got {self.max_share}; 1 means no cap")
         for name in ("max_change", "max_precision", "max_value"):
             if not 0 < getattr(self, name) <= 1e30:
                 raise ConfigError(f"{name} must be in (0, 1e30], got {getattr(self, name)}")
@@ -257,7 +256,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that decides a run's numbers."""
+    """Everything that determines a run's results."""
 
     method: str
     settings: Settings
@@ -276,21 +275,19 @@ class Run:
         return flat
 
     def instructions(self) -> str:
-        """Return what a client needs to know of training and method, as JSON: it travels with every
-        message.
-        """
+        """Return the settings a client needs, as JSON: part of every message to it."""
         return make_instructions(self.training, self.options)
 
 
 def make_instructions(training: Training, options: Any) -> str:
-    """Return what a client needs to know, as JSON."""
+    """Return the settings of local training and of the method, as JSON."""
     return json.dumps(
         {"training": dataclasses.asdict(training), "options": dataclasses.asdict(options)},
         sort_keys=True,
     )
 
 
-STRATEGY_GROUPS = ("training", "options", "limits")  # what a Flower Strategy takes
+STRATEGY_GROUPS = ("training", "options", "limits")  # groups that a Flower Strategy accepts
 
 
 def groups(method: str) -> dict[str, type]:
@@ -309,8 +306,8 @@ def parse(
     values: Mapping[str, Any] | None = None,
     among: tuple[str, ...] = (),
 ) -> Run:
-    """Return the run described by `values` (texts are converted), with defaults for the rest; with
-    `among` only the settings of these groups may be given.
+    """Return the run described by `values`, with defaults for the rest. Texts are converted. With
+    `among`, only settings of these groups are allowed.
     """
     row, kinds = methods.get(method), groups(method)
     known = {
@@ -329,7 +326,7 @@ def parse(
                 if close
                 else f"`bayflower settings {method}` lists them"
             )
-            raise ConfigError(f"setting {key!r} is not known to method {method!r}; {hint}")
+            raise ConfigError(f"method {method!r} has no setting {key!r}; {hint}")
         group = known[name]
         chosen[group][name] = convert(name, value, typing.get_type_hints(kinds[group])[name])
     return Run(method, **{group: kind(**chosen[group]) for group, kind in kinds.items()})
@@ -362,20 +359,18 @@ def convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def convert_fields(kind: type, values: Mapping[str, Any]) -> Any:
-    """Return the settings class `kind` with `values`, which came as JSON."""
+    """Return the settings class `kind` with `values`, which come from JSON."""
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(values) - set(hints)):
         raise ConfigError(
-            f"{kind.__qualname__} has no setting {unknown[0]!r}; both sides need the same version "
-            "of Bayflower"
+            f"setting {unknown[0]!r} in the server's message is unknown; install the same version "
+            "of Bayflower on server and clients"
         )
     return kind(**{name: convert(name, value, hints[name]) for name, value in values.items()})
 
 
 def describe(method: str) -> list[tuple[str, str, Any, str]]:
-    """Return (group, name, default, meaning) of every setting of `method`; the meaning is what its
-    class says of it.
-    """
+    """Return (group, name, default, meaning) of every setting of `method`."""
     row = methods.get(method)
     return [
         (

@@ -1,4 +1,4 @@
-"""One call for every engine: load the data, make the halves, run, write what came out."""
+"""One call for every engine: load the data, make the halves, run, write the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(run: Run, engine: str = "fused") -> Prepared:
-    """Return the run with its data and halves; whatever is wrong with them is found here."""
+    """Return the run with its data and halves; raise if any of them is invalid."""
     if engine not in ENGINES:
         raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     federation = load_federation(run.data, run.settings.seed)
@@ -77,7 +77,7 @@ def execute(
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     if prepared.engine not in ("fused", "loop"):
         raise ConfigError(
-            f"engine {prepared.engine} runs in processes of its own; use run_under_flower"
+            f"engine {prepared.engine} runs in separate processes; use run_under_flower"
         )
     run, engine, federation, halves = prepared
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32

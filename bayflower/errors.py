@@ -1,6 +1,4 @@
-"""Errors a person can act on. Apart from everything heavy, so that the command line answers at
-once.
-"""
+"""Errors a person can act on. Nothing heavy is imported here, so the command line starts fast."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ class BayflowerError(Exception):
 
 
 class ConfigError(BayflowerError):
-    """A setting that cannot be used, found before anything starts."""
+    """A setting that is not allowed; raised before a run starts."""
 
 
 def check_choices(config: Any) -> None:

@@ -225,7 +225,7 @@ ROWS = (
     ),
     Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),
 )
-DEFAULT = ROWS[0].name  # what an app runs if nobody names a method
+DEFAULT = ROWS[0].name  # the method of an app whose run-config names none
 METHODS: dict[str, Method] = {row.name: row for row in ROWS}
 
 

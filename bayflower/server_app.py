@@ -1,6 +1,4 @@
-"""Flower's ServerApp: `flwr run .` runs the methods named in the run-config on whatever nodes are
-there.
-"""
+"""Flower's ServerApp: `flwr run .` runs the methods in the run-config on all connected nodes."""
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp

@@ -1,6 +1,4 @@
-"""What a setting is: a field of a frozen dataclass with a default and a meaning that a person
-reads.
-"""
+"""Settings as fields of frozen dataclasses, each with a default and a meaning for the user."""
 
 from __future__ import annotations
 

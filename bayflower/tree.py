@@ -44,8 +44,8 @@ def stack(trees: Sequence[T]) -> T:
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Return numbers (a list, an array) as a tensor on the device; a GPU takes them when it gets
-    there, and nobody waits.
+    """Return a list or an array of numbers as a tensor on the device, copied asynchronously to a
+    GPU.
     """
     tensor = torch.as_tensor(values)
     return (
@@ -143,8 +143,7 @@ def unflatten(kind: type[T], flat: Mapping[str, Tensor], prefix: str = "") -> T:
             known.update(inner)
     if unknown := sorted(set(flat) - known):
         raise BayflowerError(
-            f"{kind.__qualname__} does not know {unknown[0]!r}; it was written by another version "
-            "or method"
+            f"{kind.__qualname__} has no field {unknown[0]!r}; another version or method wrote it"
         )
     return kind(**fields)
 
@@ -168,7 +167,7 @@ Shapes = tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and dtype o
 
 
 def shapes(tree: Any) -> Shapes:
-    """Return what travels of a tree's leaves."""
+    """Return name, shape and dtype of a tree's leaves."""
     return tuple(
         (name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
         for name, leaf in flatten(tree).items()
@@ -183,7 +182,7 @@ def matching(flat: Mapping[str, Tensor], template: Any) -> Any:
     if missing := sorted(set(expected) - set(flat)):
         raise WireError(f"key {missing[0]!r} is missing")
     if unknown := sorted(set(flat) - set(expected)):
-        raise WireError(f"key {unknown[0]!r} was not asked for")
+        raise WireError(f"key {unknown[0]!r} is not expected")
     for name, want in expected.items():
         got = flat[name]
         if got.shape != want.shape:

@@ -18,43 +18,46 @@ def bench(
     workload: Annotated[
         list[str] | None,
         typer.Option(
-            help="digits, fmnist-50 or cifar10-100; may be repeated [fmnist-50 on a GPU, else "
-            "digits]"
+            help="digits, fmnist-50 or cifar10-100; repeatable [fmnist-50 on a GPU, else digits]"
         ),
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="see `bayflower methods`; may be repeated [the suite's own]"),
+        typer.Option(help="see `bayflower methods`; repeatable [those of the suite]"),
     ] = None,
     clients: Annotated[
         list[int] | None,
-        typer.Option(help="scaling, cross-device, steps: how many; may be repeated"),
+        typer.Option(help="suites scaling, cross-device, steps: number of clients; repeatable"),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=0, help="rounds that count, after the warm-up; 0 = the suite's own")
+        int, typer.Option(min=0, help="measured rounds after the warm-up; 0 = as the suite says")
     ] = 0,
     seconds: Annotated[
         float,
-        typer.Option(help="a case ends early after this time, with at least one round that counts"),
+        typer.Option(help="time limit of a case in seconds; at least one round is measured"),
     ] = 120.0,
     device: Annotated[
         str, typer.Option(help="cpu, cuda or cuda:N; auto = a GPU if there is one")
     ] = "auto",
     data_dir: Annotated[
-        str, typer.Option(help="where data sets lie: DATA_DIR/fmnist.npz and so on")
+        str, typer.Option(help="folder of the data sets, e.g. DATA_DIR/fmnist.npz")
     ] = "data",
     seed: Annotated[
-        int, typer.Option(min=0, help="decides partition, initialisation, batches and sampling")
+        int, typer.Option(min=0, help="seed of partition, initialisation, batches and sampling")
     ] = 0,
     loop: Annotated[
         bool,
-        typer.Option("--loop/--no-loop", help="compare with clients one by one; cpu: with Ray"),
+        typer.Option(
+            "--loop/--no-loop", help="compare with training one by one; suite cpu: with Ray"
+        ),
     ] = True,
-    tf32: Annotated[bool, typer.Option("--tf32", help="methods: measure with TF32 too")] = False,
+    tf32: Annotated[
+        bool, typer.Option("--tf32", help="suite methods: also measure with TF32")
+    ] = False,
     file: Annotated[
         Path | None,
         typer.Option(
-            "--json", help="what was measured, written after every case [runs/bench-SUITE.json]"
+            "--json", help="file for the results, updated after every case [runs/bench-SUITE.json]"
         ),
     ] = None,
 ) -> None:

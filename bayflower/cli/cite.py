@@ -353,8 +353,8 @@ def used(word: str) -> tuple[str, str]:
         return str(content["method"]), str(content["dataset"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no result of a run ({type(error).__name__}); give a method, or the --out "
-            "of a run"
+            f"{path} is not the result of a run ({type(error).__name__}); give a method, or the "
+            "--out of a run"
         ) from None
 
 

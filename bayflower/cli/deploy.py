@@ -19,41 +19,43 @@ from .terminal import bar, quiet_logs, values
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="A federation of your own: keys, certificates, containers or processes, and runs on it. "
-    "See docs/deployment.md.",
+    help="Set up and use your own federation: keys, certificates, containers or processes, and "
+    "runs. See docs/deployment.md.",
     epilog="Example: `bayflower deploy init fed --clients 3`, then `bayflower deploy up fed`, "
     "then `bayflower deploy submit fed fedmap`",
 )
 Folder = Annotated[
     Path,
-    typer.Argument(metavar="DIR", help="the deployment's folder, or this machine's part of it"),
+    typer.Argument(metavar="DIR", help="the deployment's folder, or the part on this machine"),
 ]
-Name = Annotated[str, typer.Option(help="which run [the newest]")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Name = Annotated[str, typer.Option(help="name of the run [the newest]")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.command()
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="a folder that is not there yet, or empty")
+        Path, typer.Argument(metavar="DIR", help="folder to create; it must not exist or be empty")
     ],
     clients: Annotated[int, typer.Option(help="number of clients")] = 3,
     hosts: Annotated[
         str,
         typer.Option(
-            help="names and addresses of the server, separated by commas, the one clients dial "
-            "first; none: one machine"
+            help="host names and addresses of the server, separated by commas; clients connect to "
+            "the first; leave it out if everything runs on one machine"
         ),
     ] = "",
     port: Annotated[
-        int, typer.Option(help="the server's port, to which clients connect")
+        int, typer.Option(help="port of the server that clients connect to")
     ] = layout.PORT,
-    days: Annotated[int, typer.Option(help="how long the certificates are valid")] = 365,
-    image: Annotated[str, typer.Option(help="image of the containers [bayflower:VERSION]")] = "",
-    cpus: Annotated[float, typer.Option(help="most CPU cores of a container")] = 1.0,
-    memory: Annotated[str, typer.Option(help="most memory of an executor, e.g. 4g")] = "2g",
+    days: Annotated[int, typer.Option(help="days for which the certificates are valid")] = 365,
+    image: Annotated[str, typer.Option(help="container image [bayflower:VERSION]")] = "",
+    cpus: Annotated[float, typer.Option(help="cap on the CPU cores of a container")] = 1.0,
+    memory: Annotated[
+        str, typer.Option(help="cap on the memory of a training container, for example 4g")
+    ] = "2g",
 ) -> None:
-    """Make keys, certificates and compose files: for one machine, or with --hosts one folder for
+    """Create keys, certificates and compose files for one machine or, with --hosts, a folder for
     each machine.
 
     Example: `bayflower deploy init fed --clients 10 --hosts fl.example.org,192.0.2.7`
@@ -75,14 +77,14 @@ def init(
     )
     if named:
         print(
-            f"server:  take {folder}/server to the server's machine; there: bayflower deploy up "
-            "server"
+            f"server:  copy {folder}/server to the server's machine and run there: bayflower "
+            "deploy up server"
         )
         print(
-            f"clients: take {folder}/client-K to the machine of client K, its data into "
-            "client-K/data; there: bayflower deploy up client-K"
+            f"clients: copy {folder}/client-K to the machine of client K, put its data into "
+            "client-K/data and run there: bayflower deploy up client-K"
         )
-        print(f"keep {folder}/ca where it is, or offline: its key makes certificates")
+        print(f"keep {folder}/ca here or offline: its private key can sign new certificates")
     else:
         print(
             f"start:   bayflower deploy up {folder}            (containers)  or  bayflower deploy "
@@ -98,11 +100,11 @@ def init(
 def up(
     folder: Folder,
     local: Annotated[
-        bool, typer.Option("--local", help="as processes of this machine, without Docker")
+        bool, typer.Option("--local", help="start processes on this machine, without Docker")
     ] = False,
 ) -> None:
-    """Start whatever of the deployment belongs to this machine and is not running; return when it
-    works.
+    """Start this machine's programs of the deployment that are not running; return when all are
+    healthy.
     """
     deployment = layout.read(folder)
     warn_of_expiry(deployment)
@@ -114,23 +116,23 @@ def up(
         from ..deploy import docker
 
         docker.up(deployment)
-    print(f"{deployment.name} is up; end it with: bayflower deploy down {folder}")
+    print(f"{deployment.name} is up; stop it with: bayflower deploy down {folder}")
 
 
 @app.command()
 def down(
     folder: Folder,
     volumes: Annotated[
-        bool, typer.Option("--volumes", help="containers: delete results and client states too")
+        bool, typer.Option("--volumes", help="containers: also delete results and client states")
     ] = False,
 ) -> None:
-    """End whatever of the deployment runs on this machine; states and results stay."""
+    """Stop this machine's programs of the deployment; states and results are kept."""
     deployment = layout.read(folder)
     from ..deploy.local import local_of
 
     local = local_of(deployment)
     if local is not None and local.any_alive():
-        print(f"ended {local.down()} programs")
+        print(f"stopped {local.down()} programs")
         return
     if local is not None and shutil.which("docker") is None:
         print("nothing is running")
@@ -144,7 +146,7 @@ def down(
 def submit(
     folder: Folder,
     method: Annotated[
-        str, typer.Argument(help="see `bayflower methods`; with --resume that of the run")
+        str, typer.Argument(help="see `bayflower methods`; not needed with --resume")
     ] = "",
     sets: Annotated[
         list[str] | None,
@@ -153,20 +155,20 @@ def submit(
         ),
     ] = None,
     name: Annotated[
-        str, typer.Option(help="a name for the run's results [METHOD-DATASET-SEED]")
+        str, typer.Option(help="name of the run and of its results [METHOD-DATASET-SEED]")
     ] = "",
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="go on after the last completed round, whatever was killed"),
+        typer.Option("--resume", help="continue an interrupted run after its last completed round"),
     ] = False,
-    wait: Annotated[float, typer.Option(help="seconds to wait for missing clients")] = 120.0,
+    wait: Annotated[float, typer.Option(help="timeout in seconds for missing clients")] = 120.0,
     detach: Annotated[
-        bool, typer.Option("--detach", help="do not wait for the run's end; see `deploy status`")
+        bool, typer.Option("--detach", help="return at once; `deploy status` shows the progress")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a method on the deployment's clients. Exit code 0: finished; 1: it failed or clients are
-    missing; 2: a wrong setting.
+    """Run a method on the deployment's clients. Exit code 0: finished; 1: the run failed or clients
+    are missing; 2: invalid setting.
 
     Example: `bayflower deploy submit fed fedmap --set dataset=synthetic --set rounds=20`
     """
@@ -226,15 +228,15 @@ def submit(
     for line in result["faults"][-5:]:
         out.print(f"note: {line}", style="yellow", markup=False)
     print(
-        "take the results home with: bayflower deploy collect DIR "
+        "copy the results with: bayflower deploy collect DIR "
         f"OUT{f' --name {name}' if name else ''}"
     )
 
 
 @app.command()
 def status(folder: Folder, as_json: AsJson = False) -> None:
-    """Show which clients are online and how the newest run stands. Exit code 1: it failed, or the
-    SuperLink does not answer.
+    """Show which clients are online and the state of the newest run. Exit code 1: the run failed,
+    or the SuperLink does not answer.
     """
     deployment = layout.read(folder)
     server, _ = reach(folder)
@@ -280,9 +282,9 @@ def logs(
     program: Annotated[
         str, typer.Argument(help="superlink, gate, serverapp, supernode-K, clientapp-K [all]")
     ] = "",
-    lines: Annotated[int, typer.Option(help="how many lines of each")] = 50,
+    lines: Annotated[int, typer.Option(help="number of lines of each program")] = 50,
 ) -> None:
-    """Print what Flower's programs said last."""
+    """Print the last output of Flower's programs."""
     deployment = layout.read(folder)
     from ..deploy.local import local_of
 
@@ -297,7 +299,8 @@ def logs(
     files = sorted((local.folder / "logs").glob(f"{program or '*'}.log"))
     if not files:
         raise ConfigError(
-            f"there is no log of {program or 'anything'}; there are {', '.join(local.names())}"
+            f"there is no log of {program or 'any program'}; the programs are "
+            f"{', '.join(local.names())}"
         )
     for file in files:
         for line in file.read_text(errors="replace").splitlines()[-lines:]:
@@ -317,7 +320,7 @@ def collect(
     """
     deployment = layout.read(folder)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty and is not overwritten; choose another folder")
+        raise ConfigError(f"{out} is not empty; choose another folder")
     server, _ = reach(folder)
     from ..deploy import runs
 
@@ -339,9 +342,7 @@ def collect(
 
 @app.command()
 def register(folder: Folder) -> None:
-    """Make the clients' public keys in DIR/server/nodes known to the
-    SuperLink; `up` does it too.
-    """
+    """Register the client keys in DIR/server/nodes with the SuperLink; `up` does it too."""
     server, _ = reach(folder)
     if server is None:
         hand_over(folder, ["register", "/server"])
@@ -355,7 +356,7 @@ def register(folder: Folder) -> None:
 def unregister(
     folder: Folder, client: Annotated[int, typer.Argument(help="number of the client")]
 ) -> None:
-    """Refuse a client's key from now on, because it left or its key is to be replaced."""
+    """Refuse a client's key from now on, for instance because it left or needs a new key."""
     server, _ = reach(folder)
     if server is None:
         hand_over(folder, ["unregister", "/server", str(client)])
@@ -369,10 +370,10 @@ def unregister(
 @app.command()
 def renew(
     folder: Folder,
-    days: Annotated[int, typer.Option(help="how long the new certificates are valid")] = 180,
+    days: Annotated[int, typer.Option(help="days for which the new certificates are valid")] = 180,
 ) -> None:
-    """Replace the certificates of the server and of the clients' executors; restart them
-    afterwards.
+    """Replace the certificates of the server and of the clients' training processes. Restart these
+    programs afterwards.
     """
     for path in folders.renew(layout.read(folder), days):
         print(f"written: {path}")

@@ -1,4 +1,4 @@
-"""What the commands of `bayflower deploy` share: how they reach a deployment, and what they say."""
+"""Functions shared by the commands of `bayflower deploy`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SOON_DAYS = 30
 
 
 def note(text: str) -> None:
-    """Tell a person what happens."""
+    """Print a line of progress to standard error."""
     console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def reach(folder: Path, again: bool = False) -> tuple[Any, Callable[[], None]]:
-    """Return how to talk to the SuperLink from here, and what keeps its programs alive; None if it
-    is in containers.
+    """Return the connection to the SuperLink, None if it runs in containers, and a function that
+    restarts programs that ended.
     """
     from ..deploy import server
     from ..deploy.local import local_of
@@ -57,18 +57,18 @@ def hand_over(folder: Path, words: list[str]) -> None:
 
 
 def warn_of_expiry(deployment: layout.Deployment) -> None:
-    """Say it if a certificate ends soon; refuse to start with one that has ended."""
+    """Warn if a certificate expires soon; raise if one has expired."""
     from ..deploy import keys
 
     for path in sorted(deployment.folder.glob("**/*.crt")):
         left = keys.expiry(path) - datetime.datetime.now(datetime.UTC)
         if left.total_seconds() <= 0:
             raise ConfigError(
-                f"the certificate {path} ended {-left.days} days ago; renew it with: bayflower "
+                f"the certificate {path} expired {-left.days} days ago; renew it with: bayflower "
                 "deploy renew DIR"
             )
         if left.days < SOON_DAYS:
             note(
-                f"the certificate {path} ends in {left.days} days; renew it with: bayflower "
+                f"the certificate {path} expires in {left.days} days; renew it with: bayflower "
                 "deploy renew DIR"
             )

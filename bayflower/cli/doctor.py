@@ -1,4 +1,4 @@
-"""`bayflower doctor`: what this machine has. Nothing is changed, nothing is sent."""
+"""`bayflower doctor`: check this machine. It changes nothing and sends nothing."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .options import AsJson
 
 
 def doctor(
-    data_dir: Annotated[Path, typer.Option(help="where data sets lie")] = Path("data"),
+    data_dir: Annotated[Path, typer.Option(help="folder of the data sets")] = Path("data"),
     port: Annotated[
-        int, typer.Option(min=1, max=65535, help="port on which a SuperLink is to listen")
+        int, typer.Option(min=1, max=65535, help="port for a SuperLink; checks that it is free")
     ] = 9092,
     deployment: Annotated[
         Path | None,
-        typer.Option(help="folder of `bayflower deploy init`: how long its certificates are good"),
+        typer.Option(help="folder of `bayflower deploy init`; checks when its certificates expire"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what this machine has: versions, devices, data, Docker engine, port, certificates; exit
-    code 1 if something is wrong.
+    """Check this machine: versions, devices, data, Docker engine, port, certificates. Exit code 1
+    if something is wrong.
 
     Example: `bayflower doctor --data-dir data --deployment federation`
     """

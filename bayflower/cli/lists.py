@@ -1,4 +1,4 @@
-"""`bayflower methods`, `settings`, `models` and `version`: what there is."""
+"""`bayflower methods`, `settings`, `models` and `version`: lists of what is available."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .terminal import show
 
 
 def methods(as_json: AsJson = False) -> None:
-    """List the methods: name, paper, where the two halves are."""
+    """List the methods: name, paper and summary; with --json also the files of their halves."""
     rows = [
         {
             "name": row.name,
@@ -35,7 +35,7 @@ def settings(
     ],
     run_config: Annotated[
         bool,
-        typer.Option("--run-config", help="print the run-config table of a Flower app instead"),
+        typer.Option("--run-config", help="print the run-config table for a Flower app instead"),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

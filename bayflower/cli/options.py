@@ -23,15 +23,15 @@ Rounds = Annotated[int | None, typer.Option(help="rounds of training")]
 
 
 Seed = Annotated[
-    int | None, typer.Option(help="decides partition, initialisation, batches and sampling")
+    int | None, typer.Option(help="seed of partition, initialisation, batches and client sampling")
 ]
 
 
 Engine = Annotated[
     str,
     typer.Option(
-        help="fused (all clients together), loop (one by one), ray (simulation) or deployment "
-        "(processes)"
+        help="fused (trains all clients together), loop (one by one), ray (Flower's simulation) or "
+        "deployment (one process for each client)"
     ),
 ]
 
@@ -39,7 +39,7 @@ Engine = Annotated[
 MaxFused = Annotated[
     int | None,
     typer.Option(
-        min=0, help="fused: most clients trained together; 0 = as many as fit into memory"
+        min=0, help="fused: cap on clients trained together; 0 = as many as fit into memory"
     ),
 ]
 
@@ -58,9 +58,9 @@ Sets = Annotated[
 ]
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs instead of a table")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="log what happens")]
-DataDir = Annotated[str, typer.Option(help="where data sets lie: DATA_DIR/cifar10.npz and so on")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="print the log")]
+DataDir = Annotated[str, typer.Option(help="folder of the data sets, e.g. DATA_DIR/cifar10.npz")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto = a GPU if there is one")]

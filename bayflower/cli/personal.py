@@ -11,18 +11,18 @@ import typer
 from ..errors import ConfigError
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="DIR", help="the --out of a run, with its checkpoint")
+    Path, typer.Argument(metavar="DIR", help="the --out folder of a run, with its checkpoint")
 ]
 Into = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="folder to write; or a name ending in .safetensors, .pt2 or .onnx for one format",
+        help="folder to write; or a file ending in .safetensors, .pt2 or .onnx for one format",
     ),
 ]
-Onnx = Annotated[bool, typer.Option("--onnx", help="write model.onnx too (needs the extra `onnx`)")]
+Onnx = Annotated[bool, typer.Option("--onnx", help="also write model.onnx (needs extra `onnx`)")]
 DataDir = Annotated[
-    str, typer.Option(help="where data sets lie, if that has changed since the run")
+    str, typer.Option(help="folder of the data sets, if it has changed since the run")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the card as JSON")]
 
@@ -32,7 +32,7 @@ def export(
     into: Into,
     client: Annotated[
         int,
-        typer.Option(min=0, help="number of the client; new clients come after those that trained"),
+        typer.Option(min=0, help="number of the client; new clients follow the training clients"),
     ],
     onnx: Onnx = False,
     data_dir: DataDir = "",
@@ -55,14 +55,14 @@ def personalise(
         Path, typer.Option(help="an .npz file with the new client's x and y, as in docs/data.md")
     ],
     test_fraction: Annotated[
-        float, typer.Option(help="share of the samples that is kept for the test")
+        float, typer.Option(help="share of the samples used for the test")
     ] = 0.2,
     onnx: Onnx = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Adapt a federation's result to the data of a client that never took part, as its method
-    defines it.
+    """Make a personal model for a new client that took part in no round, from a run's result and
+    the client's data.
 
     Example: `bayflower personalise runs/first models/ours --data ours.npz`
     """
@@ -81,7 +81,7 @@ def wanted(into: Path, onnx: bool) -> tuple[Path, tuple[str, ...]]:
         return into.with_suffix(""), ("safetensors", kind)
     if into.exists() and not into.is_dir():
         raise ConfigError(
-            f"{into} is a file; give a folder, or a name ending in .safetensors, .pt2 or .onnx"
+            f"{into} is a file; give a folder, or a file ending in .safetensors, .pt2 or .onnx"
         )
     return into, ("safetensors", "pt2", *(["onnx"] if onnx else []))
 

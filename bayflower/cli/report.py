@@ -1,4 +1,4 @@
-"""`bayflower report`: one page that shows what some runs found."""
+"""`bayflower report`: one HTML page with the results of some runs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ def report(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            metavar="DIR…", help="the --out of runs or comparisons; all results below are shown"
+            metavar="DIR…", help="--out folders of runs or comparisons; all results in them count"
         ),
     ],
     html: Annotated[Path, typer.Option(help="the file to write")] = Path("report.html"),
     features: Annotated[
         str,
         typer.Option(
-            help="features in the plane (t-SNE), from checkpoints: auto (pFedVMP, FedNP), all or "
-            "none"
+            help="t-SNE pictures of features, made from checkpoints: auto (pFedVMP, FedNP), all "
+            "or none"
         ),
     ] = "auto",
     data_dir: Annotated[
-        str, typer.Option(help="where data sets lie, if that has changed since the runs")
+        str, typer.Option(help="folder of the data sets, if it has changed since the runs")
     ] = "",
 ) -> None:
-    """Write one self-contained HTML page: curves, clients, fairness, calibration, what each method
-    shows, the partition, bytes and seconds.
+    """Write one self-contained HTML page: curves, clients, fairness, calibration, pictures of each
+    method, partition, bytes and seconds.
 
-    Runs that differ by nothing but the seed become one line with a band. Example: `bayflower report
+    Runs that differ only in the seed become one line with a band. Example: `bayflower report
     runs/demo --html report.html`
     """
     from rich.console import Console

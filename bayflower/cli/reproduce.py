@@ -19,33 +19,33 @@ def reproduce(
     show_list: Annotated[
         bool,
         typer.Option(
-            "--list", help="show every table, its state and the expected time; runs nothing"
+            "--list", help="list the tables with their state and expected time; run nothing"
         ),
     ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="every table")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="reproduce every table")] = False,
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="the small form that a CPU does in minutes; it shows that things run"
+            "--quick", help="a small form that takes minutes on a CPU; it only shows that it works"
         ),
     ] = False,
     seeds: Annotated[
-        int, typer.Option(min=0, help="number of seeds; 0 = as the table's form says")
+        int, typer.Option(min=0, help="number of seeds; 0 = the table's own number")
     ] = 0,
-    rounds: Annotated[int, typer.Option(min=0, help="rounds; 0 = as the table's form says")] = 0,
+    rounds: Annotated[
+        int, typer.Option(min=0, help="rounds of training; 0 = the table's own number")
+    ] = 0,
     engine: Annotated[str, typer.Option(help="fused or loop")] = "fused",
     data_dir: DataDir = "data",
     device: Device = "auto",
     minutes: Annotated[
         float,
-        typer.Option(
-            min=0, help="time for this call; what is left is done by the next; 0 = no limit"
-        ),
+        typer.Option(min=0, help="time limit; the same command later continues; 0 = no limit"),
     ] = 0.0,
     part: Annotated[
         str,
         typer.Option(
-            help="the K-th of N parts of the runs, as K/N, for N processes that share a device"
+            help="do only part K of N of the runs, as K/N, to share the work between N processes"
         ),
     ] = "1/1",
     where: Annotated[
@@ -58,16 +58,16 @@ def reproduce(
     keep: Annotated[
         Path | None,
         typer.Option(
-            help="keep the folder of each run in this one, for `bayflower report` and pictures"
+            help="folder in which to keep the --out folder of each run, for `bayflower report`"
         ),
     ] = None,
     tuned: Annotated[
-        Path | None, typer.Option(help="file of `bayflower tune` whose values the methods take")
+        Path | None, typer.Option(help="file of `bayflower tune` with settings of the methods")
     ] = None,
     results: Annotated[
         Path | None,
         typer.Option(
-            help="working folder of finished runs [experiments/results/runs in a checkout, else "
+            help="folder that caches finished runs [experiments/results/runs in a checkout, else "
             "runs/reproduce]"
         ),
     ] = None,
@@ -75,22 +75,22 @@ def reproduce(
         Path | None, typer.Option(help="folder for TABLE.md and TABLE.json [runs/tables]")
     ] = None,
     no_run: Annotated[
-        bool, typer.Option("--no-run", help="run nothing; show what is there")
+        bool, typer.Option("--no-run", help="run nothing; show the finished runs")
     ] = False,
     write: Annotated[
         Path | None,
-        typer.Option(help="write the page of all results; what is below its marker is kept"),
+        typer.Option(help="write this page of all results; the text below its marker is kept"),
     ] = None,
     collect: Annotated[
         bool,
         typer.Option(
             "--collect",
-            help="move the finished runs of the folder to the files beside it, one run a line",
+            help="move the finished runs from the folder to the files beside it, one line each",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run what a published table still lacks and print it: ours, the paper's number, the
+    """Reproduce a published table: do the missing runs and print our numbers, the paper's and the
     difference.
 
     Example: `bayflower reproduce fedmap-1 --quick`
@@ -152,7 +152,7 @@ def reproduce(
         if collect:
             return
         raise ConfigError(
-            "no table was named; `bayflower reproduce --list` shows them, --all means every one"
+            "no table was named; `bayflower reproduce --list` lists them, --all means every table"
         )
     failed = 0 if no_run else run_missing(chosen, plan, cache, say)
     shown = []
@@ -170,7 +170,7 @@ def reproduce(
         print(json.dumps(shown))
     if failed:
         raise BayflowerError(
-            f"{failed} runs failed; the lines above say why, and the same command tries them again"
+            f"{failed} runs failed; the lines above say why; the same command retries them"
         )
 
 
@@ -188,7 +188,7 @@ def pairs(texts: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 def default_folder() -> Path:
-    """Return where finished runs are kept if nobody says."""
+    """Return the default folder of finished runs."""
     return (
         Path("experiments/results/runs")
         if Path("experiments/results").is_dir()
@@ -251,8 +251,8 @@ def print_list(lines: list[dict[str, Any]]) -> None:
         )
     wide().print(grid)
     print(
-        "full, quick: cells that have a number / all; not yet: cells of methods that do not exist "
-        "here; times are those of runs like them"
+        "full, quick: cells with a number / all cells; not yet: cells of methods that Bayflower "
+        "lacks; times are estimated from similar runs"
     )
 
 

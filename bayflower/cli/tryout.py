@@ -21,11 +21,10 @@ def try_app(
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="where the clients keep their states [bayflower-runs/state at home]"),
+        typer.Option(help="folder for client states [bayflower-runs/state in the home folder]"),
     ] = None,
 ) -> None:
-    """Run a Flower app in this process, clients one after another: no SuperLink, no Ray. Any app
-    will do, ours or not.
+    """Run any Flower app in this process, clients one after another, without SuperLink and Ray.
 
     Example: `bayflower try examples/fedavg_app --clients 3 --set num-server-rounds=1`
     """
@@ -35,6 +34,6 @@ def try_app(
     for text in sets or []:
         key, mark, value = text.partition("=")
         if not mark or not key:
-            raise ConfigError(f"--set needs KEY=VALUE, got {text!r}")
+            raise ConfigError(f"--set needs KEY=VALUE, got {text!r}; for example --set lr=0.01")
         changes[key] = value
     run(folder, clients, changes, {"state-dir": str(state_dir)} if state_dir else None)

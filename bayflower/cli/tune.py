@@ -24,51 +24,55 @@ def tune(
     table: Annotated[
         str | None,
         typer.Option(
-            help="search for every row of a published table instead; its form full takes the values"
+            help="tune every row of a published table instead, for `bayflower reproduce TABLE`"
         ),
     ] = None,
     where: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="with --table: the columns searched on, e.g. beta=0.5; repeatable",
+            help="with --table: tune on the columns with this setting, e.g. beta=0.5; repeatable",
         ),
     ] = None,
     part: Annotated[
         str,
         typer.Option(
-            help="with --table: the K-th of N parts of the rows, for N processes; write the file "
-            "without it"
+            help="with --table: tune only part K of N of the rows, as K/N, to share the work "
+            "between N processes; then run once without --part to write the file"
         ),
     ] = "1/1",
     trials: Annotated[
-        int, typer.Option(min=1, help="trials of each method; those that are there count")
+        int, typer.Option(min=1, help="trials of each method, including those of earlier calls")
     ] = 20,
     dataset: Annotated[str | None, typer.Option(help="as for `bayflower run`")] = None,
-    rounds: Annotated[int | None, typer.Option(help="rounds of a trial")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="runs of a trial, averaged")] = 1,
+    rounds: Annotated[int | None, typer.Option(help="rounds of training in each run")] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="runs of each trial, with different seeds; averaged")
+    ] = 1,
     metric: Annotated[
         str,
         typer.Option(
-            help="accuracy, accuracy_mean, balanced_accuracy_mean or nll; validation part"
+            help="what to optimise on the validation data: accuracy, accuracy_mean, "
+            "balanced_accuracy_mean or nll"
         ),
     ] = "accuracy",
     validation: Annotated[
-        float, typer.Option(help="share of each training client's training data")
+        float,
+        typer.Option(help="share of each training client's training data used for validation"),
     ] = 0.2,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="a setting that stays; it is not searched"),
+        typer.Option("--set", metavar="KEY=VALUE", help="fix a setting; it is not tuned"),
     ] = None,
     data_dir: DataDir = "data",
     device: Device = "auto",
     out: Annotated[
-        Path, typer.Option(help="folder of the journals and of the chosen values")
+        Path, typer.Option(help="folder for the records of all trials and the chosen values")
     ] = Path("runs/tune"),
     as_json: AsJson = False,
 ) -> None:
-    """Search a method's settings on validation data of the training clients; a search that was
-    killed goes on (extra `tune`).
+    """Tune a method's settings on validation data of the training clients. The same command
+    continues an interrupted search. Needs the extra `tune`.
 
     Example: `bayflower tune fedmap fedprox --trials 20 --dataset digits --rounds 10`
     """
@@ -79,8 +83,8 @@ def tune(
 
     if bool(methods) == bool(table):
         raise ConfigError(
-            "name either methods or one --table, e.g. bayflower tune fedmap, or bayflower tune "
-            "--table fedmap-1"
+            "name methods or one --table, not both; for example bayflower tune fedmap, or "
+            "bayflower tune --table fedmap-1"
         )
     logging.getLogger("bayflower").setLevel(logging.ERROR)
     given = values(sets, dataset=dataset, rounds=rounds, data_dir=data_dir, device=device)
@@ -96,8 +100,8 @@ def tune(
         )
         if not rows:
             raise ConfigError(
-                f"no column of {chosen.id} has {' '.join(where or [])}; `bayflower reproduce "
-                f"{chosen.id} --no-run` shows them"
+                f"no column of table {chosen.id} has {' '.join(where or [])}; `bayflower "
+                f"reproduce {chosen.id} --no-run` shows the columns"
             )
         for row, (method, stay) in list(rows.items())[place - 1 :: count]:
             wanted = Search({**stay, **given}, trials, metric, validation, seeds)
@@ -129,14 +133,15 @@ def tune(
         )
     if count > 1:
         print(
-            "the same command without --part writes the file of chosen values when all parts are "
-            "done"
+            "when all parts are done, run the same command without --part to write the file of "
+            "chosen values"
         )
     else:
         print(
             f"written: {path}"
             + (
-                f"; in bayflower/reproduce/papers/tuned {table}'s form full takes it"
+                "; copy it to bayflower/reproduce/papers/tuned to use it in "
+                f"`bayflower reproduce {table}`, the full form"
                 if table
                 else ""
             )

@@ -99,7 +99,7 @@ class Client(ClientHalf):
         except KeyError as error:
             raise WireError(f"key {error} is missing in the broadcast") from None
         if unknown := sorted(name for name in rest if not name.startswith("buffers/")):
-            raise WireError(f"key {unknown[0]!r} in the broadcast was not asked for")
+            raise WireError(f"key {unknown[0]!r} in the broadcast is not expected")
         shapes = self.model.shapes
         size = self.model.num_parameters
         if packed.dtype != torch.uint8 or packed.shape != (-(-size // 8),):

@@ -79,8 +79,8 @@ class Client(fedper.Client):
         flat, dim = features.flatten(1), work.memo.centroids.shape[1]
         if flat.shape[1] != dim:
             raise ConfigError(
-                f"pfedvmp needs a head whose input is its features: it gets {flat.shape[1]} "
-                f"numbers, its weights take {dim}"
+                f"pfedvmp needs a head whose input is the features: its weights have {dim} "
+                f"columns, but there are {flat.shape[1]} features; name another layer as head"
             )
         return flat
 

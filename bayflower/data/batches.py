@@ -1,5 +1,5 @@
-"""Which samples and which noise every step sees: functions of (seed, client, round, ...) alone, so
-the same on every engine.
+"""The samples and the noise of every step: functions of (seed, client, round, ...) only, hence the
+same on every engine.
 
 A *stream* is a name for one kind of draw. Two draws are independent if their seed, stream or keys
 differ; always use a stream with the same number of keys, because numpy's SeedSequence cannot tell a
@@ -150,9 +150,7 @@ def noise(
 
 
 def noise_key(seed: int, stage: str, name: str, client: int, round: int) -> int:
-    """Return the number from which all noise called `name` of
-    one client, round and stage follows.
-    """
+    """Return the key of all noise called `name` of one client, round and stage."""
     return int(rng(seed, f"noise/{stage}/{name}", client, round).integers(2**62))
 
 

@@ -34,7 +34,7 @@ class ClientData(NamedTuple):
 
 
 class Federation(NamedTuple):
-    """All clients of a run. `partition` says in JSON's types how they came about."""
+    """All clients of a run. `partition` describes in JSON types how the data were split."""
 
     clients: tuple[ClientData, ...]  # those that train: ids 0..N-1
     new_clients: tuple[ClientData, ...]  # those that never train: ids N..N+M-1
@@ -42,11 +42,11 @@ class Federation(NamedTuple):
     input_shape: tuple[int, ...]
     dataset: str
     partition: dict[str, Any]
-    note: str  # what a table must say beside the name of the data set; "" if nothing
+    note: str  # a note to show beside the name of the data set; "" if there is none
 
 
 class _Layout(NamedTuple):
-    """Who has what, before any sample is copied. Client i is part members[i]; without a source the
+    """The samples of each client, as indices. Client i has part members[i]; without a source the
     samples are generated.
     """
 
@@ -63,8 +63,8 @@ def num_classes(settings: DataSettings, seed: int) -> int:
 
 
 def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
-    """Return the data set's name, what a table must say beside it, and how the clients came about,
-    in JSON's types; no client's sizes.
+    """Return the data set's name, its note, and how it was split, in JSON types; without the
+    clients' sizes.
     """
     layout = _layout(settings, seed)
     source = layout.source
@@ -76,7 +76,7 @@ def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
 def load_federation(settings: DataSettings, seed: int) -> Federation:
     """Return every client's data. Cached: do not change the arrays."""
     layout = _layout(settings, seed)
-    # while settings are chosen, nobody looks at new clients
+    # tuning does not use the new clients
     made = settings.num_clients if settings.validation else settings.total_clients
     everyone = tuple(_client(layout, settings, seed, client) for client in range(made))
     sizes = {
@@ -96,7 +96,7 @@ def load_federation(settings: DataSettings, seed: int) -> Federation:
 
 
 def load_client(settings: DataSettings, seed: int, client: int) -> ClientData:
-    """Return one client's data, the same as in `load_federation`, without making the others'."""
+    """Return one client's data, the same as in `load_federation`, without making other clients."""
     if not 0 <= client < settings.total_clients:
         raise ConfigError(
             f"client must be in [0, {settings.total_clients - 1}], got {client}; num_clients is "
@@ -129,8 +129,8 @@ def _layout(settings: DataSettings, seed: int) -> _Layout:
         source.test is None or not source.test.any() or source.test.all()
     ):
         raise ConfigError(
-            f"test_fraction must be in (0, 1) for {source.name!r}, got 0; it does not mark some "
-            "of its samples as test"
+            f"test_fraction must be in (0, 1) for {source.name!r}, got 0; this data set does not "
+            "mark test samples"
         )
     kept = np.arange(len(source.y))
     if settings.keep < 1:
@@ -312,8 +312,8 @@ def _validation(train: np.ndarray, share: float, client: int) -> tuple[np.ndarra
     """
     if len(train) < 2:
         raise ConfigError(
-            f"client {client} has {len(train)} training sample, too few for a validation part; "
-            "raise min_size"
+            f"client {client} has {len(train)} training sample, too few to split off validation "
+            "data; raise min_size"
         )
     count = min(max(int(share * len(train) + 0.5), 1), len(train) - 1)
     return train[count:], train[:count]

@@ -1,5 +1,5 @@
-"""Data sets with natural owners as their makers hand them out: FEMNIST as LEAF's JSON files, by
-writer; CelebA as photographs and lists.
+"""Data sets with natural owners, in their original files: FEMNIST as LEAF's JSON files, by writer;
+CelebA as photographs and lists.
 
 FEMNIST (Caldas et al. 2018, LEAF): `data_dir/femnist/`, in it `train/` and `test/`, or `all_data/`,
 or the files themselves, also below `data/`; each *.json is {"users": [...], "num_samples": [...],
@@ -31,7 +31,7 @@ Parts = tuple[Any, np.ndarray, int, np.ndarray, np.ndarray | None]
 
 
 def folder_of(name: str, data_dir: str) -> Path | None:
-    """Return where the files of a data set lie as they are handed out; None if they do not."""
+    """Return the folder of a data set's original files; None if there is none."""
     path = Path(data_dir) / FOLDERS[name] if name in FOLDERS else None
     return path if path is not None and path.is_dir() else None
 
@@ -85,7 +85,7 @@ def _leaf_files(folder: Path) -> list[Path]:
 
 
 def _leaf_users(path: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return (user, images, labels) of everybody in one file."""
+    """Return (user, images, labels) of all users in one file."""
     try:
         content = json.loads(path.read_text())
         users, data = content["users"], content["user_data"]
@@ -96,7 +96,7 @@ def _leaf_users(path: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{path} is no file of LEAF's FEMNIST ({type(error).__name__}: {reason}); it needs "
+            f"{path} is not a file of LEAF's FEMNIST ({type(error).__name__}: {reason}); it needs "
             "users and user_data"
         ) from error
     result = []
@@ -120,8 +120,8 @@ def _leaf_users(path: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
 
 # -- CelebA --------------------------------------------------------------------------------------
 class Photographs:
-    """Image files that look like an array (N, side, side, 3) of type uint8: those that are asked
-    for are read.
+    """Image files with the interface of an array (N, side, side, 3) of type uint8. A file is read
+    when it is indexed.
     """
 
     dtype = np.dtype(np.uint8)
@@ -152,8 +152,9 @@ class Photographs:
 
 
 def celeba(folder: Path) -> Parts:
-    """Return CelebA: photographs 84×84, smiling or not, by person; of fewer than 5 photographs a
-    person is nobody (−1).
+    """Return CelebA: photographs of 84×84 pixels, labelled smiling or not, grouped by person.
+
+    People with fewer than 5 photographs get id −1.
     """
     images = folder / "img_align_celeba"
     if not images.is_dir():
@@ -221,5 +222,5 @@ def _pairs(path: Path) -> dict[str, int]:
 
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
-        raise ConfigError(f"no file {path}; it comes with CelebA")
+        raise ConfigError(f"no file {path}; it is part of CelebA's download")
     return [line for line in path.read_text().splitlines() if line.strip()]

@@ -20,8 +20,8 @@ def pair(source: Any, what: str) -> tuple[Tensor, Tensor]:
     """Return (x, y) of `source`: floats in torch's default dtype (whole numbers, such as tokens, as
     they are) and class numbers.
 
-    A loader is read once, in the order of its data set: which samples make a batch is decided
-    elsewhere, from the seed.
+    A loader is read once, in the order of its data set. The batches of training are drawn from the
+    seed instead.
     """
     if (
         isinstance(source, (tuple, list))
@@ -38,7 +38,7 @@ def pair(source: Any, what: str) -> tuple[Tensor, Tensor]:
         )
     if len(x) != len(y):
         raise ConfigError(
-            f"{what} has {len(x)} samples and {len(y)} labels; it needs one label a sample"
+            f"{what} has {len(x)} samples and {len(y)} labels; it needs one label for each sample"
         )
     if x.dtype == torch.uint8:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Partitions of a pooled data set into clients: lists of index arrays, one a client, disjoint and
-sorted.
+"""Partitions of a pooled data set into clients: lists of disjoint, sorted index arrays, one for
+each client.
 
 Every label-based partition here is a table of counts (class x client) that `deal` turns into
 samples.
@@ -193,7 +193,7 @@ def major_minor(
 
 def natural(client: np.ndarray) -> Parts:
     """Return the samples of each natural owner, in the order of their ids; samples with a negative
-    id belong to nobody.
+    id are not used.
     """
     return [np.flatnonzero(client == owner) for owner in np.unique(client[client >= 0])]
 
@@ -216,7 +216,7 @@ def balanced_classes(
 
 def deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> Parts:
     """Return for each client counts[c, client] samples of each class c, drawn without replacement;
-    what is left over belongs to nobody.
+    remaining samples are not used.
     """
     owner = np.full(len(y), -1, np.int64)
     for label, row in enumerate(counts):

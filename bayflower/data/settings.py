@@ -1,6 +1,4 @@
-"""What a person can set about data: one frozen dataclass, checked when it is made, before anything
-is loaded.
-"""
+"""The settings of data: one frozen dataclass, checked before any data are loaded."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..settings import setting
 
-# name -> (samples of the original data set, torchvision's class or "" where only an .npz is known,
-# what must be said about it)
+# name -> (samples of the original data set, torchvision's class or "" if only an .npz file works,
+# a note to show beside the name)
 KNOWN: dict[str, tuple[int, str, str]] = {
     "mnist": (70_000, "MNIST", ""),
     "fmnist": (70_000, "FashionMNIST", ""),
@@ -37,59 +35,69 @@ SCENARIOS = ("feature", "quantity", "label")
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data each client has. Equal settings and seed give equal clients, whatever else
-    changes.
-    """
+    """The data of each client. They depend on these settings and the seed only."""
 
     dataset: str = setting(
         "digits",
-        "a name in DATASETS, several as A+B, or an .npz file with x, y and optionally test, "
-        "client, num_classes",
+        "digits, synthetic, mnist, cifar10, … (see `bayflower doctor`), several as A+B, or the "
+        "path of an .npz file with x, y and optionally test, client, num_classes",
     )
     data_dir: str = setting(
-        "data", "where data sets lie: <data_dir>/<dataset>.npz, or torchvision's own folders"
+        "data", "folder of the data sets: <data_dir>/<dataset>.npz, or torchvision's own folders"
     )
-    download: bool = setting(False, "let torchvision fetch what is not there")
-    num_clients: int = setting(10, "clients that train")
+    download: bool = setting(False, "download missing data sets with torchvision")
+    num_clients: int = setting(10, "number of clients that train")
     new_clients: int = setting(
-        0, "clients that never train; they are drawn from the same partition"
+        0, "number of further clients of the same partition that take part in no round"
     )
     partition: str = setting(
-        "dirichlet", "a name in PARTITIONS; `synthetic` brings its own clients"
+        "dirichlet",
+        "how samples are split between clients: dirichlet, iid, pathological, major-minor, "
+        "quantity or natural; dataset=synthetic makes its own clients",
     )
     beta: float = setting(
         0.3,
         "concentration of the Dirichlet distribution (partitions dirichlet and quantity); small = "
         "skewed",
     )
-    min_size: int = setting(10, "fewest samples of a client, train and test together")
-    classes_per_client: int = setting(2, "pathological: classes a client has")
+    min_size: int = setting(10, "fewest samples a client may have, train and test together")
+    classes_per_client: int = setting(2, "partition=pathological: classes of each client")
     samples_per_class: int = setting(
-        0, "pathological: samples a client has of each of its classes; 0 = split everything"
+        0, "partition=pathological: samples of each class a client has; 0 = split all samples"
     )
-    major_classes: int = setting(2, "major-minor: frequent classes of a client")
-    minor_share: float = setting(0.2, "major-minor: the share s of erratum E-B7")
+    major_classes: int = setting(2, "partition=major-minor: frequent classes of each client")
+    minor_share: float = setting(
+        0.2, "partition=major-minor: the share s; major_minor_reading says of what (erratum E-B7)"
+    )
     major_minor_reading: str = setting(
         "r1",
-        "major-minor: r1 s is iid over all classes; r2 s is the share of the majors; r3 of the "
-        "minors",
+        "partition=major-minor: r1 = s is drawn iid from all classes; r2 = s is the share of the "
+        "major classes; r3 = of the minor ones",
     )
     samples_per_client: int = setting(
-        0, "major-minor: samples of every client; 0 = as many as the data allow"
+        0, "partition=major-minor: samples of each client; 0 = as many as the data allow"
     )
     test_fraction: float | None = setting(
         None,
-        "of each client's samples; None = 0.2, synthetic 0.3; 0 = those the data set marks as test",
+        "share of each client's samples used for its test; none = 0.2 (synthetic: 0.3); 0 = the "
+        "samples that the data set marks as test",
     )
     validation: float = setting(
         0.0,
-        "share of each training client's training part that takes the place of its test part; 0 = "
-        "none (for tuning)",
+        "for tuning: share of each training client's training samples that replaces its test "
+        "samples; 0 = use the test samples",
     )
-    keep: float = setting(1.0, "share of the pooled data set that is used, drawn uniformly")
-    scenario: str = setting("label", "synthetic: a name in SCENARIOS")
+    keep: float = setting(
+        1.0,
+        "share of the whole data set that is used, drawn at random before it is split between "
+        "clients; 1 = all of it",
+    )
+    scenario: str = setting(
+        "label", "dataset=synthetic: how clients differ: feature, quantity or label"
+    )
     nuisance_variance: float = setting(
-        9.0, "synthetic: variance s^2 of the 26 directions without information (erratum E-M6)"
+        9.0,
+        "dataset=synthetic: variance s^2 of the 26 directions without information (erratum E-M6)",
     )
 
     def __post_init__(self) -> None:
@@ -118,7 +126,8 @@ class DataSettings:
         )
         if not 1e-3 <= self.beta <= 1e6:
             raise ConfigError(
-                f"beta must be in [0.001, 1000000], got {self.beta}; small is skewed, large is even"
+                f"beta must be in [0.001, 1000000], got {self.beta}; small means skewed clients, "
+                "large means similar ones"
             )
         if not 0 <= self.minor_share <= 1:
             raise ConfigError(f"minor_share must be in [0, 1], got {self.minor_share}")
@@ -126,12 +135,13 @@ class DataSettings:
             raise ConfigError(f"keep must be in (0, 1], got {self.keep}; 1 keeps every sample")
         if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
             raise ConfigError(
-                f"test_fraction must be in [0, 1), got {self.test_fraction}; 0 takes the samples "
-                "marked as test"
+                f"test_fraction must be in [0, 1), got {self.test_fraction}; 0 means the samples "
+                "that the data set marks as test"
             )
         if not 0 <= self.validation < 1:
             raise ConfigError(
-                f"validation must be in [0, 1), got {self.validation}; 0 tests on the test part"
+                f"validation must be in [0, 1), got {self.validation}; 0 means to test on the "
+                "clients' test samples"
             )
         if not (self.nuisance_variance >= 0 and math.isfinite(self.nuisance_variance)):
             raise ConfigError(
@@ -146,13 +156,13 @@ class DataSettings:
             )
         if self.dataset == "digits" and self.test_fraction == 0:
             raise ConfigError(
-                "test_fraction must be in (0, 1) for dataset 'digits', got 0; it marks no samples "
-                "as test"
+                "test_fraction must be in (0, 1) for dataset 'digits', got 0; this data set marks "
+                "no samples as test"
             )
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Return the data sets of a federation of several; () of one."""
+        """Return the names of the data sets if there are several; () for one."""
         return (
             tuple(self.dataset.split("+"))
             if "+" in self.dataset and not self.dataset.endswith(".npz")
@@ -176,13 +186,13 @@ class DataSettings:
         if self.num_clients < len(names):
             raise ConfigError(
                 f"num_clients must be at least {len(names)}, one for each data set, got "
-                f"{self.num_clients}"
+                f"{self.num_clients}; raise num_clients or name fewer data sets"
             )
 
     def _check_synthetic(self) -> None:
         if self.partition not in ("dirichlet", "natural"):  # the default, and what it is
             raise ConfigError(
-                f"partition must be left out for dataset 'synthetic', got {self.partition!r}; set "
+                f"partition must not be set for dataset 'synthetic', got {self.partition!r}; set "
                 "scenario instead"
             )
         if self.keep != 1:
@@ -192,13 +202,13 @@ class DataSettings:
             )
         if self.test_fraction == 0:
             raise ConfigError(
-                "test_fraction must be in (0, 1) for dataset 'synthetic', got 0; it marks no "
-                "samples as test"
+                "test_fraction must be in (0, 1) for dataset 'synthetic', got 0; this data set "
+                "marks no samples as test"
             )
 
     @property
     def total_clients(self) -> int:
-        """Return the number of clients that are made: those that train and the new ones."""
+        """Return the number of all clients: training and new."""
         return self.num_clients + self.new_clients
 
     @property

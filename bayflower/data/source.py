@@ -15,13 +15,13 @@ class Source:
     """
 
     name: str
-    x: Any  # (N, ...): an array, or what looks like one and gives the samples that are asked for
+    x: Any  # (N, ...): an array, or an object that can be indexed like one
     y: np.ndarray  # (N,) int64
     num_classes: int
     client: np.ndarray | None = None  # (N,) int64 natural owner, negative = none
     test: np.ndarray | None = None  # (N,) bool
-    note: str = ""  # what a table must say beside the name, such as "stand-in for ..."
-    # (N,) of several data sets in one: which of them a sample is from
+    note: str = ""  # a note to show beside the name, such as "stand-in for ..."
+    # (N,) the data set that each sample comes from, if several were joined
     domain: np.ndarray | None = None
 
     def samples(self, indices: np.ndarray) -> np.ndarray:

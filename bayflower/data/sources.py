@@ -114,7 +114,7 @@ def read_npz(path: Path) -> Source:
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file that are ours to read."""
+    """Return the known arrays of an .npz file."""
     if not path.is_file():
         raise ConfigError(f"no file {path}; give the path of an .npz file with arrays x and y")
     try:
@@ -129,8 +129,8 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{path} is no .npz of plain arrays ({reason}); write it with numpy.savez(path, "
-            "x=..., y=...)"
+            f"{path} is not an .npz file of plain arrays ({reason}); write it with "
+            "numpy.savez(path, x=..., y=...)"
         ) from error
 
 
@@ -226,7 +226,7 @@ def _torchvision(settings: DataSettings, path: Path) -> Source:
         raise ConfigError(
             f"dataset {settings.dataset!r} was not found: neither {path} nor torchvision's {kind} "
             f"under {settings.data_dir} ({reason}); "
-            f"{remedy}, or data_dir to where it lies, or dataset to the path of an .npz file"
+            f"{remedy}, or data_dir to its folder, or dataset to the path of an .npz file"
         ) from error
     x = np.concatenate([np.asarray(part.data, dtype=np.uint8) for part in parts])
     y = np.concatenate([np.asarray(part.targets, dtype=np.int64) for part in parts])

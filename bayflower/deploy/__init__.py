@@ -1,8 +1,7 @@
-"""Running a federation for real: keys and certificates, processes or containers, runs with true
-exit codes.
+"""Deployments: keys and certificates, processes or containers, and runs with reliable exit codes.
 
-`layout` says what lies where in a deployment's folder, `keys` makes what is secret, `compose`
-writes the containers, `local` starts the same programs as processes, `gate` is the one door that
-clients see, `runs` submits and follows, `engine` drives Docker. No module here imports flwr:
+`layout` describes a deployment's folder, `keys` makes keys and certificates, `compose` writes the
+containers, `local` starts the same programs as processes, `gate` is the only server that clients
+can reach, `runs` submits and follows runs, `docker` controls Docker. Only `superlink` imports flwr:
 Flower's programs are started, not called.
 """

@@ -1,10 +1,10 @@
 """The containers of a deployment: SuperLink, gate, executors of the ServerApp and of each
 ClientApp, SuperNodes.
 
-Networks say who can reach whom: `core` has the SuperLink and what the server trusts, `federation`
-the gate and the SuperNodes, `client-K` a SuperNode and its executor. A client's executor sees its
-data and its state, not its node key; only the server's own containers reach the API by which runs
-are started.
+Networks limit which containers reach each other: `core` has the SuperLink and the server's own
+containers, `federation` the gate and the SuperNodes, `client-K` a SuperNode and its executor. A
+client's executor sees its data and its state, not its node key. Only the server's own containers
+reach the API that starts runs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def text(services: dict[str, Any]) -> str:
 def content(
     deployment: Deployment, base: str = ".", user: str = "", build: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the containers of one machine; `base` is where the folders lie, `build` how the image
-    is made.
+    """Return the containers of one machine; `base` is the path of the folders, `build` says how to
+    build the image.
     """
     maker = Maker(deployment, base, user or deployment.user, build)
     services: dict[str, Service] = {}
@@ -61,7 +61,7 @@ def content(
         }
         volumes |= {"database": {}, "results": {}}
     if deployment.role == "client":
-        networks["federation"] = {}  # out to the server
+        networks["federation"] = {}  # for the connection to the server
     clients = (
         range(deployment.clients)
         if deployment.role == "all"
@@ -154,7 +154,7 @@ class Maker:
         after: dict[str, str] | None = None,
         authority: str = "/server/ca.crt",
     ) -> Service:
-        """Return a container with as few rights as it can do with."""
+        """Return a container with minimal rights."""
         of_authority = [authority] if self.secure else []
         made: Service = {
             "image": self.deployment.image,
@@ -197,7 +197,7 @@ class Maker:
         return made
 
     def scheme(self) -> str:
-        """Return how the programs talk."""
+        """Return the URL scheme: https, or http without TLS."""
         return "https" if self.secure else "http"
 
     def server(self) -> dict[str, Service]:

@@ -1,5 +1,5 @@
-"""Containers through Docker: compose for starting and ending, the `docker` package for everything
-else.
+"""Control of containers: `docker compose` starts and stops them, the Python package `docker` does
+the rest.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def client() -> Any:
 
 
 def compose(deployment: Deployment, *words: str) -> None:
-    """Run docker compose on the deployment's file; what it says goes to the terminal."""
+    """Run docker compose on the deployment's file; its output goes to the terminal."""
     file = deployment.folder / "compose.yaml"
     if not file.exists():
         raise ConfigError(
-            f"{file} is not there; each machine has a folder of its own: give that of this machine"
+            f"{file} does not exist; each machine has its own folder: give that of this machine"
         )
     program = shutil.which("docker")
     if program is None:
@@ -68,7 +68,7 @@ def up(deployment: Deployment) -> None:
     docker = client()
     if not docker.images.list(deployment.image):
         raise ConfigError(
-            f"the image {deployment.image} is not there; build it: docker build -f "
+            f"the image {deployment.image} was not found; build it with: docker build -f "
             f"docker/Dockerfile -t {deployment.image} ."
         )
     compose(deployment, "up", "--detach", "--wait")
@@ -90,7 +90,9 @@ def container(deployment: Deployment, service: str) -> Any:
 
 
 def run_inside(deployment: Deployment, words: Sequence[str]) -> int:
-    """Run `bayflower deploy …` beside the SuperLink with this terminal; return its exit code."""
+    """Run `bayflower deploy …` in the SuperLink's container, with this terminal; return its exit
+    code.
+    """
     target = container(deployment, SERVER)
     api = target.client.api
     show = sys.stdout.isatty()
@@ -118,7 +120,7 @@ def run_inside(deployment: Deployment, words: Sequence[str]) -> int:
 
 
 def output_inside(deployment: Deployment, words: Sequence[str]) -> str:
-    """Return what `bayflower deploy …` prints beside the SuperLink."""
+    """Return what `bayflower deploy …` prints in the SuperLink's container."""
     code, said = container(deployment, SERVER).exec_run(["bayflower", "deploy", *words])
     if code:
         raise BayflowerError(
@@ -128,7 +130,7 @@ def output_inside(deployment: Deployment, words: Sequence[str]) -> str:
 
 
 def pairs(parts: Any) -> Any:
-    """Yield what a terminal shows as if it were output."""
+    """Yield the terminal's combined output in the form of (output, errors)."""
     for part in parts:
         yield part, None
 

@@ -36,10 +36,10 @@ def init(
         raise ConfigError(f"clients must be at least 1, got {clients}")
     if days < 1:
         raise ConfigError(
-            f"days must be at least 1, got {days}; it is how long the certificates are valid"
+            f"days must be at least 1, got {days}; the certificates are valid for that long"
         )
     if not 1 <= port <= 65535:
-        raise ConfigError(f"port must be in 1 … 65535, got {port}")
+        raise ConfigError(f"port must be in [1, 65535], got {port}")
     hosts = keys.check_hosts(hosts)
     plain = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     name = name or f"bayflower-{plain or 'federation'}"
@@ -49,13 +49,13 @@ def init(
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
-            f"{folder} is there already and is not overwritten; choose another folder, or remove it"
+            f"{folder} exists already and is not overwritten; choose another folder, or remove it"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o755)
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be made ({error.strerror}); choose another folder"
+            f"{folder} cannot be created ({error.strerror}); choose another folder"
         ) from None
     try:
         return fill(
@@ -71,7 +71,7 @@ def init(
             compose.write,
         )
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # half a deployment is none
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete deployment is of no use
         raise
 
 
@@ -149,13 +149,13 @@ def fill(
 
 
 def renew(deployment: Deployment, days: int) -> list[Path]:
-    """Replace every certificate below the authority's folder by a new one of the same names; return
-    what was written.
+    """Replace every certificate in the deployment's folder by a new one for the same hosts; return
+    the files written.
     """
     if deployment.role != "all" or not (deployment.folder / "ca" / "ca.key").exists():
         raise ConfigError(
-            f"{deployment.folder} does not hold the authority's key; renew where the deployment "
-            "was made"
+            f"{deployment.folder} does not contain the authority's key; run renew in the folder "
+            "made by bayflower deploy init"
         )
     authority = keys.load_authority(deployment.folder / "ca")
     last = (
@@ -163,8 +163,8 @@ def renew(deployment: Deployment, days: int) -> list[Path]:
     ).days
     if days > last:
         raise ConfigError(
-            f"the authority itself ends in {last} days; ask for at most that, or make a new "
-            "deployment"
+            f"the authority's own certificate expires in {last} days; set --days to at most that, "
+            "or make a new deployment"
         )
     done = []
     for folder, stem in [
@@ -172,7 +172,7 @@ def renew(deployment: Deployment, days: int) -> list[Path]:
         *((own, "runtime") for own in deployment.client_folders().values()),
     ]:
         if not folder.exists():
-            continue  # it was moved to its machine
+            continue  # the folder was moved to its machine
         names = keys.names_of(folder / f"{stem}.crt")
         owner = (folder / f"{stem}.key").stat()
         fresh = folder / ".renewed"

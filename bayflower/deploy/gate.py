@@ -1,8 +1,9 @@
-"""The one door that clients see: it passes Flower's Fleet API on to the SuperLink and nothing else.
+"""The only server that clients can reach: a proxy that forwards Flower's Fleet API to the SuperLink
+and nothing else.
 
-Flower serves three APIs on one port, and the one by which runs are started and node keys registered
-asks nobody who they are. Whoever could reach it could run code of their own on every node. Behind
-this gate the SuperLink is reached by clients only for what clients do.
+Flower serves three APIs on one port. The API that starts runs and registers node keys has no
+authentication: anybody who can reach it can run code on every node. This gate lets clients reach
+only the API made for clients.
 
     python -m bayflower.deploy.gate --port 9092 --superlink superlink:9091 \\
         --certificate server.crt --key server.key --authority ca.crt
@@ -26,8 +27,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-# What an authenticated SuperNode asks for, by name: a path that is made from what came in could
-# lead elsewhere ("/v1/fleet/../control").
+# The allowed requests of a SuperNode, by name. A path copied from a request could lead elsewhere
+# ("/v1/fleet/../control").
 CALLS = (
     "activate-node",
     "deactivate-node",
@@ -40,24 +41,24 @@ CALLS = (
     "pull-object",
     "confirm-message-received",
 )
-# between two neighbours only
+# headers that are not forwarded: they concern one connection only
 HOP = {"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"}
-# true of what came, not of what it was unpacked to
+# headers that describe the encoded body, not the decoded one
 DECODED = {"content-encoding", "content-length"}
-# a SuperLink whose database is busy answers 500, on which a SuperNode drops a client's reply; on
-# 503 it tries again
+# A SuperLink with a busy database answers 500, and the SuperNode would drop the client's reply. On
+# 503 it retries.
 AGAIN = {500: 503}
-# A run that ends while a SuperNode receives a message of it leaves that SuperNode one reply behind
-# for the rest of its life: from then on it sends a reply only when the next message comes. It
-# happens at these calls, if the SuperLink says that the run has ended (403). Told otherwise, the
-# SuperNode drops the message (410), or works on it and finds out when it sends the reply (200).
+# If a run ends while a SuperNode receives one of its messages, that SuperNode stays one reply
+# behind: from then on it sends a reply only when the next message arrives. This happens if the
+# SuperLink answers these calls with 403 (run ended). With 410 instead, the SuperNode drops the
+# message; with 200, it processes the message and learns of the end when it sends the reply.
 ENDED = {"pull-object": 410, "confirm-message-received": 200}
-PATIENCE = 90.0  # seconds for an answer: more than the SuperLink waits for its database
-# a part of a reply; the SuperLink refuses one that it has, so a SuperNode that missed the answer
-# would drop the reply
+PATIENCE = 90.0  # timeout for an answer: longer than the SuperLink waits for its database
+# The upload of a part of a reply. The SuperLink rejects duplicates, so a SuperNode that missed the
+# answer and retries would drop the reply.
 ONCE = "push-object"
-REMEMBERED = 4096  # answers to such requests
-LARGEST = 64 * 2**20  # bytes of one request; Flower sends arrays in pieces of 5 MiB
+REMEMBERED = 4096  # cached answers to such requests
+LARGEST = 64 * 2**20  # cap on the bytes of one request; Flower sends arrays in chunks of 5 MiB
 
 
 class TooLargeError(Exception):
@@ -88,8 +89,8 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
         return Response(answer.content, AGAIN.get(answer.status_code, answer.status_code), kept)
 
     async def once(request: Request, path: str) -> Response:
-        """Return the answer to a request; to one that was answered before, or is just being worked
-        on, that answer.
+        """Return the answer to a request; a duplicate gets the answer to the first one, even while
+        that is being processed.
         """
         body = b"".join([part async for part in limited(request.stream(), largest)])
         seal = hashlib.sha256(body).digest()
@@ -152,7 +153,7 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
 
 
 async def limited(parts: AsyncIterator[bytes], largest: int) -> AsyncIterator[bytes]:
-    """Yield the parts of a body until they are too many, whatever its header said."""
+    """Yield the chunks of a body; raise above the cap, whatever length the header declared."""
     total = 0
     async for part in parts:
         total += len(part)
@@ -162,7 +163,7 @@ async def limited(parts: AsyncIterator[bytes], largest: int) -> AsyncIterator[by
 
 
 def main(words: list[str] | None = None, serve: Callable[..., Any] = uvicorn.run) -> None:
-    """Serve until ended."""
+    """Serve until stopped."""
     parser = argparse.ArgumentParser(
         prog="python -m bayflower.deploy.gate",
         description="Passes Flower's Fleet API on, and nothing else.",

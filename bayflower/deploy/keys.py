@@ -1,5 +1,5 @@
-"""Certificate authority, server certificates, node keys; each private key is made in the folder
-that needs it, for its owner alone.
+"""Certificate authority, server certificates and node keys. Each private key is made in the folder
+that needs it, readable by its owner only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import BayflowerError, ConfigError
 HOST = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?"
 )
-EARLIER = datetime.timedelta(hours=1)  # clocks of other machines may be behind
+EARLIER = datetime.timedelta(hours=1)  # tolerance for machines whose clock is behind
 
 
 class Authority(NamedTuple):
@@ -34,12 +34,12 @@ class Authority(NamedTuple):
 
 
 def new_file(path: Path, content: bytes, mode: int) -> None:
-    """Write a file that must not be there yet; nobody can read it before it has its mode."""
+    """Write a new file; raise if it exists. It has its mode from the start."""
     try:
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:
         raise ConfigError(
-            f"{path} is there already and is not overwritten; choose another folder, or remove it"
+            f"{path} exists already and is not overwritten; choose another folder, or remove it"
         ) from None
     with os.fdopen(number, "wb") as file:
         os.fchmod(number, mode)
@@ -95,15 +95,17 @@ def load_authority(folder: Path) -> Authority:
             f"the authority in {folder} cannot be read ({error}); restore it from a back-up"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise BayflowerError(f"{folder / 'ca.key'} is not a key of ours; restore it from a back-up")
+        raise BayflowerError(
+            f"{folder / 'ca.key'} is not a key made by Bayflower; restore it from a back-up"
+        )
     return Authority(key, certificate)
 
 
 def make_certificate(
     authority: Authority, folder: Path, stem: str, hosts: Sequence[str], days: int
 ) -> None:
-    """Write `stem`.key and `stem`.crt, a server certificate for all of `hosts`, the authority's
-    certificate behind it.
+    """Write `stem`.key and `stem`.crt: a server certificate for all of `hosts`, followed by the
+    authority's.
     """
     key = ec.generate_private_key(ec.SECP384R1())
     names = [
@@ -150,16 +152,19 @@ def make_node_key(folder: Path, comment: str) -> bytes:
 
 
 def make_secret(path: Path) -> None:
-    """Write 32 random bytes in hexadecimal: what an executor shows before it is given work."""
+    """Write 32 random bytes in hexadecimal: the token with which an executor authenticates."""
     new_file(path, secrets.token_hex(32).encode(), 0o600)
 
 
 def expiry(path: Path) -> datetime.datetime:
-    """Return when a certificate ends."""
+    """Return when a certificate expires."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
     except (OSError, ValueError) as error:
-        raise BayflowerError(f"the certificate {path} cannot be read ({error})") from None
+        raise BayflowerError(
+            f"the certificate {path} cannot be read ({error}); renew it with: bayflower deploy "
+            "renew DIR"
+        ) from None
 
 
 def names_of(path: Path) -> list[str]:
@@ -178,7 +183,7 @@ def names_of(path: Path) -> list[str]:
 def builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
-    """Return what every certificate of ours has."""
+    """Return a builder with the fields that all our certificates share."""
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()

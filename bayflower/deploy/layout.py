@@ -1,4 +1,4 @@
-"""What lies where in a deployment's folder, and `bayflower deploy init`, which makes it.
+"""The files of a deployment's folder, made by `bayflower deploy init`.
 
 DIR/deployment.json  compose.yaml (everything on one machine)  ca/ (the authority; its key never
                                                                leaves this folder)
@@ -20,7 +20,7 @@ from . import keys
 FILE = "deployment.json"
 PORT = 9092
 INNER_HOSTS = ("superlink", "gate", "localhost", "127.0.0.1", "::1")  # names inside one machine
-CONTAINER_USER = 10001  # whom containers run as if the folder was made by root
+CONTAINER_USER = 10001  # user of the containers if root made the folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Deployment:
     name: str
     role: str  # "all" (one machine), "server" or "client"
     clients: int
-    hosts: tuple[str, ...]  # how clients reach the server, best first
+    hosts: tuple[str, ...]  # names of the server; clients connect to the first
     port: int
     image: str
     user: str  # "uid:gid" of the containers, to whom the private keys belong
@@ -45,8 +45,8 @@ class Deployment:
         """The folder of the server's machine."""
         if self.role == "client":
             raise ConfigError(
-                f"{self.folder} is a client's folder; give the server's, which is on the server's "
-                "machine"
+                f"{self.folder} is a client's folder; run this command on the server's machine "
+                "with the server's folder"
             )
         return self.folder if self.role == "server" else self.folder / "server"
 
@@ -66,7 +66,7 @@ class Deployment:
         return self.role != "client"
 
     def address(self) -> str:
-        """Return host:port as clients dial it."""
+        """Return the host:port that clients connect to."""
         host = self.hosts[0]
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -80,7 +80,7 @@ def read(folder: Path) -> Deployment:
         return Deployment(**facts, folder=folder.resolve())
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} is not a deployment: {path} is not there; make one with: bayflower deploy "
+            f"{folder} is not a deployment: {path} does not exist; make one with: bayflower deploy "
             f"init {folder}"
         ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -1,9 +1,9 @@
 """A deployment's programs as processes of this machine: TLS and node keys as in containers, without
 Docker.
 
-What they write is in DIR/local (database, results, logs) and, for a client, in its own folder
-(`state`). They go on when the command that started them has ended; each carries a mark in its
-environment by which `down` finds it.
+They write to DIR/local (database, results, logs); a client writes to its own folder (`state`). They
+keep running after the command that started them. Each carries a mark in its environment, by which
+`down` finds it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .layout import Deployment
 from .server import Server, register, write_connection
 
 START_SECONDS = 60.0
-AGAIN_SECONDS = 5.0  # between two starts of the same program
-WELCOME = "SuperNode ID"  # what a SuperNode prints once the SuperLink knows it
-# the SuperLink refuses a node's key until the node's last heartbeat is 60 s old
+AGAIN_SECONDS = 5.0  # shortest time between two starts of the same program
+WELCOME = "SuperNode ID"  # a SuperNode prints this once the SuperLink has accepted it
+# after a restart the SuperLink refuses a node's key until its last heartbeat is 60 s old
 JOIN_SECONDS = 150.0
 
 
@@ -56,12 +56,10 @@ class Local:
         return [*server, *(f"supernode-{client}" for client in self.deployment.client_folders())]
 
     def alive(self, name: str) -> bool:
-        """Return whether a program runs; a process of another life with the same number does not
-        count.
-        """
+        """Return whether a program runs; an unrelated process that reuses its id does not count."""
         pid = self.facts["pids"].get(name)
         with contextlib.suppress(ChildProcessError):
-            # one of our own that has ended would else remain as a zombie
+            # reaps a child process that has ended, which would stay a zombie otherwise
             os.waitpid(pid or -1, os.WNOHANG)
         return pid in processes.marked(self.facts["mark"])
 
@@ -70,7 +68,7 @@ class Local:
         return bool(processes.marked(self.facts["mark"]))
 
     def server(self) -> Server:
-        """Return how to talk to the SuperLink."""
+        """Return the connection to the SuperLink."""
         return Server(self.deployment, self.folder / "results", self.folder, self.env)
 
     def said(self, name: str) -> str:
@@ -79,7 +77,7 @@ class Local:
 
     # -- up and down ------------------------------------------------------------------------------
     def up(self, note: Callable[[str], None]) -> None:
-        """Start whatever is missing and return when all of it works."""
+        """Start the programs that are not running; return when all are healthy."""
         self.folder.mkdir(exist_ok=True)
         if self.deployment.has_server():
             self.start_server(note)
@@ -192,7 +190,7 @@ class Local:
         ]
 
     def save(self) -> None:
-        """Write down what was started."""
+        """Save the list of started programs."""
         write_json(self.folder / "local.json", self.facts)
 
     def wait_for_health(self, name: str) -> None:
@@ -201,7 +199,7 @@ class Local:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if not self.alive(name):
-                raise BayflowerError(f"the {name} ended at its start: {self.said(name)}")
+                raise BayflowerError(f"the {name} failed to start: {self.said(name)}")
             try:
                 with urllib.request.urlopen(
                     f"https://127.0.0.1:{self.facts[name]}/health", timeout=2, context=context
@@ -246,7 +244,7 @@ class Local:
             time.sleep(0.5)
 
     def keep_nodes(self) -> None:
-        """Start SuperNodes and the gate that are gone again, now and then."""
+        """Restart SuperNodes and the gate if they have ended, at most every few seconds."""
         for name in self.names():
             if (
                 name != "superlink"
@@ -256,11 +254,11 @@ class Local:
                 self.start(name)
 
     def watch(self) -> None:
-        """Raise if the SuperLink is gone; start what else is gone."""
+        """Raise if the SuperLink has ended; restart other programs that have ended."""
         if not self.alive("superlink"):
             raise BayflowerError(
-                f"the SuperLink ended: {self.said('superlink')}; go on with: bayflower deploy "
-                "submit DIR --resume"
+                f"the SuperLink ended: {self.said('superlink')}; continue the run with: bayflower "
+                "deploy submit DIR --resume"
             )
         self.keep_nodes()
 

@@ -1,5 +1,5 @@
-"""Runs of a deployment: submitted, followed to their end with a true outcome, and resumed after
-whatever died.
+"""Runs of a deployment: submit them, follow them to their true outcome, resume them after a
+failure.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .server import Server
 
 RECORD = "submission.json"
 POLL_SECONDS = 2.0
-ENDS_SECONDS = 90.0  # in which a run that was stopped must end
+ENDS_SECONDS = 90.0  # timeout for a stopped run to end
 
 
 def run_folder(server: Server, name: str) -> Path:
-    """Return where a run keeps its results; without a name, that of the newest run."""
+    """Return the folder of a run's results; without a name, that of the newest run."""
     if name:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}", name):
-            raise ConfigError(f"name must be letters, digits, '.', - and _, got {name!r}")
+            raise ConfigError(f"name must consist of letters, digits, '.', - and _, got {name!r}")
         return server.results / name
     found = sorted(server.results.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
     if not found:
@@ -40,8 +40,8 @@ def run_folder(server: Server, name: str) -> Path:
 def config_of(
     server: Server, method: str, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str, int]:
-    """Return the run-config, a name for the run, and how many clients it needs; wrong settings are
-    found here.
+    """Return the run-config, the run's name, and the number of clients it needs; raise if a setting
+    is invalid.
     """
     from ..config import parse
     from ..flower.app import APP_KEYS
@@ -56,7 +56,7 @@ def config_of(
     needed = int(ours.get("min_nodes") or run.data.total_clients)
     if needed > server.deployment.clients:
         raise ConfigError(
-            f"the run needs {needed} clients, the deployment has {server.deployment.clients}; "
+            f"the run needs {needed} clients, but the deployment has {server.deployment.clients}; "
             "lower num_clients, or add clients"
         )
     name = f"{method}-{Path(run.data.dataset).stem}-{run.settings.seed}"
@@ -66,7 +66,7 @@ def config_of(
 def wait_for_clients(
     server: Server, needed: int, wait: float, note: Callable[[str], None], watch: Callable[[], None]
 ) -> None:
-    """Return when enough clients are online; say who is missing."""
+    """Return when enough clients are online; report which are missing."""
     deadline = time.monotonic() + wait
     said: list[str] = []
     while True:
@@ -101,7 +101,7 @@ def submit(
     watch: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run a method on the deployment's clients and return result.json's content; raise if the run
-    failed, whatever Flower says.
+    failed, even if Flower reports success.
     """
     from ..files import checkpoint
 
@@ -161,7 +161,7 @@ def follow(
 
 
 def finish(server: Server, run: str) -> None:
-    """Stop what is left of a run, so that two never write to one folder."""
+    """Stop a run that is still active, so that two runs never write to one folder."""
     deadline = time.monotonic() + ENDS_SECONDS
     asked = False
     while time.monotonic() < deadline:
@@ -169,13 +169,13 @@ def finish(server: Server, run: str) -> None:
             if control.run_status(server.flwr, run).startswith("finished"):
                 return
         except (BayflowerError, KeyError, IndexError):
-            return  # a SuperLink without a memory of it: the run is gone
+            return  # the SuperLink has lost the run
         if not asked:
             server.flwr("stop", run, "bayflower")
             asked = True
         time.sleep(POLL_SECONDS)
     raise BayflowerError(
-        f"run {run} does not end; restart the SuperLink with: bayflower deploy down DIR, then up"
+        f"run {run} did not stop; restart the SuperLink with: bayflower deploy down DIR, then up"
     )
 
 
@@ -194,8 +194,8 @@ def rounds_of(server: Server, method: str, name: str, resume: bool) -> int:
 
 
 def overview(server: Server) -> dict[str, Any]:
-    """Return what a person asks of a deployment: which clients are online, and what became of the
-    newest run.
+    """Return the status of a deployment: which clients are online, and the state of the newest
+    run.
     """
     facts: dict[str, Any] = {"name": server.deployment.name, "clients": server.nodes(), "run": None}
     try:

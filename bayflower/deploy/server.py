@@ -1,5 +1,5 @@
-"""Talking to a deployment's SuperLink through `flwr`: who is online, which node is which client,
-registration of node keys.
+"""Access to a deployment's SuperLink through `flwr`: status of the clients, and registration of
+node keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..files.atomic import read_json, write_json
 from ..flower import control, processes
 from .layout import Deployment
 
-INSIDE = "BAYFLOWER_INSIDE"  # set in the container beside the SuperLink: where results lie
+INSIDE = "BAYFLOWER_INSIDE"  # set in the SuperLink's container: the folder of results
 IN_USE = "already in use"
 
 
@@ -23,7 +23,7 @@ class Server(NamedTuple):
 
     deployment: Deployment
     results: Path  # one folder a run
-    work: Path  # a neutral folder to start flwr in
+    work: Path  # working folder of flwr
     env: Mapping[str, str]
 
     def flwr(self, *words: str) -> Any:
@@ -50,7 +50,7 @@ class Server(NamedTuple):
     def missing(self) -> list[str]:
         """Return the clients that are not online."""
         states = self.nodes()
-        # an insecure trial: nobody is registered, so nodes have no names
+        # a trial without TLS registers no keys, so nodes have no names
         if not (self.deployment.server / "nodes").exists():
             return [
                 f"client-{k}"
@@ -94,8 +94,8 @@ def write_connection(home: Path, address: str, authority: Path | None) -> None:
 
 
 def register(server: Server, note: Callable[[str], None]) -> None:
-    """Make every client's public key known to the SuperLink, once; which node is which client is
-    kept in nodes.json.
+    """Register every client's public key with the SuperLink, once; nodes.json records the node of
+    each client.
     """
     path = server.results / "nodes.json"
     known: dict[str, Any] = read_json(path)
@@ -123,7 +123,7 @@ def register(server: Server, note: Callable[[str], None]) -> None:
 
 
 def unregister(server: Server, client: int) -> None:
-    """Refuse a client's key from now on; its folder may then be given a new one."""
+    """Refuse a client's key from now on; the client can then get a new one."""
     path = server.results / "nodes.json"
     known: dict[str, Any] = read_json(path)
     number = known.pop(f"client-{client}", None)

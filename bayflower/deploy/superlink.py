@@ -1,8 +1,8 @@
-"""Flower's SuperLink with more patience for its own database.
+"""Flower's SuperLink with a longer timeout for its database.
 
-A write that waits longer than five seconds for another one fails in Flower ("database is locked"),
-and what failed is lost: a client's reply, the question for the next task, a run. A busy machine
-needs five seconds now and then; a minute is enough.
+In Flower a database write fails after five seconds of waiting for another one ("database is
+locked"), and its content is lost: a client's reply, a query for the next task, or a run. On a busy
+machine five seconds are sometimes too short; one minute is enough.
 
     python -m bayflower.deploy.superlink …     as flower-superlink …
 """
@@ -15,7 +15,7 @@ PATIENCE = "60000"  # milliseconds
 
 
 def main() -> None:
-    """Serve until ended."""
+    """Serve until stopped."""
     from flwr.supercore import sql_mixin
 
     pragmas = tuple(

@@ -1,4 +1,4 @@
-"""JSON and tensor files that are there as a whole or not at all."""
+"""Atomic writing of JSON and tensor files: a reader sees a complete file or none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, empty if there is none that can be read."""
+    """Return the JSON object in a file; {} if the file is missing or unreadable."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -51,15 +51,15 @@ def below(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def save_tensors(path: Path, tensors: Tensors, head: dict[str, str], sealed: bool = False) -> None:
-    """Write a safetensors file so that a reader sees all of it or nothing, whatever dies meanwhile;
-    `sealed`: with a checksum.
+    """Write a safetensors file atomically, even if the process dies meanwhile; with `sealed`, add a
+    checksum.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     if sealed:
         head = {**head, "checksum": seal(tensors, head)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # clones, because a state and an update may share memory and a file may not
+        # cloned: a state and an update may share memory, which the file format does not allow
         save_file(
             {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
             part,
@@ -75,13 +75,14 @@ def save_tensors(path: Path, tensors: Tensors, head: dict[str, str], sealed: boo
         if isinstance(error, (SafetensorError, OSError)):
             what = " ".join(str(error).split())
             raise BayflowerError(
-                f"{path} cannot be written ({what}); free some space or make the folder writable"
+                f"{path} cannot be written ({what}); free some disk space or make the folder "
+                "writable"
             ) from None
         raise
 
 
 def sync_folder(folder: Path) -> None:
-    """Let a renaming reach the disk."""
+    """Flush a renaming in `folder` to disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -90,7 +91,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def seal(tensors: Tensors, head: Mapping[str, str]) -> str:
-    """Return a checksum over all numbers and all of the head but the checksum itself."""
+    """Return a checksum over all tensors and the head without the checksum itself."""
     facts = json.dumps(
         {name: value for name, value in head.items() if name != "checksum"}, sort_keys=True
     )
@@ -98,16 +99,15 @@ def seal(tensors: Tensors, head: Mapping[str, str]) -> str:
 
 
 def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors and the head of a file of the format `kind`; `what` is what a person calls
-    it.
+    """Return the tensors and the head of a file of the format `kind`; `what` names the file in
+    error texts.
 
-    The file is opened once. safetensors' own way opens it twice, for its head and for its numbers,
-    and a run that goes on may put another file in its place in between.
+    The file is opened once. safetensors itself opens it twice, for the head and for the tensors,
+    and a running process could replace it in between.
     """
     try:
         content = path.read_bytes()
-        # clones, because a file's tensors lie anywhere, and alignment decides how torch splits
-        # sums, hence bits
+        # cloned for torch's alignment, which affects how sums are split and thus their bits
         tensors = {name: value.clone() for name, value in sorted(load(content).items())}
         size = int.from_bytes(content[:8], "little")
         head = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
@@ -123,7 +123,7 @@ def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, s
         )
     if head.get("format") != kind:
         raise BayflowerError(
-            f"{what} {path} has format {head.get('format')!r}, expected {kind!r}; it is not ours "
-            "or of another version"
+            f"{what} {path} has format {head.get('format')!r}, expected {kind!r}; another program "
+            "or another version of Bayflower wrote it"
         )
     return tensors, head

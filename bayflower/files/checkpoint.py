@@ -1,8 +1,8 @@
-"""A run that can go on: server state, client states where they live in this process, and what was
-reported, in one file.
+"""Checkpoints of a run: the server's state, the records of its rounds, and the clients' states if
+they are in this process.
 
-`<out>/checkpoint.safetensors`, written beside and renamed. The file does not depend on the engine:
-"server/…" and "client/<k>/…".
+The file is `<out>/checkpoint.safetensors`, written atomically. Its names, "server/…" and
+"client/<k>/…", do not depend on the engine.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Checkpoint(NamedTuple):
     round: int
     config: dict[str, Any]
     server: Tensors
-    clients: dict[int, Tensors]  # empty where clients keep their states themselves
+    clients: dict[int, Tensors]  # empty if clients keep their own states
     records: list[RoundRecord]
     faults: list[str]
-    # who took part so far (`Roster.memory`); {} where clients never change
+    # the clients so far (`Roster.memory`); {} if the engine's clients never change
     roster: dict[str, Any] = {}
 
 
@@ -71,7 +71,7 @@ def make(
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint so that a reader sees the old one or this one, never a part."""
+    """Write the checkpoint atomically: a reader sees the old one or this one."""
     tensors = {f"server/{name}": tensor for name, tensor in checkpoint.server.items()}
     for client, state in checkpoint.clients.items():
         tensors.update({f"client/{client}/{name}": tensor for name, tensor in state.items()})
@@ -112,32 +112,32 @@ def read(folder: Path) -> Checkpoint | None:
 
 
 def to_resume(folder: Path, run: Run) -> Checkpoint:
-    """Return the checkpoint `run` goes on from; its settings must be the same where they decide the
-    numbers.
+    """Return the checkpoint from which `run` continues; raise if a setting that affects the results
+    differs.
     """
     checkpoint = read(folder)
     if checkpoint is None:
         raise ConfigError(
-            f"there is nothing to resume: {folder / FILE} is not there; start without --resume"
+            f"there is nothing to resume: {folder / FILE} does not exist; start without --resume"
         )
     now = run.flat()
     for key in sorted({*now, *checkpoint.config} - FREE):
         if now.get(key) != checkpoint.config.get(key):
             was = checkpoint.config.get(key)
             raise ConfigError(
-                f"{key} is {now.get(key)!r} but the run in {folder} has {was!r}; give the same "
+                f"{key} is {now.get(key)!r} but the run in {folder} has {was!r}; use the same "
                 "settings, or another --out"
             )
     return checkpoint
 
 
 def begin_anew(folder: Path) -> None:
-    """Clear a folder for a new run; a run that has not finished is not thrown away."""
+    """Clear a folder for a new run; raise if it holds an unfinished run."""
     old = read(folder)
     if old is not None and old.round < old.config["rounds"]:
         raise ConfigError(
             f"{folder} holds a run that stopped after round {old.round} of {old.config['rounds']}; "
-            f"add --resume to go on, choose another --out, or remove {FILE}"
+            f"add --resume to continue it, choose another --out, or remove {FILE}"
         )
     if old is not None and re.fullmatch(r"[0-9a-f]{32}", old.run):
         shutil.rmtree(folder / "state" / old.run, ignore_errors=True)

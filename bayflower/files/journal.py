@@ -1,6 +1,4 @@
-"""What a run tells: faults for the result file, and log lines that name run, round and client as
-fields.
-"""
+"""Faults for the result file, and log lines with run, round and client as fields."""
 
 from __future__ import annotations
 
@@ -11,22 +9,22 @@ import sys
 import time
 
 log = logging.getLogger("bayflower")
-LONGEST = 500  # characters of a line: part of it may come from a peer
+LONGEST = 500  # cap on the characters of a line: parts of it may come from a client
 
 
 class Journal:
-    """The faults of one run, and its voice in the log."""
+    """The faults and log lines of one run."""
 
     def __init__(self, run: str, faults: list[str]) -> None:
         self.run, self.faults, self.round = run, faults, 0
-        self.blamed: set[int] = set()  # clients of which a fault was reported in this round
+        self.blamed: set[int] = set()  # clients with a reported fault in this round
 
     def begin(self, round: int) -> None:
-        """Take note of the round that what follows belongs to."""
+        """Start a round: later faults and events belong to it."""
         self.round, self.blamed = round, set()
 
     def fault(self, text: str, client: int | None = None) -> None:
-        """Keep one line for the result file, and log it."""
+        """Record a fault for the result file and log it as a warning."""
         text = one_line(text)
         self.faults.append(text)
         if client is not None:
@@ -34,18 +32,16 @@ class Journal:
         log.warning("%s", text, extra=self.fields(client))
 
     def event(self, text: str, client: int | None = None) -> None:
-        """Log what is no fault."""
+        """Log an event that is not a fault."""
         log.info("%s", one_line(text), extra=self.fields(client))
 
     def fields(self, client: int | None) -> dict[str, object]:
-        """Return what a log line is about."""
+        """Return the extra fields of a log line."""
         return {"run": self.run, "round": self.round, "client": client}
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, message, and run, round and client where a line has
-    them.
-    """
+    """One JSON object per line: time, level, message and, if known, run, round and client."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -63,7 +59,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up() -> None:
-    """Let the log be JSON lines on standard error if the environment says BAYFLOWER_LOG=json."""
+    """Log JSON lines to standard error if the environment variable BAYFLOWER_LOG is json."""
     if os.environ.get("BAYFLOWER_LOG", "").lower() != "json" or any(
         isinstance(one.formatter, JsonLines) for one in log.handlers
     ):
@@ -76,7 +72,7 @@ def set_up() -> None:
 
 
 def one_line(text: str) -> str:
-    """Return the text as one printable line that is not too long."""
+    """Return the text as one printable line of at most LONGEST characters."""
     line = "".join(letter if letter.isprintable() else " " for letter in text)
     line = " ".join(line.split())
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"

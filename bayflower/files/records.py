@@ -1,4 +1,4 @@
-"""What a run gives, and `result.json`: the file other tools rely on."""
+"""The records of a run's rounds and its outcome, from which `result.json` is made."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Outcome(NamedTuple):
     server_state: Any
     client_states: dict[int, Any]
     faults: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()  # what a person should know of how it was run
+    remarks: tuple[str, ...] = ()  # notes for the user on how the run was executed
     # seconds by part of a round, peak memory, utilisation of the device
     usage: Mapping[str, Any] | None = None
 
 
 def curve_point(views: Views) -> dict[str, Any]:
-    """Return a point of the accuracy curve: the personal model, and that before local training, on
-    the clients that were tested.
+    """Return a point of the accuracy curve: metrics of the tested clients' personal models, and of
+    their models before local training.
     """
     found = {
         view: metrics.summarise(views[view]) for view in ("personal", "before") if view in views

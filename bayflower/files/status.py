@@ -1,6 +1,4 @@
-"""What a person or a monitor can watch while a run goes on: `status.json`, and the same numbers in
-Prometheus' text format.
-"""
+"""The status of a running run: `status.json`, and the same numbers in Prometheus' text format."""
 
 from __future__ import annotations
 

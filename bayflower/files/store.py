@@ -1,8 +1,8 @@
-"""A client's durable state: what it knew after round r and r−1, and the reply it gave, so that a
-repeated message is answered again and not applied twice.
+"""A client's durable state: its states after the last two rounds, with the replies it sent. A
+duplicate message gets the saved reply and is not applied twice.
 
-One file a round and client, `<root>/<run>/client-<k>/round-<r>.safetensors`, written beside and
-renamed; the two newest are kept. `test.safetensors` beside them is the reply to the last test.
+Each round and client has one file, `<root>/<run>/client-<k>/round-<r>.safetensors`, written
+atomically; the two newest are kept. `test.safetensors` is the reply to the last test.
 """
 
 from __future__ import annotations
@@ -28,26 +28,24 @@ class Saved(NamedTuple):
     """A client after one round."""
 
     round: int
-    cause: str  # digest of the broadcast that led to it
+    cause: str  # digest of the broadcast that it answers
     state: Tensors
     update: Tensors
     tally: Tensors
-    numbers: dict[str, float]  # what else was in the reply
+    numbers: dict[str, float]  # the metrics in the reply
 
 
 class Store(Protocol):
-    """Where clients keep their states."""
+    """A store of clients' states."""
 
     def load(self, run: str, client: int) -> list[Saved]:
-        """Return what is known of a client, newest first, at most two."""
+        """Return the saved rounds of a client, newest first, at most two."""
 
     def save(self, run: str, client: int, saved: Saved) -> None:
         """Keep `saved` and the newest one before it."""
 
     def drop(self, run: str, client: int, after: int) -> None:
-        """Forget the states of rounds later than `after`: they led
-        to replies that were never used.
-        """
+        """Delete the states of rounds later than `after`: their replies were not used."""
 
     def load_test(self, run: str, client: int) -> Saved | None:
         """Return the last test, in which `state` and `update` are empty."""
@@ -92,16 +90,16 @@ class DiskStore:
         self.root = Path(root)
 
     def folder(self, run: str, client: int) -> Path:
-        """Return the folder of a client; `run` comes over the network, so
-        it must be a plain word.
+        """Return the folder of a client; raise if `run`, which comes from the network, is not a
+        plain word.
         """
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
             raise BayflowerError(f"run must be 1 to 64 letters, digits, - or _, got {run!r}")
         return self.root / run / f"client-{client}"
 
     def load(self, run: str, client: int) -> list[Saved]:
-        """Return what is known of a client, newest first; a file that is damaged is set aside and
-        said so.
+        """Return the saved rounds of a client, newest first; a damaged file is renamed and
+        reported.
         """
         found = []
         for path in rounds(self.folder(run, client))[:KEPT]:
@@ -111,7 +109,7 @@ class DiskStore:
                 with suppress(OSError):
                     path.rename(path.with_suffix(".damaged"))
                 log.warning(
-                    "client %d: %s; set aside as %s",
+                    "client %d: %s; the file was renamed to %s",
                     client,
                     error,
                     path.with_suffix(".damaged").name,
@@ -134,7 +132,7 @@ class DiskStore:
                 path.unlink(missing_ok=True)
 
     def load_test(self, run: str, client: int) -> Saved | None:
-        """Return the last test; one that cannot be read is as good as none."""
+        """Return the last test, or None if it is missing or unreadable."""
         with suppress(BayflowerError):
             return read(self.folder(run, client) / TEST)
         return None

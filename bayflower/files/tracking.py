@@ -1,6 +1,4 @@
-"""Metrics of each round to wherever you keep them: TensorBoard, or any function of (round,
-numbers).
-"""
+"""Trackers of each round's metrics: TensorBoard, or any function of (round, numbers)."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ Track = Callable[[int, dict[str, float]], None]
 
 
 def each_round(track: Track) -> Callable[[list[Any]], None]:
-    """Return a `progress` for a strategy or an engine that calls track(round, numbers) once for
-    every new number of a round.
+    """Return a `progress` function for a strategy or an engine. It calls track(round, numbers) with
+    the new numbers of each round.
 
-    A test of round r travels with the replies of round r + 1, so its numbers come a little later
-    than the losses, under their round.
+    The test of round r arrives with the replies of round r + 1, so its numbers come later than the
+    losses; they are reported under round r.
     """
     told: dict[int, set[str]] = {}
 
@@ -49,7 +47,7 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def together(*progresses: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
-    """Return a progress that tells all of these."""
+    """Return a progress function that calls all of these."""
 
     def progress(records: list[Any]) -> None:
         for one in progresses:

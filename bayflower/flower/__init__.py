@@ -1,3 +1,3 @@
-"""Talking through Flower: messages out and replies in, who takes part, Flower's own programs. Few
+"""Everything that uses Flower: messages and replies, the clients of a run, Flower's programs. Few
 others import flwr.
 """

@@ -1,5 +1,5 @@
-"""The app under Flower itself: from a run-config to settings, sites and results. Used by `flwr run
-.`, ray and deployment alike.
+"""Our Flower app: from a run-config to settings, clients and results. `flwr run .` and the engines
+ray and deployment use it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from .loop import make_strategy
 from .roster import Membership, Roster
 from .strategy import BayflowerStrategy
 
-# What a run-config has besides settings. "" everywhere means: the default.
+# Keys of a run-config besides settings. "" means the default.
 APP_KEYS = {
     "method": "one method, or several separated by commas; see `bayflower methods`",
-    "out": "folder for results, checkpoints and, on one machine, client states; a full path",
-    "resume": "go on from the last checkpoint in `out`",
-    "min_nodes": "clients to wait for before the first round; num_clients + new_clients if not set",
-    "wait": "seconds to wait for them",
-    "timeout": "seconds to wait for the replies of a round",
-    "set": "any other setting, as KEY=VALUE KEY=VALUE; see `bayflower settings METHOD`",
+    "out": "absolute path of the folder for results, checkpoints and (one machine) client states",
+    "resume": "true: continue from the last checkpoint in `out`",
+    "min_nodes": "clients to wait for before the first round; default num_clients + new_clients",
+    "wait": "timeout in seconds for these clients to connect",
+    "timeout": "timeout in seconds for the replies of a round",
+    "set": "any other settings, as KEY=VALUE KEY=VALUE; see `bayflower settings METHOD`",
 }
-# settings that have a key of their own in a run-config; all others go into `set`
+# settings with their own key in a run-config; all others go into `set`
 USUAL = (
     *("dataset", "data_dir", "num_clients", "partition", "model"),
     *("rounds", "local_epochs", "batch_size", "lr", "seed"),
@@ -58,8 +58,8 @@ USUAL = (
 
 
 def run_of(config: Mapping[str, Any], method: str) -> Run:
-    """Return the settings of `method` in a run-config; settings that only other methods of the run
-    have are left out.
+    """Return the settings of `method` in a run-config; settings of other methods of the run are
+    ignored.
     """
     known = {field.name for kind in groups(method).values() for field in dataclasses.fields(kind)}
     elsewhere = {
@@ -76,7 +76,9 @@ def run_of(config: Mapping[str, Any], method: str) -> Run:
     for text in shlex.split(str(config.get("set") or "")):
         key, mark, value = text.partition("=")
         if not mark or not key:
-            raise ConfigError(f"set needs KEY=VALUE KEY=VALUE, got {text!r}; e.g. set='sigma2=50'")
+            raise ConfigError(
+                f"set must be KEY=VALUE KEY=VALUE, got {text!r}; for example set='sigma2=50'"
+            )
         if key.replace("-", "_") in given:
             raise ConfigError(f"setting {key!r} was given twice; give it once")
         given[key.replace("-", "_")] = value
@@ -86,8 +88,8 @@ def run_of(config: Mapping[str, Any], method: str) -> Run:
 
 
 def folded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run-config with the keys that every app of ours lists; all other settings are in
-    `set`. Flower refuses keys that an app does not list.
+    """Return a run-config with the keys that our apps list, and all other settings in `set`. Flower
+    rejects keys that an app does not list.
     """
     listed = {*APP_KEYS, *USUAL}
     rest = {key: value for key, value in config.items() if key not in listed}
@@ -120,12 +122,12 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 
 
 def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
-    """Run every method of the run-config; what becomes of it is written to `out`/status.json."""
+    """Run every method of the run-config; write the outcome to `out`/status.json."""
     names = [name.strip() for name in str(config.get("method") or methods.DEFAULT).split(",")]
     out = Path(str(config.get("out") or Path.home() / "bayflower-runs" / "-".join(names)))
     if not out.is_absolute():
         raise ConfigError(
-            f"out must be a full path, got {str(out)!r}; the ServerApp does not run in your folder"
+            f"out must be an absolute path, got {str(out)!r}; the ServerApp runs in another folder"
         )
     status = out / "status.json"
     journal.set_up()
@@ -153,9 +155,8 @@ def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
 def single_threaded() -> Iterator[None]:
     """Compute with one thread, torch and numpy alike.
 
-    Flower's simulation starts Ray's processes while the ServerApp already runs. OpenBLAS stops its
-    threads whenever the process forks, and a product of matrices that is waiting for them then
-    waits for ever.
+    Flower's simulation starts Ray's processes while the ServerApp runs. OpenBLAS stops its threads
+    whenever the process forks, and a matrix product that waits for them then hangs.
     """
     torch.set_num_threads(1)
     # for a second OpenBLAS (scipy's) that is loaded later
@@ -167,11 +168,11 @@ def single_threaded() -> Iterator[None]:
 def serve_method(
     grid: Grid, config: Mapping[str, Any], method: str, folder: Path, status: Path, roll: Any
 ) -> Any:
-    """Run one method on the grid's nodes and write its result; return who was there, so that the
-    next need not ask.
+    """Run one method on the grid's nodes and write its result; return the clients, so that the next
+    method need not query them.
 
-    The server has no data: clients say what an input looks like and how many classes there are, and
-    the network follows from the settings.
+    The server has no data: clients report the shape of an input and the number of classes, and the
+    settings name the network.
     """
     run = run_of(config, method)
     wait = float(config.get("wait") or 300)
@@ -228,20 +229,20 @@ def serve_method(
 
 
 def same_network(halves: Halves, run: Run, roll: Membership) -> None:
-    """Raise if the clients' network is not the one that the settings give."""
+    """Raise if the clients' network differs from the one in the settings."""
     if halves.model.anatomy != roll.common.anatomy:
         shape, classes = tuple(roll.common.input_shape), roll.common.num_classes
         raise BayflowerError(
-            f"clients {listed(sorted(roll.members))} have another network than "
-            f"model={run.settings.model} gives for inputs of shape "
-            f"{shape} and {classes} classes; use one version of Bayflower everywhere, or start a "
-            "strategy with your own initial_arrays"
+            f"the network of clients {listed(sorted(roll.members))} differs from "
+            f"model={run.settings.model} for inputs of shape {shape} and {classes} classes; "
+            "install the same version of Bayflower everywhere, or start a strategy with your own "
+            "initial_arrays"
         )
 
 
 def site_of(context: Context) -> Site:
-    """Return the client this node is: its data by partition id, in `data-dir` of the node if it has
-    one, its states under `state-dir`.
+    """Return the client at this node. Its partition id selects its data; the node's `data-dir` and
+    `state-dir`, if set, say where data and states are.
     """
     config = context.run_config
     journal.set_up()
@@ -277,7 +278,7 @@ def site_of(context: Context) -> Site:
 
 @lru_cache(maxsize=64)
 def first_run(config: tuple[tuple[str, Any], ...]) -> Run:
-    """Return the settings of the first method in a run-config, parsed once in a process."""
+    """Return the settings of the first method in a run-config, cached in the process."""
     values = dict(config)
     names = str(values.get("method") or methods.DEFAULT).split(",")
     return run_of(values, names[0].strip())
@@ -292,8 +293,8 @@ def client_data(
     dtype: str,
     network: tuple[str, int],
 ) -> tuple[solo.Samples, Model]:
-    """Return a client's samples on its device and the network for them; kept, because a process may
-    serve many messages.
+    """Return a client's samples on its device and the network for them; cached, because a process
+    may serve many messages.
     """
     data = load_client(settings, seed, client)
     classes = num_classes(settings, seed)

@@ -1,10 +1,9 @@
-"""How far one client may move what all share: bounds beyond which a well-formed update is not used.
+"""Bounds on an update: a well-formed update beyond them is rejected.
 
-A weighted mean has no defence of its own: one count, one precision or one extreme value lets a
-single client set the result. These bounds keep an update within what training can give. They do not
-make the mean robust against a client that lies within them (`SECURITY.md`). What the fields of an
-update are is declared by the method (`ServerHalf.update_fields`); what only one method can say is
-in its `bounds`, `claims` and `reduced`.
+A weighted mean is not robust: one extreme count, precision or value lets a single client set the
+result. These bounds keep an update within what training can give. They do not protect against a
+client that lies within them (`SECURITY.md`). A method declares the fields of its update in
+`ServerHalf.update_fields`, and its own bounds in `bounds`, `claims` and `reduced`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..config import Limits
 from ..contract import ServerHalf
 from ..tree import Tensors, flatten
 
-WHOLE = 2**53  # whole numbers in an update are below this
+WHOLE = 2**53  # bound on whole numbers in an update
 
 
 def problem(
@@ -31,16 +30,16 @@ def problem(
     limits: Limits,
     training: Any,
 ) -> str | None:
-    """Return why an update goes beyond what a client may claim, or None; `declared` is its number
-    of samples when it joined.
+    """Return why an update is out of bounds, or None. `declared` is the number of samples that the
+    client reported when it joined.
     """
     count = int(update.num_examples)
     if count > limits.max_examples:
         return f"num_examples must be at most max_examples = {limits.max_examples}, got {count}"
     if count > 2 * declared:
         return (
-            f"num_examples is {count}, more than twice the {declared} that the client had when "
-            "it joined"
+            f"num_examples is {count}, more than twice the {declared} that the client reported "
+            "when it joined"
         )
     return (
         too_large(half, update, limits.max_value)
@@ -52,13 +51,13 @@ def problem(
 
 
 def kind_of(half: ServerHalf, name: str) -> str:
-    """Return what the leaf called `name` is, by the longest declared beginning of its name."""
+    """Return the declared kind of the leaf `name`, by the longest prefix in `update_fields`."""
     found = [one for one in half.update_fields if name == one or name.startswith(one + "/")]
     return half.update_fields[max(found, key=len)] if found else "other"
 
 
 def too_large(half: ServerHalf, update: Any, most: float) -> str | None:
-    """Return which tensor has a number beyond what any may be."""
+    """Return a text that names the tensor with a value above `most`, or None."""
     for name, leaf in flatten(update).items():
         if leaf.numel() == 0 or leaf.dtype == torch.bool:
             continue
@@ -68,14 +67,16 @@ def too_large(half: ServerHalf, update: Any, most: float) -> str | None:
             bound = math.sqrt(most) if kind_of(half, name) == "root" else most
         if max(-low, high) > bound:
             return (
-                f"{name!r} has a number of size {max(-low, high):.3g}, more than {bound:.3g} "
+                f"{name!r} has a value of magnitude {max(-low, high):.3g}, more than {bound:.3g} "
                 "(max_value)"
             )
     return None
 
 
 def too_precise(half: ServerHalf, update: Any, most: float) -> str | None:
-    """Return which precision is too large: the client that claims the largest decides the mean."""
+    """Return a text that names a precision above `most`, or None: a client that claims a huge one
+    sets the mean.
+    """
     for field, tensors in fields(half, update, "precision"):
         largest = max((float(value.max()) for value in tensors.values()), default=0.0)
         if largest > most:
@@ -84,7 +85,7 @@ def too_precise(half: ServerHalf, update: Any, most: float) -> str | None:
 
 
 def too_far(half: ServerHalf, state: Any, update: Any, most: float) -> str | None:
-    """Return which part of an update is too far from the model that was sent."""
+    """Return a text that names the part of an update too far from the model sent, or None."""
     shared, known = half.shared(state), state._asdict()
     for field, tensors in [*fields(half, update, "model"), *fields(half, update, "slope")]:
         is_model = half.update_fields[field] == "model"
@@ -95,7 +96,7 @@ def too_far(half: ServerHalf, state: Any, update: Any, most: float) -> str | Non
         for (
             name,
             tensor,
-        ) in tensors.items():  # one at a time: together they would take four models' memory
+        ) in tensors.items():  # one tensor at a time: all at once need four models' memory
             change = tensor.double()
             if name in old:
                 before = old[name].double()
@@ -112,8 +113,8 @@ def too_far(half: ServerHalf, state: Any, update: Any, most: float) -> str | Non
 
 
 def negative_variance(half: ServerHalf, update: Any) -> str | None:
-    """Return which running variance of a normalisation layer is negative: its root would be no
-    number on every client.
+    """Return a text that names a normalisation layer's negative running variance, or None: its
+    square root would be NaN on every client.
     """
     for _, buffers in fields(half, update, "buffers"):
         for name, value in buffers.items():
@@ -126,7 +127,7 @@ def negative_variance(half: ServerHalf, update: Any) -> str | None:
 
 
 def fields(half: ServerHalf, update: Any, kind: str) -> list[tuple[str, Tensors]]:
-    """Return the fields of an update that are declared as `kind` and hold something."""
+    """Return the non-empty fields of an update that are declared as `kind`."""
     held = update._asdict()
     return [
         (name, held[name])
@@ -136,13 +137,11 @@ def fields(half: ServerHalf, update: Any, kind: str) -> list[tuple[str, Tensors]
 
 
 def level(sizes: Iterable[float], share: float) -> float:
-    """Return the largest size to which larger ones can be cut so that none has more than `share` of
-    the sum.
-    """
+    """Return the highest cap on sizes that gives no client more than `share` of the sum."""
     ordered = sorted(sizes, reverse=True)
-    most = ordered[-1]  # with 1/share clients or fewer, equal weights are the best there is
+    most = ordered[-1]  # with 1/share clients or fewer, equal weights come closest
     if share * len(ordered) > 1:
-        for cut in range(len(ordered)):  # the largest `cut` clients are cut off
+        for cut in range(len(ordered)):  # the `cut` largest clients are capped
             if cut * share >= 1:
                 break
             most = share * math.fsum(ordered[cut:]) / (1 - share * cut)
@@ -152,15 +151,15 @@ def level(sizes: Iterable[float], share: float) -> float:
 
 
 def caps(sizes: Mapping[int, int], share: float) -> dict[int, int]:
-    """Return how many samples each client of a round may count for, so that none has more than
-    `share` of all; only those cut off.
+    """Return the capped sample counts of a round's clients, so that none has more than `share` of
+    all samples. Clients below the cap are not listed.
     """
     most = max(int(level(sizes.values(), share)), 1) if sizes else 0
     return {client: most for client, size in sizes.items() if size > most}
 
 
 class Cut(NamedTuple):
-    """A claim that was cut down: whose, of what, and what is left of it."""
+    """A capped claim: its client, its name, and the factor by which it was reduced."""
 
     client: int
     name: str
@@ -170,8 +169,8 @@ class Cut(NamedTuple):
 def reduce(
     half: ServerHalf, state: Any, updates: Mapping[int, Any], share: float
 ) -> tuple[dict[int, Any], list[Cut]]:
-    """Return the updates of a round with nobody's claim above `share` of what all claim under that
-    name, and what was cut down.
+    """Return the updates of a round with each claim capped at `share` of all claims of that name,
+    and the capped claims.
     """
     found = {client: half.claims(state, update) for client, update in sorted(updates.items())}
     most = {

@@ -1,5 +1,6 @@
-"""Any client half as a Flower ClientApp: identity, training with the test of the model before it,
-and tests alone.
+"""Any client half as a Flower ClientApp: it answers queries, training requests and test requests.
+
+A training request may also ask for a test of the model before training.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from ..wire.protocol import reply_header, reply_numbers
 from . import records
 
 log = logging.getLogger("bayflower")
-# what every message to a client says
+# keys in the header of every message to a client
 HEADER_KEYS = ("method", "run", "round", "seed", "evaluate", "purpose", "instructions")
 
 
 class Site(NamedTuple):
-    """What one client has: its name (the partition id), whether it never trains, its network, its
-    data, its durable memory.
+    """One client: its number (the partition id), whether it is a new client, its network, its data,
+    and the store of its states.
     """
 
     client: int
@@ -45,15 +46,15 @@ class Site(NamedTuple):
     model: Model
     data: solo.Samples
     store: Store
-    # "dataset", "note", "partition": how the data came about, for the result file; {} says nothing
+    # "dataset", "note", "partition": the origin of the data, for the result file; {} = not reported
     origin: Mapping[str, Any] = {}
-    # how raw rows became these data, for the personal model
+    # the preprocessing of raw rows, for the personal model
     scaling: Callable[[], Scaling | None] | None = None
 
 
 def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> ClientApp:
-    """Return the ClientApp that serves any method for the site `site_of` finds in Flower's context;
-    `mods` are Flower's, for training.
+    """Return the ClientApp that serves any method. `site_of` returns the site for Flower's context;
+    `mods` are Flower mods around training.
     """
     app = ClientApp()
 
@@ -75,7 +76,7 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
 
 
 def info_of(site: Site) -> ClientInfo:
-    """Return what a server learns of a site before the first round."""
+    """Return what a client reports before the first round."""
     train, test = site.data
     return ClientInfo(
         site.model.anatomy,
@@ -95,7 +96,8 @@ def answer(
     # the round becomes part of a file's name
     if not is_whole(head["round"], 0, 2**40) or head["purpose"] not in ("finetune", "new"):
         raise records.WireError(
-            f"round {str(head['round'])[:80]!r} or purpose {str(head['purpose'])[:80]!r} cannot be"
+            f"round must be a whole number and purpose finetune or new, got "
+            f"{str(head['round'])[:80]!r} and {str(head['purpose'])[:80]!r}"
         )
     started = time.perf_counter()
     fields = {"run": head["run"], "round": head["round"], "client": site.client}
@@ -122,7 +124,7 @@ def answer(
 
 
 class Begun(NamedTuple):
-    """A client at the start of a round."""
+    """The state of a client at the start of a round."""
 
     half: ClientHalf
     broadcast: Any
@@ -130,13 +132,13 @@ class Begun(NamedTuple):
     round: int
     seed: int
     state: Any
-    repeated: Saved | None  # what was answered before, if the message is a duplicate
-    tally: Tensors  # the test of the model before the round, where it was asked for
+    repeated: Saved | None  # the saved reply, if the message is a duplicate
+    tally: Tensors  # the test of the model before the round, if requested
 
 
 def begin_round(message: Message, head: dict[str, Any], site: Site) -> Begun:
-    """Return the client's state, and the test of its model before the round; a duplicate is
-    recognised.
+    """Return the client's state and the test of its model before the round; for a duplicate, also
+    the saved reply.
     """
     half = make_half(head["method"], head["instructions"], site.model)
     broadcast = sent(half, message, head, site)
@@ -155,7 +157,7 @@ def begin_round(message: Message, head: dict[str, Any], site: Site) -> Begun:
 
 
 def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trained) -> Saved:
-    """Return the reply to a round, after the client's state is kept."""
+    """Save the client's state and return the reply to a round."""
     numbers = reply_numbers(len(site.data.train.y), trained.loss)
     update = begun.half.pack(trained.update)
     saved = Saved(begun.round, begun.cause, flatten(trained.state), update, begun.tally, numbers)
@@ -164,8 +166,8 @@ def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trai
 
 
 def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
-    """Return the update of a round, and the test of the model before it where asked; a duplicate
-    gets the first reply.
+    """Return the update of a round, and the test of the model before it if requested; a duplicate
+    gets the saved reply.
     """
     begun = begin_round(message, head, site)
     saved = begun.repeated
@@ -186,10 +188,9 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
 def evaluate_reply(
     message: Message, head: dict[str, Any], site: Site, formats: tuple[str, ...] = ()
 ) -> RecordDict:
-    """Return the test of every view after the last round, an old reply if the message is a
-    repetition.
+    """Return the test of every view after the last round; a duplicate gets the saved reply.
 
-    Where clients keep files, the personal model is saved beside the state.
+    If the client keeps its state on disk, the personal model is saved beside it.
     """
     half = make_half(head["method"], head["instructions"], site.model)
     broadcast = sent(half, message, head, site)
@@ -233,14 +234,14 @@ def evaluate_reply(
     )
     try:
         site.store.save_test(head["run"], site.client, done)
-    # a disk that is full must not cost the server this client's test
+    # with a full disk the server still gets the test result
     except BayflowerError as error:
         log.warning("%s", error)
     return test_records(done)
 
 
 def test_records(done: Saved) -> RecordDict:
-    """Return the reply to evaluate that was saved."""
+    """Return the saved reply to a test request as records."""
     return RecordDict(
         {
             records.TALLY: records.to_arrays(done.tally),
@@ -250,9 +251,7 @@ def test_records(done: Saved) -> RecordDict:
 
 
 def numbers_of_test(tally: Tally) -> dict[str, Any]:
-    """Return the personal model's metrics for functions that aggregate metrics; a tally says the
-    same, and more.
-    """
+    """Return the personal model's metrics for Flower's functions that aggregate metrics."""
     number = int(tally.num_examples)
     return {
         records.NUM_EXAMPLES: number,
@@ -262,7 +261,7 @@ def numbers_of_test(tally: Tally) -> dict[str, Any]:
 
 
 def save_personal(folder: Path, end: dict[str, Any], formats: tuple[str, ...]) -> None:
-    """Save the personal model; a disk that is full must not cost the server this client's test."""
+    """Save the personal model; an error is only logged, so that the server gets the test result."""
     from ..personal import Kept, keep  # only at the end of a run
 
     try:
@@ -287,20 +286,20 @@ def tested(
     client: int,
     round: int,
 ) -> dict[str, Any]:
-    """Return the tally of every view, after the adaptation of `purpose`."""
+    """Return the tally of every view after the adaptation for `purpose`."""
     keys = {"seed": seed, "client": client, "round": round}
     adapted = solo.adapt(half, state, broadcast, site.data.train, purpose, **keys)
     return solo.test(half, adapted, broadcast, site.data.test, **keys)
 
 
 def make_half(method: str, instructions: str, model: Model) -> ClientHalf:
-    """Return the client half the server asks for, with its settings."""
+    """Return the client half that the server's message names, with the settings in it."""
     return methods.get(method).client(*told(method, instructions), model)
 
 
 @lru_cache(maxsize=64)
 def told(method: str, instructions: str) -> tuple[Any, Training]:
-    """Return the method's settings and those of training, parsed once in a process."""
+    """Return the settings of the method and of training, cached in the process."""
     said = json.loads(instructions)
     options = convert_fields(methods.get(method).config, said["options"])
     return options, convert_fields(Training, said["training"])
@@ -321,34 +320,32 @@ def sent(half: ClientHalf, message: Message, head: dict[str, Any], site: Site) -
 
 
 def order_of(message: Message, head: dict[str, Any]) -> list[str]:
-    """Return the names of the arrays that were sent, where the reply must have the same; [] if it
-    is an update as usual.
+    """Return the names of the received arrays if the reply must have the same ones (inside a
+    wrapper); [] otherwise.
     """
     return list(records.only_arrays(message)) if head.get("plain") else []
 
 
 def start_of_round(known: list[Saved], head: dict[str, Any], site: Site) -> Saved | None:
-    """Return the client as it begins a round; states whose replies were not used are forgotten."""
+    """Return the client's saved state before a round; delete states whose reply was not used."""
     if "accepted" in head:
         site.store.drop(head["run"], site.client, int(head["accepted"]))
     return last_state(known, head, int(head["round"]) - 1)
 
 
 def last_state(known: list[Saved], head: dict[str, Any], round: int) -> Saved | None:
-    """Return the client after its last round up to `round` that the server knows of: a reply that
-    was not used never happened.
-    """
+    """Return the client's saved state after its last round up to `round` whose reply was used."""
     last = min(round, int(head.get("accepted", round)))
     return next((saved for saved in known if saved.round <= last), None)
 
 
 def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site: Site) -> Any:
-    """Return the client's state, or that of a client that never trained."""
-    device, dtype = site.data.train.x.device, site.data.train.mask.dtype  # x may hold whole numbers
+    """Return the client's state; without a saved one, that of a client before its first round."""
+    device, dtype = site.data.train.x.device, site.data.train.mask.dtype  # x may hold integers
     if before is None:
         return to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
     state: Any = to(unflatten(half.state_type, before.state), device)
-    # its last state was damaged, and this is an older one
+    # the last state was damaged, so an older one is used
     behind = "accepted" in head and before.round != int(head["accepted"])
     return half.rejoined(state) if head.get("returned") or behind else state
 
@@ -363,7 +360,7 @@ def flat_tallies(views: dict[str, Any]) -> Tensors:
 
 
 def reply_records(saved: Saved, order: Sequence[str] = ()) -> RecordDict:
-    """Return the reply that was saved; with `order` the plain arrays of these names."""
+    """Return the saved reply as records; with `order`, only the arrays of these names."""
     update = saved.update
     if order:
         own = {name.split("/", 1)[1]: value for name, value in update.items() if "/" in name}

@@ -1,4 +1,4 @@
-"""Flower's command line, `flwr`: start a run of an app, and ask what became of it."""
+"""Flower's command line, `flwr`: start a run of an app and query its status."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_status(flwr: Callable[..., Any], run: str) -> str:
     answer = flwr("list", "--run-id", run)
     if not answer.get("runs"):
         raise BayflowerError(
-            f"flwr list does not know run {run}: {answer.get('error-message') or 'no answer'}"
+            f"flwr list has no run {run}: {answer.get('error-message') or 'no answer'}"
         )
     return str(answer["runs"][0]["status"])
 
@@ -82,5 +82,5 @@ def toml(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if '"' in str(value):
-        raise ConfigError(f"a setting must not contain a quotation mark, got {value!r}")
+        raise ConfigError(f"a setting must not contain a quotation mark, got {value!r}; remove it")
     return f'"{value}"'

@@ -1,11 +1,11 @@
-"""Messages to and from nodes: who is there, what is asked, and replies as they come.
+"""Messages to nodes and their replies: queries, requests, retries and duplicates.
 
-A message or a reply can vanish without a word, for instance when a client's network fails in the
-middle of it: Flower drops it and tells nobody. So a node that is online but silent, or was started
-anew after it was asked, is asked again. A SuperNode works on one message after the other and
-clients answer a repeated one from what they kept, so asking too early costs a client some seconds
-and changes nothing. A run that ended in the wrong moment leaves a SuperNode one reply behind
-(`deploy/gate.py`); where that shows, it is asked twice at once.
+Flower may drop a message or a reply without an error, for instance when a client's network fails
+during a transfer. The server therefore sends a message again if its node is online but silent, or
+was restarted after the message was sent. Retrying too early is harmless: a SuperNode works on one
+message at a time, and a client answers a duplicate with its saved reply. A run that was interrupted
+can leave a SuperNode one reply behind: it sends a reply only when the next message arrives
+(`deploy/gate.py`). Such a node gets every message twice.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from . import records
 
 log = logging.getLogger("bayflower")
 POLL_SECONDS = 0.2
-AT_ONCE = 4  # replies asked for in one request: more would be held in memory together
-# Flower's codes for a message, reply, node or ClientApp process that is gone: asking again may help
+AT_ONCE = 4  # replies pulled in one call; a larger number would hold more of them in memory
+# Flower's error codes for a lost message, reply, node or ClientApp process: a retry may help
 LOST = {3, 4, 5, 8}
-LOOK_SECONDS = 2.0  # between two looks at who is online
-# a SuperNode looks for messages every three seconds, and sends what it has when it gets one
+LOOK_SECONDS = 2.0  # interval between two checks of which nodes are online
+# A SuperNode polls every 3 s. A reply this soon after a retry shows that it is one reply behind.
 BEHIND_SECONDS = 10.0
-# seconds by which a client's clock may be ahead of ours: it takes a message that has expired for
-# one that was never there
+# Tolerance for clocks that differ, added to the lifetime of a message: a client whose clock is
+# ahead treats an expired message as unknown.
 CLOCKS = 600.0
-# the grid of Flower's simulation: it loses nothing, and two messages for one client would run side
-# by side
+# The grid of Flower's simulation needs no retries: it loses nothing, and it would run two messages
+# for one client at the same time.
 SIMULATION = "InMemoryGrid"
 
-# (nodes, seconds until it expires) -> a message for each node
+# (nodes, seconds until expiry) -> one message for each node
 Ask = Callable[[list[int], float], Iterable[Message]]
 
 
@@ -52,7 +52,7 @@ class Member(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is asked of whom in a round."""
+    """The clients that a round addresses, and the message they get."""
 
     clients: list[int]
     kind: str
@@ -62,26 +62,24 @@ class Request(NamedTuple):
 
 
 class NodeHistory:
-    """What one exchange teaches the next: how long each node takes, and which repeated messages may
-    still be answered in vain.
+    """What later exchanges need from earlier ones: how long each node takes to reply, and which
+    duplicates may still get a late reply.
     """
 
     def __init__(self, again: float) -> None:
-        self.again = again  # seconds of silence after which a node is asked again; 0 = never
-        self.slowest: dict[int, float] = {}  # by node: seconds until its reply came, at most
-        # messages whose replies are no longer wanted, and when they expire
-        self.spare: dict[str, float] = {}
-        # nodes that send a reply when the next message comes, and not before
-        self.behind: set[int] = set()
+        self.again = again  # seconds of silence after which a message is sent again; 0 = never
+        self.slowest: dict[int, float] = {}  # by node: longest time to a reply, in seconds
+        self.spare: dict[str, float] = {}  # duplicates whose reply is not needed: when they expire
+        self.behind: set[int] = set()  # nodes that send a reply only when the next message arrives
 
     def patience(self, node: int) -> float:
-        """Return the seconds for which a node may be silent: twice what it is known to take, if
-        that is more.
+        """Return the seconds of silence allowed to a node: at least `again`, and at least twice its
+        slowest reply.
         """
         return max(self.again, 2 * self.slowest.get(node, 0.0))
 
     def sweep(self, grid: Grid) -> None:
-        """Fetch replies that came twice, so that Flower need not keep them."""
+        """Pull the late replies to duplicates, so that Flower can delete them."""
         numbers = list(self.spare)
         for start in range(0, len(numbers), AT_ONCE):
             for reply in grid.pull_messages(numbers[start : start + AT_ONCE]):
@@ -98,8 +96,8 @@ def query(
     history: NodeHistory,
     refused: Callable[[int, str], None],
 ) -> Iterator[Member]:
-    """Yield who each node says it is; `refused` is told the node and the reason where that cannot
-    be used.
+    """Yield the client that each node reports to be. `refused` is called with the node and the
+    reason if its reply is invalid.
     """
 
     def ask(those: list[int], ttl: float) -> Iterator[Message]:
@@ -115,7 +113,7 @@ def query(
     for reply in stream(grid, nodes, ask, timeout, history, asked):
         node = asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
         if reply.has_error():
-            if reply.error.code not in LOST:  # a node that is gone says nothing about itself
+            if reply.error.code not in LOST:  # a lost node is not an invalid one
                 refused(node, reason(reply))
             continue
         try:
@@ -126,14 +124,14 @@ def query(
                     f"{str(head['client'])[:80]!r}"
                 )
             member = Member(head["client"], node, bool(head["new"]), from_header(head))
-        except Exception as error:  # whatever a node answers, it must not end the others' run
+        except Exception as error:  # an invalid reply of one node must not stop the run
             refused(node, str(error) or type(error).__name__)
             continue
         yield member
 
 
 def reason(reply: Message) -> str:
-    """Return why a client failed, in one line: the last that has words."""
+    """Return why a client failed: the last line of its error text that contains letters."""
     lines = [
         line.strip()
         for line in (reply.error.reason or "").splitlines()
@@ -150,12 +148,12 @@ def stream(
     history: NodeHistory,
     asked: dict[str, int] | None = None,
 ) -> Iterator[Message]:
-    """Yield one reply of each node as they come, in any order, until all are there or `timeout`
-    seconds have passed.
+    """Yield one reply of each node in order of arrival, until all have replied or `timeout` seconds
+    have passed.
 
-    Flower's grid returns all replies that have come at once, so few are asked for at a time.
-    `asked` learns which node each message went to, because a reply that Flower makes up for a lost
-    one does not say it. Errors of nodes that stay lost come last.
+    Flower's grid returns all available replies together, so only a few are pulled at a time.
+    `asked` is filled with the node of each message: Flower's synthetic error replies do not carry
+    the node id. Errors of nodes that stay lost come last.
     """
     talk = Exchange(grid, ask, time.monotonic() + timeout, history, {} if asked is None else asked)
     talk.push(list(nodes))
@@ -180,8 +178,8 @@ def stream(
 
 
 class Exchange:
-    """One question to several nodes: which messages are under way, and who is to be asked again,
-    with a message made anew.
+    """One request to several nodes: the messages that wait for a reply, and the nodes that need a
+    retry. A retry is a new message.
     """
 
     def __init__(
@@ -194,14 +192,13 @@ class Exchange:
             history,
             asked,
         )
-        self.sent: dict[str, tuple[int, float]] = {}  # message: its node, and when it was sent
-        self.settled: set[str] = set()  # messages whose node has answered another one
-        # nodes whose only message was lost, and what Flower said
-        self.lost: dict[int, Message] = {}
-        self.revived: set[int] = set()  # nodes of which that was so once
-        self.last: dict[int, float] = {}  # when a node was asked last
-        self.waits: dict[int, float] = {}  # how long it may then be silent
-        self.heard = time.monotonic()  # when the last reply came
+        self.sent: dict[str, tuple[int, float]] = {}  # message id: its node, and when it was sent
+        self.settled: set[str] = set()  # duplicates of messages that have been answered
+        self.lost: dict[int, Message] = {}  # by node: Flower's error for its only message
+        self.revived: set[int] = set()  # nodes that got a retry after such an error
+        self.last: dict[int, float] = {}  # by node: when its last message was sent
+        self.waits: dict[int, float] = {}  # by node: seconds of silence allowed after that
+        self.heard = time.monotonic()  # when the last reply of any node came
         self.looked = -LOOK_SECONDS
         self.again = history.again > 0 and type(grid).__name__ != SIMULATION
 
@@ -218,14 +215,14 @@ class Exchange:
                 self.sent[number], self.asked[number], self.last[node] = (node, now), node, now
 
     def takes(self, reply: Message) -> bool:
-        """Return whether a reply counts: not if its node has answered, or may still answer, another
-        message.
+        """Return whether a reply counts. It does not if its node has answered a duplicate, or if it
+        is an error and the node may still answer a duplicate.
         """
         number = reply.metadata.reply_to_message_id
         if number in self.settled:
             return False
         if number not in self.sent:
-            return True  # nobody asked for it: the strategy says so
+            return True  # an unsolicited reply: the strategy reports it
         node, when = self.sent.pop(number)
         others = [other for other, (to, _) in self.sent.items() if to == node]
         if reply.has_error() and reply.error.code in LOST:
@@ -234,7 +231,7 @@ class Exchange:
             return not others and node not in self.lost
         now = time.monotonic()
         if when < self.last[node] and now - self.last[node] < BEHIND_SECONDS:
-            self.history.behind.add(node)  # long silent, and here as soon as it was asked again
+            self.history.behind.add(node)  # the old reply came right after the retry
         elif not reply.has_error():
             self.history.slowest[node] = max(self.history.slowest.get(node, 0.0), now - when)
         for other in others:
@@ -244,22 +241,22 @@ class Exchange:
         return True
 
     def revive(self) -> bool:
-        """Ask nodes again whose message was lost and that are
-        online; return whether there are any.
+        """Retry the nodes whose message was lost and that are online; return whether there are
+        any.
         """
         back = sorted(self.lost.keys() & set(self.grid.get_node_ids())) if self.lost else []
         for node in back:
-            log.info("node %d: %s; asked again", node, reason(self.lost.pop(node)))
+            log.info("node %d: %s; retrying", node, reason(self.lost.pop(node)))
             self.revived.add(node)
             self.push([node])
         return bool(back)
 
     def look(self) -> None:
-        """Ask again whoever was lost and is back, was started anew since it was asked, or has been
-        silent for too long.
+        """Retry each node that was lost and is back, was restarted after its message was sent, or
+        has been silent for too long.
 
-        Silence is counted from the last reply of any node: while replies come, whoever is missing
-        does not hold up the round.
+        Silence counts from the last reply of any node: while replies arrive, a straggler does not
+        delay the round.
         """
         now = time.monotonic()
         if not self.again or now - self.looked < LOOK_SECONDS:
@@ -273,17 +270,17 @@ class Exchange:
             late = now - max(self.heard, self.last[node]) >= wait
             if late or now - self.last[node] > begun[node]:
                 log.info(
-                    "node %d %s; asked again",
+                    "node %d %s; retrying",
                     node,
-                    f"has been silent for {wait:.0f} s" if late else "was started anew",
+                    f"has been silent for {wait:.0f} s" if late else "was restarted",
                 )
                 self.push([node])
                 self.waits[node] = 2 * wait if late else wait
 
 
 def started(grid: Grid) -> dict[int, float]:
-    """Return for each node that is online for how many seconds it has been so, for ever where the
-    grid does not say.
+    """Return for each online node how many seconds it has been online; infinity if the grid does
+    not report it.
     """
     try:
         return {

@@ -1,5 +1,5 @@
 """The loop engine: an in-process Flower `Grid` with real messages; clients answer one after
-another. The reference, and for debugging.
+another. It is the reference for the other engines, and useful for debugging.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FIRST_NODE = 1000
 
 
 class InProcessGrid(Grid):
-    """A grid whose nodes live here. A message is worked on when its reply is pulled, one at a time,
-    so replies never pile up.
+    """A grid whose nodes live in this process. A message is processed when its reply is pulled, one
+    at a time, so replies never accumulate.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class InProcessGrid(Grid):
     ) -> None:
         self.app = app
         self.contexts = {context.node_id: context for context in contexts}
-        # tests only: what a message is answered with instead; None leaves it unanswered
+        # for tests: replaces the reply to a message; a function that returns None drops the reply
         self.fail = fail
         self.inbox: dict[str, Message] = {}
         self._run = FlowerRun.create_empty(1)
@@ -81,7 +81,7 @@ class InProcessGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Take the messages in; return their ids."""
+        """Queue the messages; return their ids."""
         ids = []
         for message in messages:
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
@@ -90,7 +90,7 @@ class InProcessGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Work on the first waiting message of `message_ids` and return its reply."""
+        """Process the first queued message of `message_ids` and return its reply."""
         wanted = set(message_ids)
         for number in list(self.inbox):
             if number in wanted:
@@ -112,13 +112,13 @@ class InProcessGrid(Grid):
         return self.ask(received)
 
     def ask(self, message: Message) -> Message:
-        """Return the ClientApp's reply, or the error reply Flower would give."""
+        """Return the ClientApp's reply, or Flower's error reply."""
         context = self.contexts.get(message.metadata.dst_node_id)
         if context is None:
             return Message(Error(code=5, reason="Node Unavailable"), reply_to=message)
         try:
             return self.app(message, context)
-        except Exception as error:  # a client's failure is a reply, never the server's
+        except Exception as error:  # a client's failure becomes an error reply
             return Message(Error(code=2, reason=f"{error}".splitlines()[0]), reply_to=message)
 
 

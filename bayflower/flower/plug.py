@@ -1,5 +1,5 @@
-"""A client half behind a user's own network and data: the ClientApp in one call, or two calls
-around a training loop of the user's own.
+"""A client half with the user's own network and data: a ClientApp in one call, or two calls around
+the user's own training loop.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ..wire.protocol import reply_header
 from . import client, records
 from .client import Site
 
-FEW = 8  # samples of a rehearsal
-KEPT = 64  # clients whose data a process keeps
-SITES: dict[tuple[str, int], Site] = {}  # by plug and client: what this process has loaded
+FEW = 8  # samples of a trial step
+KEPT = 64  # clients whose data a process caches
+SITES: dict[tuple[str, int], Site] = {}  # cache of loaded clients, by plug and client
 LOADING = threading.Lock()
 
 
 def make_client_app(
     method: str, *, model: Callable[[], nn.Module], data: Callable[[Context], Any], **options: Any
 ) -> ClientApp:
-    """Return a Flower ClientApp that runs `method` on your network and data; the options are those
-    of `Plug`.
+    """Return a Flower ClientApp that runs `method` on your network and data. `Plug` describes the
+    options.
     """
     return Plug(method, model=model, data=data, **options).app()
 
@@ -53,14 +53,15 @@ class Plug:
     model   a function without arguments that returns a torch.nn.Module: the class, or a lambda
     data    a function from Flower's Context to (train, test): pairs (x, y) of tensors or arrays,
             data sets, or loaders
-    head    the layers of the classifier, by name; one, or a list of prefixes; else an attribute
-            called head, else the last Linear
-    layer   MetaVD and SNIP: the linear layer that will be named as dropout_layer on the strategy
-    state   folder for the client's state; else state-dir of the node's configuration, else
-            bayflower-runs/state at home
+    head    the name of the classifier's layer, or a list of prefixes of names; by default the
+            attribute called head, else the last Linear
+    layer   MetaVD and SNIP: the linear layer that the strategy's dropout_layer will name
+    state   folder for the client's state; by default state-dir of the node's configuration, else
+            bayflower-runs/state in the home folder
     device  cpu, cuda or cuda:N; auto = a GPU if there is one
-    mods    Flower's mods around training, such as its clipping
-    export  what the personal model is saved as after the last round, besides safetensors: pt2, onnx
+    mods    Flower mods around training, such as its clipping
+    export  further formats of the personal model after the last round, besides safetensors: pt2,
+            onnx
     """
 
     def __init__(
@@ -88,14 +89,13 @@ class Plug:
         self.export, self.mods = tuple(export), list(mods)
         if unknown := sorted(set(export) - {"pt2", "onnx"}):
             raise ConfigError(f"export must name pt2 or onnx, got {unknown[0]!r}")
-        # in a simulation every message brings a copy of this object: the copies share what is
-        # loaded
+        # A simulation copies this object for every message. The copies share the cache by name.
         self.name = uuid.uuid4().hex
         self.answers = client.client_app(self.site)
 
     # -- what Flower calls ------------------------------------------------------------------------
     def app(self) -> ClientApp:
-        """Return the ClientApp that answers everything a strategy of Bayflower asks."""
+        """Return the ClientApp that answers all messages of a Bayflower strategy."""
         app = ClientApp()
         app.query()(self.query)
         app.train(mods=self.mods)(self.train)
@@ -103,15 +103,15 @@ class Plug:
         return app
 
     def query(self, message: Message, context: Context) -> Message:
-        """Return who this client is; its network is rehearsed first, so that a wrong one is refused
-        before any training.
+        """Return what this client reports of itself. One trial step runs first, so that an
+        unsuitable network fails before training.
         """
         site = self.site(context)
         rehearse(self.row, site, self.layer)
         return self.answers(message, context)
 
     def train(self, message: Message, context: Context) -> Message:
-        """Return the reply to a round, trained as the strategy says."""
+        """Return the reply to a round, trained with the strategy's settings."""
         self.check(message)
         return client.answer(message, self.site(context), client.train_reply)
 
@@ -125,22 +125,22 @@ class Plug:
         )
 
     def begin(self, message: Message, context: Context) -> Job:
-        """Return the round as a job for a training loop of your own; `Job.reply` ends it."""
+        """Return the round as a job for your own training loop; `Job.reply` ends it."""
         self.check(message)
         return Job(message, self.site(context))
 
     # -- inside -----------------------------------------------------------------------------------
     def check(self, message: Message) -> None:
-        """Raise if the server runs another method."""
+        """Raise if the server runs a different method."""
         asked = str(records.header(message, ("method",))["method"])
         if methods.get(asked).stem != self.row.stem:
             raise ConfigError(
-                f"this client was made for {self.row.name}, the server runs {asked}; name the "
+                f"this client was made for {self.row.name}, but the server runs {asked}; name the "
                 "same method on both sides"
             )
 
     def site(self, context: Context) -> Site:
-        """Return what this client has; data are loaded once in a process."""
+        """Return this client with its data, which are cached in the process."""
         config: Mapping[str, Any] = context.node_config
         if "partition-id" not in config:
             raise ConfigError(
@@ -169,8 +169,8 @@ class Plug:
         )
         if len(test.y) and test.x.shape[1:] != train.x.shape[1:]:
             raise ConfigError(
-                f"train has samples of shape {tuple(train.x.shape[1:])}, test of "
-                f"{tuple(test.x.shape[1:])}; they must agree"
+                f"train has samples of shape {tuple(train.x.shape[1:])}, test has "
+                f"{tuple(test.x.shape[1:])}; give both the same shape"
             )
         model = checked_model(self.model, train.x, torch.cat([train.y, test.y]), self.head)
         root = (
@@ -183,11 +183,11 @@ class Plug:
 
 
 class Job:
-    """One round of one client for a training loop of your own.
+    """One round of one client for your own training loop.
 
-    `model` is your network with what the server sent, in training mode; `train` and `test` are your
-    data. Optimise `parameters()` on `loss(x, y)`, which has the method's own terms, then return
-    `reply()`. A loss of your own on `model` leaves those terms out.
+    `model` is your network with the parameters the server sent, in training mode; `train` and
+    `test` are your data. Minimise `loss(x, y)`, which includes the method's own terms, over
+    `parameters()`. Then return `reply()`. A loss of your own on `model` lacks those terms.
     """
 
     def __init__(self, message: Message, site: Site) -> None:
@@ -199,6 +199,7 @@ class Job:
         self.phase = only_phase(half, method)
         self.begun = client.begin_round(message, self.head, site)
         self.half, self.round = self.begun.half, self.begun.round
+        self.repeated = self.begun.repeated  # the first reply, if the message is a duplicate
         state, broadcast = self.begun.state, self.begun.broadcast
         keys: dict[str, Any] = {"seed": self.begun.seed, "client": site.client}
         self.work: Work = self.half.begin(state, broadcast, self.train)
@@ -212,9 +213,7 @@ class Job:
         self.steps, self.total, self.seen = 0, 0.0, 0
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what to optimise: your network's parameters, and those that the method adds to
-        them.
-        """
+        """Return the parameters to optimise: your network's, and those that the method adds."""
         return list(self.moving.values())
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -238,7 +237,7 @@ class Job:
         return loss
 
     def _now(self) -> Work:
-        """Return the work with the numbers as they are."""
+        """Return the work with the current parameters and buffers."""
         known = dict(self.model.named_buffers())
         buffers = {name: known[name].detach().clone() for name in self.work.buffers}
         return self.work._replace(
@@ -246,10 +245,10 @@ class Job:
         )
 
     def reply(self, train_loss: float | None = None) -> Message:
-        """Return the reply to the server, after the client's state is on disk; to a message that
-        came twice, the first reply.
+        """Save the client's state and return the reply to the server; a duplicate gets the saved
+        reply.
         """
-        saved = self.begun.repeated
+        saved = self.repeated
         if saved is None:
             with solo.one_thread():
                 work = solo.surveyed(self.half, self._now(), self.train)
@@ -277,8 +276,8 @@ def batch(source: Any, what: str, device: torch.device) -> Batch:
 
 
 def only_phase(half: ClientHalf, method: str) -> Phase:
-    """Return the one stretch of training of a round; raise if the method's training is more than
-    descending a loss.
+    """Return the only phase of a round's training; raise if the method does more than minimise one
+    loss.
     """
     phases = half.phases("train")
     if len(phases) != 1 or phases[0].batches != 1 or not half.plain_loop:
@@ -290,8 +289,8 @@ def only_phase(half: ClientHalf, method: str) -> Phase:
 
 
 def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
-    """Do one step of a round on a few samples and forget it; raise ConfigError if the network
-    cannot be trained by the method.
+    """Try one step of a round on a few samples and discard the result; raise ConfigError if the
+    method cannot train the network.
     """
     model, train = site.model, site.data.train
     names = {field.name for field in dataclasses.fields(row.config)}
@@ -325,7 +324,7 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
             half.finish(state, solo.surveyed(half, work, few), few)
     except ConfigError:
         if "dropout_layer" in names and not layer:
-            return  # the strategy may name another layer; it checks that itself
+            return  # the strategy may name another layer, which is checked later
         raise
     except BayflowerError:
         raise

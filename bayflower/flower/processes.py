@@ -1,9 +1,8 @@
-"""The ray and deployment engines: Flower's own programs, started, watched and stopped around one
-run.
+"""The ray and deployment engines: they start, watch and stop Flower's own programs for one run.
 
-Everything happens in a folder of its own, so that Flower's workers cannot pick up another app by
-accident, on ports that were free, with no installation at run time. All processes carry a mark in
-their environment, by which whatever outlives its parent is found and ended.
+The programs run in a temporary folder, so that Flower's workers cannot load another app by
+accident. They use free ports and install nothing at run time. All processes carry a mark in their
+environment, by which a process that outlives its parent is found and ended.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from .control import flwr_json, run_status, submit, write_app
 
 MARK = "BAYFLOWER_MARK"
 START_SECONDS = 60.0
-SILENT_SECONDS = 120.0  # after which a ServerApp that Flower has not started counts as lost
-RESTARTS = 5  # of one SuperNode
-ASK_SECONDS = 20.0  # between two questions to Flower: each starts a Python that imports it
+SILENT_SECONDS = 120.0  # timeout for the start of the ServerApp
+RESTARTS = 5  # cap on restarts of one SuperNode
+ASK_SECONDS = 20.0  # interval of status queries: each starts a Python process that imports Flower
 
 
 class Flower:
@@ -65,7 +64,7 @@ class Flower:
     def __enter__(self) -> Flower:
         try:
             note = self.out / "logs" / "mark"
-            # a run in this folder that was killed may have left processes, which would write to it
+            # processes left by a killed run in this folder would still write to it
             if note.exists():
                 end(note.read_text().strip())
             note.parent.mkdir(parents=True, exist_ok=True)
@@ -106,8 +105,8 @@ class Flower:
         self.stop()
 
     def start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
-        """Return the started program, which ends with this process; what it prints goes to a log in
-        the run's folder.
+        """Return the started program, which ends with this process; its output goes to a log in the
+        run's folder.
         """
         return launch(
             words, self.env, self.folder, self.out / "logs" / f"{name}.log", end_with_parent
@@ -137,7 +136,7 @@ class Flower:
         while time.monotonic() < deadline:
             if self.superlink.poll() is not None:
                 raise BayflowerError(
-                    f"the SuperLink ended at its start (code {self.superlink.returncode}): "
+                    f"the SuperLink failed to start (code {self.superlink.returncode}): "
                     f"{self.tail('superlink')}"
                 )
             try:
@@ -164,7 +163,7 @@ class Flower:
                 self.restarts[client] = self.restarts.get(client, 0) + 1
                 if self.restarts[client] > RESTARTS:
                     raise BayflowerError(
-                        f"the SuperNode of client {client} ended {RESTARTS + 1} times: "
+                        f"the SuperNode of client {client} failed {RESTARTS + 1} times: "
                         f"{self.tail(f'supernode-{client}')}"
                     )
                 self.start_supernode(client)
@@ -187,8 +186,8 @@ class Flower:
         return run_status(self.flwr, run)
 
     def stop(self) -> None:
-        """End every process of this run: asked first, then forced, found by its mark if it has left
-        its parent.
+        """End every process of this run: terminated first, then killed. Orphans are found by their
+        mark.
         """
         started = [*self.supernodes.values(), *([self.superlink] if self.superlink else [])]
         for process in started:
@@ -214,8 +213,8 @@ def run_app(
     show: Callable[[dict[str, Any]], None],
     app: Path | None = None,
 ) -> None:
-    """Run our app under Flower to its end; `show` is told of its progress. Raises if the run
-    failed, whatever Flower's exit code.
+    """Run our app under Flower to its end; `show` receives its progress. Raises if the run failed,
+    even if Flower's exit code is 0.
     """
     if engine == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
@@ -225,7 +224,7 @@ def run_app(
     out = out.resolve()
     status_file = out / "status.json"
     status_file.unlink(missing_ok=True)
-    # so that being asked to end leaves nothing behind either
+    # a terminated run leaves no processes behind either
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with Flower(engine, clients, out, port) as flower:
         run = flower.submit(
@@ -247,8 +246,8 @@ def follow(
     watch: Callable[[], None],
     said: Callable[[], str],
 ) -> None:
-    """Return when the run has finished; raise if it failed, by its own word in `status_file` or
-    Flower's (`state_of`).
+    """Return when the run has finished; raise if `status_file` or Flower (`state_of`) reports a
+    failure.
     """
     asked = begun = time.monotonic()
     while True:
@@ -281,8 +280,8 @@ def follow(
 
 
 def environment(mark: str, home: Path, engine: str) -> dict[str, str]:
-    """Return the environment of Flower's programs: this Python's, marked, without telemetry or
-    installations.
+    """Return the environment of Flower's programs: this process's, with the mark, and without
+    telemetry or installations.
     """
     return {
         **os.environ,
@@ -305,7 +304,7 @@ def launch(
     log_file: Path,
     before: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Return a started program in a session of its own; what it prints is added to `log_file`."""
+    """Return a program started in its own session; its output is appended to `log_file`."""
     program = shutil.which(words[0], path=env["PATH"])
     if program is None:
         raise ConfigError(
@@ -336,14 +335,14 @@ def last_line(path: Path) -> str:
 
 
 def free_port() -> int:
-    """Return a port nobody listens on."""
+    """Return a free port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
 
 
 def check_port(port: int) -> int:
-    """Return `port` if it can be had."""
+    """Return `port`; raise if it is in use."""
     with socket.socket() as sock:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -357,13 +356,13 @@ def check_port(port: int) -> int:
 
 
 def end_with_parent() -> None:
-    """Ask Linux to end this process when its parent dies, however it dies."""
+    """Ask Linux to end this process when its parent dies for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
 
 
 def end(mark: str) -> None:
-    """End every process that carries the mark: asked first, then forced."""
+    """End every process that carries the mark: terminated first, then killed."""
     for attempt in range(20):
         left = marked(mark) if len(mark) == 32 else []
         for pid in left:

@@ -1,5 +1,5 @@
-"""Records ↔ states: what a Flower message carries, and every check of what arrives. The names are
-in `protocol.py`.
+"""Conversion between Flower's records and states, with a check of everything received. The names of
+records and keys are in `wire/protocol.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..wire.protocol import (
     content_bytes,
 )
 
-MOST_VIEWS = 8  # models that a client tests
-MOST_AXES = 16  # of an array
+MOST_VIEWS = 8  # cap on the models that a client tests
+MOST_AXES = 16  # cap on the axes of an array
 __all__ = [
     "BROADCAST",
     "HEADER",
@@ -52,19 +52,19 @@ def to_arrays(tree: Any) -> ArrayRecord:
 
 
 def to_array(tensor: Tensor) -> Array:
-    """Return a tensor as Flower sends it."""
+    """Return a tensor as a Flower Array."""
     return Array.from_torch_tensor(tensor.contiguous())
 
 
 def to_tensors(record: ArrayRecord, consume: bool = False) -> Tensors:
-    """Return the arrays by name; with `consume` each is taken out of the record as it is read, so
-    that it is never held twice.
+    """Return the arrays by name. With `consume`, each array is removed from the record as it is
+    read, so memory never holds two copies of all.
     """
     tensors = {}
     for name in list(record):
         array = record.pop(name) if consume else record[name]
         try:
-            # torch's own alignment: it decides how sums are split, hence bits
+            # cloned for torch's alignment, which affects how sums are split and thus their bits
             tensors[name] = torch.from_numpy(block(array)).clone()
         except (ValueError, TypeError, EOFError, SyntaxError) as error:
             raise WireError(f"array {name!r} cannot be read ({str(error)[:200]})") from None
@@ -72,15 +72,13 @@ def to_tensors(record: ArrayRecord, consume: bool = False) -> Tensors:
 
 
 def block(array: Array) -> np.ndarray:
-    """Return a copy of an array's numbers; its header must tell the truth before anything is
-    allocated.
-    """
+    """Return a copy of an array's numbers; the header is checked before memory is allocated."""
     if array.stype != "numpy.ndarray":
-        raise ValueError(f"serialised as {array.stype[:80]!r}, expected numpy.ndarray")
+        raise ValueError(f"it is serialised as {array.stype[:80]!r}, expected numpy.ndarray")
     file = io.BytesIO(array.data)
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"version {version} of the .npy format is not known")
+        raise ValueError(f"version {version} of the .npy format is not supported")
     read = (
         np.lib.format.read_array_header_1_0
         if version == (1, 0)
@@ -92,7 +90,7 @@ def block(array: Array) -> np.ndarray:
     start, size = file.tell(), math.prod(shape) * dtype.itemsize
     if min(shape, default=1) < 0 or size != len(array.data) - start:
         raise ValueError(
-            f"it should have {size} bytes of numbers and has {len(array.data) - start}"
+            f"its header announces {size} bytes of numbers, but it has {len(array.data) - start}"
         )
     return (
         np.frombuffer(array.data, dtype, offset=start)
@@ -102,10 +100,10 @@ def block(array: Array) -> np.ndarray:
 
 
 def only_arrays(message: Message) -> ArrayRecord:
-    """Return the message's ArrayRecord, whatever it is called; there must be one."""
+    """Return the message's only ArrayRecord, whatever its name."""
     found = list(message.content.array_records.values())
     if len(found) != 1:
-        raise WireError(f"one ArrayRecord was expected, got {len(found)}")
+        raise WireError(f"the message must have one ArrayRecord, got {len(found)}")
     return found[0]
 
 
@@ -118,16 +116,16 @@ def arrays(message: Message, key: str, consume: bool = False) -> Tensors:
 
 
 def header(message: Message, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the message's header, which must have `names` and speak our protocol."""
+    """Return the message's header; raise if a key of `names` is missing or the protocol differs."""
     record = message.content.get(HEADER)
     if not isinstance(record, ConfigRecord):
         raise WireError(
-            f"the ConfigRecord {HEADER!r} is missing; the other side does not run Bayflower"
+            f"the ConfigRecord {HEADER!r} is missing; server and clients must all run Bayflower"
         )
     if record.get("protocol") != PROTOCOL:
         raise WireError(
-            f"protocol {record.get('protocol')!r} is not {PROTOCOL}; both sides need the same "
-            "version of Bayflower"
+            f"protocol must be {PROTOCOL}, got {record.get('protocol')!r}; install the same "
+            "version of Bayflower on server and clients"
         )
     if missing := [name for name in names if name not in record]:
         raise WireError(f"header key {missing[0]!r} is missing")
@@ -140,14 +138,14 @@ def make_header(**values: Any) -> ConfigRecord:
 
 
 def arrays_to_tallies(flat: Mapping[str, Tensor], num_classes: int) -> dict[str, Tally]:
-    """Return the tallies by view, which must be what a test with `num_classes` classes can give."""
+    """Return the tallies by view; raise if a test with `num_classes` classes cannot give them."""
     views = sorted({name.split("/", 1)[0] for name in flat})
     if len(views) > MOST_VIEWS or not all(
         re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", view) for view in views
     ):
         raise WireError(
-            f"test results must be of at most {MOST_VIEWS} models with plain names, got "
-            f"{str(views)[:80]}"
+            f"test results must be for at most {MOST_VIEWS} models, named by lower-case letters, "
+            f"digits, - and _, got {str(views)[:80]}"
         )
     result = {}
     for view in views:
@@ -159,15 +157,15 @@ def arrays_to_tallies(flat: Mapping[str, Tensor], num_classes: int) -> dict[str,
         tally = matching(own, zero(num_classes))
         if not possible(tally):
             raise WireError(
-                f"the test result {view!r} contradicts itself: counts are negative or do not add up"
+                f"the test result {view!r} is inconsistent: counts are negative or do not add up"
             )
         result[view] = tally
     return result
 
 
 def weigh(content: RecordDict, most: int) -> None:
-    """Raise if a message holds more than `most` million bytes, or arrays that say they are larger
-    than they are.
+    """Raise if a message has more than `most` million bytes, or an array declares more than it
+    holds.
     """
     total = 0
     for record in content.values():
@@ -179,8 +177,8 @@ def weigh(content: RecordDict, most: int) -> None:
                     value.dtype
                 ).itemsize > len(value.data):
                     raise WireError(
-                        f"array {name[:80]!r} says it has shape {str(value.shape)[:80]}, more "
-                        f"than its {len(value.data)} bytes"
+                        f"array {name[:80]!r} declares shape {str(value.shape)[:80]}, but has "
+                        f"only {len(value.data)} bytes"
                     )
             else:
                 total += (
@@ -191,12 +189,12 @@ def weigh(content: RecordDict, most: int) -> None:
                     else 8
                 )
     if total > most * 1_000_000:
-        raise WireError(f"the message has {total} bytes, more than max_message_mb = {most} allows")
+        raise WireError(f"the message has {total} bytes; max_message_mb = {most} allows fewer")
 
 
 def copy_content(content: RecordDict) -> RecordDict:
-    """Return the records in new containers, the immutable arrays shared: what a receiver changes is
-    not the sender's.
+    """Return the records in new containers that share the immutable arrays, so that changes by the
+    receiver do not affect the sender.
     """
     return RecordDict({name: type(record)(dict(record)) for name, record in content.items()})  # type: ignore[arg-type]
 

@@ -1,5 +1,5 @@
-"""The check of every reply, before anything of it reaches a sum: who sent it, for which round, and
-whether its content can be true.
+"""The check of every reply before it is aggregated: its sender, its round, and whether its content
+is plausible.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from . import bounds, records
 from .exchange import Member, reason
 from .wrapped import Form
 
-LARGEST_LOSS = 1e30  # a loss beyond it cannot be averaged, and training has diverged long before
+LARGEST_LOSS = 1e30  # larger losses are rejected: training has diverged
 
 
 class Expected(NamedTuple):
-    """What the replies of one round must be replies to."""
+    """What a valid reply of this round must match."""
 
     run: str
     method: str
@@ -36,7 +36,7 @@ class Expected(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """A reply to train that can be used."""
+    """A valid reply to a training request."""
 
     update: Any
     tallies: dict[str, Tally]
@@ -44,8 +44,8 @@ class Accepted(NamedTuple):
 
 
 def sender(reply: Message, expected: Expected) -> int:
-    """Return the client a reply comes from; raise if it is too large, or not a reply to what was
-    asked in this round.
+    """Return the client that sent a reply; raise if the reply is too large or does not answer a
+    request of this round.
     """
     if reply.has_error():
         raise records.WireError(f"the client failed: {reason(reply)}")
@@ -58,11 +58,11 @@ def sender(reply: Message, expected: Expected) -> int:
         else None
     )
     if member is None:
-        raise records.WireError(f"client {repr(client)[:80]} is not known")
+        raise records.WireError(f"client {repr(client)[:80]} is unknown")
     if member.node != reply.metadata.src_node_id:
-        raise records.WireError(f"it says it is client {client}, which is another node")
+        raise records.WireError(f"it claims client {client}, which is held by another node")
     if client not in expected.asked:
-        raise records.WireError(f"client {client} was not asked in this round")
+        raise records.WireError(f"client {client} was not sampled in this round")
     for name in ("round", "run", "method"):
         if head[name] != getattr(expected, name):
             raise records.WireError(
@@ -79,11 +79,11 @@ def accept(
     state: Any,
     done: Container[int],
 ) -> Accepted:
-    """Return the content of a reply to train that can be used; raise with the reason otherwise.
-    `client` is its `sender`.
+    """Return the content of a valid reply to a training request of `client`; raise with the reason
+    if it is invalid.
     """
     if client in done:
-        raise records.WireError("a second reply in the same round")
+        raise records.WireError("duplicate reply in the same round")
     declared = expected.members[client].facts.train_size
     update = half.unpack(state, expected.form.update(reply, state))
     why = half.check(state, client, update) or bounds.problem(
@@ -100,22 +100,22 @@ def accept(
 
 
 def tested(reply: Message, expected: Expected) -> tuple[int, dict[str, Tally]]:
-    """Return (client, tallies by view) of a reply to evaluate."""
+    """Return (client, tallies by view) of a reply to a test request."""
     client = sender(reply, expected)
     return client, tallies_of(reply, expected, client)
 
 
 def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Tally]:
-    """Return the tallies of a reply by view, which must be what a test of this client's data can
-    give.
+    """Return the tallies of a reply by view; raise if a test on this client's data cannot give
+    them.
     """
     tallies = records.arrays_to_tallies(records.arrays(reply, records.TALLY), expected.num_classes)
     most = 2 * expected.members[client].facts.test_size
     for view, tally in tallies.items():
         if int(tally.num_examples) > most:
             raise records.WireError(
-                f"the test result {view!r} is of {int(tally.num_examples)} samples, more than "
-                "twice what the client had"
+                f"the test result {view!r} counts {int(tally.num_examples)} samples, more than "
+                "twice the number the client reported"
             )
     if "personal" not in tallies:
         raise records.WireError("the test result of the personal model is missing")
@@ -127,8 +127,8 @@ def train_loss(reply: Message) -> float:
     loss = metric(reply, records.TRAIN_LOSS)
     if not isinstance(loss, (int, float)) or not math.isfinite(loss) or abs(loss) > LARGEST_LOSS:
         raise records.WireError(
-            f"{records.TRAIN_LOSS} must be a finite number of size up to {LARGEST_LOSS:g}, got "
-            f"{str(loss)[:80]}"
+            f"{records.TRAIN_LOSS} must be a finite number in [-{LARGEST_LOSS:g}, "
+            f"{LARGEST_LOSS:g}], got {str(loss)[:80]}"
         )
     return float(loss)
 

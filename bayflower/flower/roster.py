@@ -1,10 +1,10 @@
-"""Who takes part: clients that come late, go, come back, or must be left out. Known by the number
-each reports, never by its node.
+"""The clients of a run: late joiners, drop-outs, rejoining and excluded clients. A client is known
+by the number it reports, never by its node.
 
-present    asked in a round, if it is drawn
-left       its node is gone, or it was silent for `leave_after` rounds: no longer part of any total,
-           welcome back (if it was silent and its node is still there, after as many rounds)
-excluded   `max_faults` replies in a row could not be used: not asked again in this run
+present    may be sampled for a round
+left       its node is offline, or it sent no reply for `leave_after` rounds. It is dropped from all
+           totals and may rejoin (a silent client whose node is online: after `leave_after` rounds)
+excluded   `max_faults` invalid replies in a row: gets no more messages in this run
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from ..wire.hello import ClientInfo, Summary, agreed, disagreement, summary
 from . import bounds
 from .exchange import POLL_SECONDS, Member, NodeHistory, query
 
-QUERY_SECONDS = 60.0  # how long a node that appeared during a run is given to say who it is
+QUERY_SECONDS = 60.0  # timeout of the first query to a node that appeared during a run
 
 
 class Membership(NamedTuple):
-    """Who was there when a run began or ended, and the network they share."""
+    """The clients present when a run began or ended, and the network they share."""
 
     members: dict[int, Member]
     common: ClientInfo
 
 
 class Change(NamedTuple):
-    """Clients that train and have come for the first time, and those that are no longer part of any
-    total.
-    """
+    """Training clients that joined for the first time, and clients dropped from all totals."""
 
     joined: list[int]
     left: list[int]
@@ -50,50 +48,48 @@ class Roster:
         self.history = NodeHistory(limits.ask_again_seconds)
         self.members: dict[int, Member] = {}
         self.common: ClientInfo | None = None
-        self.admitted: set[int] = set()  # clients that ever were in training
+        self.admitted: set[int] = set()  # clients that have ever been in training
         self.left: set[int] = set()
         self.excluded: set[int] = set()
-        self.returned: set[int] = set()  # back after having left; told so with the next message
-        self.accepted: dict[int, int] = {}  # the last round whose reply was used
-        self.unused: set[int] = set()  # asked since then, without a reply that was used
-        self.faults: dict[int, int] = {}  # replies in a row that could not be used
-        self.silent: dict[int, int] = {}  # rounds in a row without any reply
-        # clients and claims of which it was said that they were cut down
-        self.moderated: set[tuple[int, str]] = set()
-        # clients of which it was said that they count for fewer samples than they have
-        self.capped: set[int] = set()
-        # rounds for which a client that left in silence is not asked, though its node is there
+        self.returned: set[int] = set()  # rejoined; the next message tells them so
+        self.accepted: dict[int, int] = {}  # by client: the last round whose reply was used
+        self.unused: set[int] = set()  # clients whose last request gave no usable reply
+        self.faults: dict[int, int] = {}  # by client: invalid replies in a row
+        self.silent: dict[int, int] = {}  # by client: rounds in a row without any reply
+        self.moderated: set[tuple[int, str]] = set()  # (client, claim) already reported as capped
+        self.capped: set[int] = set()  # clients whose sample count was already reported as capped
+        # by client that left because it was silent: rounds until its online node is queried again
         self.pause: dict[int, int] = {}
-        self.refused: dict[int, int] = {}  # by node: how often it could not say who it is
-        self.claims: dict[int, int] = {}  # by node: the client it says it is, which another node is
+        self.refused: dict[int, int] = {}  # by node: number of invalid replies to a query
+        self.claims: dict[int, int] = {}  # by node: the client it claims, held by another node
 
     # -- reading ----------------------------------------------------------------------------------
     def present(self) -> list[int]:
-        """Return all clients that can be asked, in order."""
+        """Return all clients that can be sampled, in order."""
         return sorted(set(self.members) - self.left - self.excluded)
 
     def training(self) -> list[int]:
-        """Return the clients that can be asked to train."""
+        """Return the clients that can be sampled for training."""
         return [client for client in self.present() if not self.members[client].new]
 
     def client_at(self, node: int) -> int | None:
-        """Return the client that a node is."""
+        """Return the client at `node`, or None."""
         return next(
             (member.client for member in self.members.values() if member.node == node), None
         )
 
     def nodes(self, clients: Iterable[int]) -> list[int]:
-        """Return where the clients are."""
+        """Return the nodes of the clients."""
         return [self.members[client].node for client in clients]
 
     def membership(self) -> Membership:
-        """Return who is there now."""
+        """Return the present clients and their network."""
         assert self.common is not None
         return Membership({client: self.members[client] for client in self.present()}, self.common)
 
     def summary(self, dataset: str) -> Summary:
-        """Return the federation as a result file describes it: everyone who took part, those
-        included that have left.
+        """Return the federation as a result file describes it: every client that took part,
+        including those that left.
         """
         facts = {client: member.facts for client, member in self.members.items()}
         new = {client: fact for client, fact in facts.items() if self.members[client].new}
@@ -102,8 +98,8 @@ class Roster:
         )
 
     def notices(self, client: int) -> dict[str, Any]:
-        """Return what a client must be told besides its work: which of its states counts, and that
-        it had been dropped.
+        """Return the extra keys of a client's header: the last accepted round, if a later reply was
+        not used, and whether the client had been dropped.
         """
         found: dict[str, Any] = (
             {"accepted": self.accepted.get(client, 0)} if client in self.unused else {}
@@ -111,41 +107,42 @@ class Roster:
         return {**found, "returned": True} if client in self.returned else found
 
     def state_round(self, client: int, round: int) -> int:
-        """Return the last round up to `round` whose state of a client counts."""
+        """Return the last round up to `round` after which the server uses a client's state."""
         return self.accepted.get(client, 0) if client in self.unused else round
 
     # -- who is there -----------------------------------------------------------------------------
     def gather(self, grid: Grid, least: int, wait: float) -> None:
-        """Wait for `least` nodes and learn who they are; all must agree on the network."""
+        """Wait for `least` nodes and query them; all clients must have the same network."""
         deadline = time.monotonic() + wait
         while len(nodes := sorted(grid.get_node_ids())) < least:
             if time.monotonic() > deadline:
                 raise BayflowerError(
-                    f"{len(nodes)} of {least} clients came within {wait:.0f} s; start the others"
+                    f"{len(nodes)} of {least} clients connected within {wait:.0f} s; start the "
+                    "others"
                 )
             time.sleep(POLL_SECONDS)
         for member in query(grid, nodes, wait, self.history, self._refuse):
             known = self.members.get(member.client)
             if known is not None and known.node != member.node:
                 raise BayflowerError(
-                    f"two nodes say they are client {member.client}; give each its own partition-id"
+                    f"nodes {known.node} and {member.node} both claim client {member.client}; give "
+                    "each node its own partition-id"
                 )
             self.members[member.client] = member
         if not self.training():
             faults = self.journal.faults
             raise BayflowerError(
-                f"no client answered the first query. Last: {faults[-1] if faults else 'no reply'}"
+                "no client answered the first query; last fault: "
+                f"{faults[-1] if faults else 'no reply'}"
             )
         self.common = agreed({client: member.facts for client, member in self.members.items()})
 
     def take(self, roll: Membership) -> None:
-        """Begin with those whom a strategy before this one found."""
+        """Start with the clients that an earlier strategy found."""
         self.members, self.common = dict(roll.members), roll.common
 
     def refresh(self, grid: Grid, timeout: float) -> Change:
-        """Look who has come and gone since the last round; nodes are queried only if there are
-        unknown ones.
-        """
+        """Return who joined and who left since the last round. Only unknown nodes are queried."""
         before, admitted = set(self.present()), set(self.admitted)
         nodes = set(grid.get_node_ids())
         gone = [client for client in self.present() if self.members[client].node not in nodes]
@@ -166,11 +163,11 @@ class Roster:
         return Change(joined, sorted(before - set(self.present())))
 
     def find(self, grid: Grid, lost: Iterable[int], timeout: float) -> None:
-        """Wait until the lost clients are back, perhaps as other nodes, and learn where they are.
+        """Wait until the lost clients are back, perhaps at other nodes, and update their nodes.
 
-        A node that is online again under its number is who it was. Only others are queried, and
-        with patience: a machine that has just come back may be slow, and a second query would only
-        wait behind the first.
+        A node that is online again with its old id holds its old client. Only other nodes are
+        queried, with a long timeout: a machine that has just restarted may be slow, and a second
+        query would only queue behind the first.
         """
         deadline = time.monotonic() + timeout
         missing, answered = set(lost), set[int]()
@@ -200,8 +197,8 @@ class Roster:
     def settle(
         self, round: int, asked: Iterable[int], used: Mapping[int, Any], answered: set[int]
     ) -> list[int]:
-        """Take note of who of those `asked` gave a reply that was `used`, or `answered` at all;
-        return who is no longer part of totals.
+        """Update the counts of the clients `asked` from those whose reply was `used` and those that
+        `answered` at all; return the clients dropped from the totals.
         """
         dropped = []
         for client in asked:
@@ -218,7 +215,7 @@ class Roster:
                 if self.faults[client] >= self.limits.max_faults:
                     self.excluded.add(client)
                     self.journal.fault(
-                        f"client {client}: {self.faults[client]} replies in a row were not used; "
+                        f"client {client}: {self.faults[client]} invalid replies in a row; "
                         "excluded from the run "
                         f"(max_faults is {self.limits.max_faults})",
                         client,
@@ -233,8 +230,8 @@ class Roster:
         return dropped
 
     def caps(self, chosen: Iterable[int]) -> dict[int, int]:
-        """Return for how many samples the clients count that would have more than `max_share` of
-        the round, and say so once.
+        """Return the capped sample counts of clients with more than `max_share` of the round's
+        samples; report each such client once.
         """
         share, sizes = (
             self.limits.max_share,
@@ -243,15 +240,15 @@ class Roster:
         found = bounds.caps(sizes, share) if share < 1 else {}
         for client in sorted(set(found) - self.capped):
             self.journal.fault(
-                f"client {client} has {sizes[client]} samples and counts for {found[client]} "
+                f"client {client}: its {sizes[client]} samples are counted as {found[client]} "
                 f"(max_share is {share:g})"
             )
         self.capped |= set(found)
         return found
 
     def moderate(self, half: ServerHalf, state: Any, updates: dict[int, Any]) -> dict[int, Any]:
-        """Return the updates of a round with nobody's claims above `max_share` of all, and say once
-        whose were cut down.
+        """Return the updates of a round with every claim capped at `max_share` of the total; report
+        each capped claim once.
         """
         if not updates:
             return {}
@@ -266,15 +263,15 @@ class Roster:
             if new:
                 least = min(cut.factor for cut in new)
                 self.journal.fault(
-                    f"client {client} counts for less than it claims, {least:.2g} of it at the "
-                    "least, of "
-                    f"{', '.join(cut.name for cut in new)} (max_share is {self.limits.max_share:g})"
+                    f"client {client}: its claims on {', '.join(cut.name for cut in new)} are "
+                    f"capped, at the least to {least:.2g} of what it claimed (max_share is "
+                    f"{self.limits.max_share:g})"
                 )
         return kept
 
     # -- memory -----------------------------------------------------------------------------------
     def memory(self) -> dict[str, Any]:
-        """Return what a resumed run must know, in JSON's types."""
+        """Return what a resumed run needs, in JSON types."""
         return {
             "admitted": sorted(self.admitted),
             "left": sorted(self.left | self.excluded),
@@ -283,8 +280,8 @@ class Roster:
         }
 
     def remember(self, memory: Mapping[str, Any]) -> Change:
-        """Go on from what `memory` returned; return who is new since then, and who of those that
-        took part is not there.
+        """Continue from what `memory` returned; return the clients that are new since then, and the
+        earlier clients that are absent.
         """
         here = set(self.training())
         if not memory:  # written by an engine whose clients never change
@@ -298,14 +295,14 @@ class Roster:
         absent = sorted(self.admitted - here - self.left)
         joined = sorted(here - self.admitted)
         for client in absent:
-            self._leave(client, "it was not there when the run went on")
+            self._leave(client, "it was absent when the run was resumed")
         self.admitted |= here
         return Change(joined, absent)
 
     # -- inside -----------------------------------------------------------------------------------
     def _unknown(self, nodes: set[int]) -> list[int]:
-        """Return the nodes to ask who they are: not known, not hopeless, and not one that says it
-        is a client that is there.
+        """Return the nodes to query: not known, not given up, and not claiming a client that is
+        present at another node.
         """
         known = {
             member.node
@@ -327,8 +324,8 @@ class Roster:
             self._welcome(member, nodes)
 
     def _welcome(self, member: Member, nodes: set[int]) -> None:
-        """Take in a client that came late, came back or moved to another node; refuse one that is
-        somebody else.
+        """Admit a client that joins late, rejoins or moved to another node; ignore a node that
+        claims a client held by another node.
         """
         client, known = member.client, self.members.get(member.client)
         if client in self.excluded:
@@ -342,8 +339,8 @@ class Roster:
         ):
             if self.claims.get(member.node) != client:
                 self.journal.fault(
-                    f"node {member.node} says it is client {client}, which node {known.node} is; "
-                    "left out"
+                    f"node {member.node} claims client {client}, already held by node "
+                    f"{known.node}; ignored"
                 )
             self.claims[member.node] = client
             return
@@ -360,7 +357,7 @@ class Roster:
         self.members[client] = member
 
     def _fits(self, member: Member) -> bool:
-        """Return whether the client's network is the one that all share; if not, say so."""
+        """Return whether the client has the network that all share; report it if not."""
         why = disagreement(member.facts, self.common) if self.common is not None else None
         if why is not None:
             self._refuse(member.node, f"client {member.client}: {why}")
@@ -374,6 +371,6 @@ class Roster:
         self.left.add(client)
         self.silent.pop(client, None)
         self.journal.fault(
-            f"client {client} has left: {why}; it is not part of the totals until it is back",
+            f"client {client} has left: {why}; it is dropped from the totals until it rejoins",
             client,
         )

@@ -1,7 +1,7 @@
-"""One exchange with the clients of a round: what is asked, what came, and what is used.
+"""One round: the messages to its clients, their replies, and the aggregation.
 
-Replies are added as they come: memory for one sum and one reply. A reply that cannot be used is
-reported and left out; whatever a client sends, it does not end the others' run.
+Replies are aggregated as they arrive, so memory holds one sum and one reply. An invalid reply is
+reported and ignored: no reply of a client can stop the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("bayflower")
 
 
 class RunFacts(NamedTuple):
-    """What stays the same in all rounds of a run."""
+    """What all rounds of a run share."""
 
     run: str
     row: Method
@@ -44,14 +44,14 @@ class RunFacts(NamedTuple):
 
 
 class Collected:
-    """What was used of the replies to train."""
+    """What a round keeps of the replies to its training requests."""
 
     def __init__(self) -> None:
         self.total = Total()
         self.losses: dict[int, tuple[int, float]] = {}  # samples and mean loss by client
-        self.metrics: list[RecordDict] = []  # of the replies, for functions of the user's
+        self.metrics: list[RecordDict] = []  # metrics of the replies, for the user's functions
         self.tested: Views = {}
-        self.answered: set[int] = set()  # clients whose reply could not be used
+        self.answered: set[int] = set()  # clients whose reply was invalid
         self.bytes_up = 0
 
 
@@ -69,17 +69,15 @@ class Round:
     ) -> None:
         self.facts, self.form, self.half, self.state = facts, form, half, state
         self.request, self.number = request, request.round
-        self.caps = caps or {}  # clients that count for fewer samples than they have
-        self.sent: dict[int, int] = {}  # bytes sent to each client
-        self.asked: dict[str, int] = {}  # node a message went to
+        self.caps = caps or {}  # by client: its capped number of samples
+        self.sent: dict[int, int] = {}  # by client: bytes sent
+        self.asked: dict[str, int] = {}  # by message id: its node
 
     # -- what is asked -----------------------------------------------------------------------------
     def messages(
         self, request: Request, nodes: Iterable[int] | None = None, ttl: float | None = None
     ) -> Iterator[Message]:
-        """Yield the messages of a request, or those to some of its nodes, made when they are asked
-        for.
-        """
+        """Yield the messages of a request, or those to `nodes` only. Each is built when needed."""
         facts, roster = self.facts, self.facts.roster
         instructions = make_instructions(facts.training, facts.options)
         content_for = self.form.contents(self.half, self.state)
@@ -103,7 +101,7 @@ class Round:
             yield Message(content, dst_node_id=member.node, message_type=request.kind, ttl=ttl)
 
     def exchange(self, grid: Grid, timeout: float, retries: int) -> Iterator[Message]:
-        """Yield the replies to the request; a client whose node or process was lost is asked again
+        """Yield the replies to the request. A client whose node or process was lost gets a retry
         once it is back.
         """
         request, roster = self.request, self.facts.roster
@@ -125,13 +123,13 @@ class Round:
             request = request._replace(clients=sorted(lost))
 
     def client_of(self, reply: Message) -> int | None:
-        """Return the client that was asked what `reply` answers, if it is known."""
+        """Return the client that `reply` comes from, or None if its node is unknown."""
         node = self.asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
         return self.facts.roster.client_at(node)
 
     # -- what came, and what is used ---------------------------------------------------------------
     def expected(self) -> replies.Expected:
-        """Return what the replies must be replies to."""
+        """Return what a valid reply of this round must match."""
         facts, common = self.facts, self.facts.roster.common
         assert common is not None
         return replies.Expected(
@@ -148,21 +146,21 @@ class Round:
         )
 
     def collect(self, incoming: Iterable[Message], keep_metrics: bool) -> Collected:
-        """Return the sum of what can be used of the replies to train."""
+        """Return the aggregate of the valid replies to training requests."""
         found, expected, half = Collected(), self.expected(), self.half
-        held: dict[int, Any] = {}  # updates whose weight depends on what the others claim
+        held: dict[int, Any] = {}  # updates whose weight depends on the other clients' claims
         wait = self.facts.limits.max_share < 1 and half.has_claims
         for reply in incoming:
             try:
                 client = replies.sender(reply, expected)
-                size = records.num_bytes(reply.content)  # before `accept` takes the arrays out
+                size = records.num_bytes(reply.content)  # `accept` removes the arrays
                 accepted = replies.accept(reply, client, expected, half, self.state, found.losses)
                 if wait:
                     held[client] = accepted.update
                 else:
                     found.total.add(half.statistic(self.state, client, accepted.update))
                 count = int(accepted.update.num_examples)
-            except Exception as error:  # whatever a client sends, it must not end the others' run
+            except Exception as error:  # an invalid reply of one client must not stop the run
                 self.fault(reply, error)
                 lost = reply.has_error() and reply.error.code in LOST
                 if not lost and (asked := self.client_of(reply)) is not None:
@@ -175,13 +173,13 @@ class Round:
             found.bytes_up += size
             for view, tally in accepted.tallies.items():
                 found.tested.setdefault(view, {})[client] = tally
-            del accepted, reply  # before the next one comes
+            del accepted, reply  # frees the memory before the next reply
         for client, update in self.facts.roster.moderate(half, self.state, held).items():
             found.total.add(half.statistic(self.state, client, update))
         journal = self.facts.journal
         for client in sorted(set(self.sent) - set(found.losses) - journal.blamed):
             journal.fault(
-                f"round {self.number}, client {client}: no reply before the timeout; left out of "
+                f"round {self.number}, client {client}: no reply before the timeout; ignored in "
                 "this round",
                 client,
             )
@@ -190,7 +188,7 @@ class Round:
     def tallies(
         self, incoming: Iterable[Message], keep_metrics: bool
     ) -> tuple[Views, Views, list[RecordDict]]:
-        """Return the test results by view of the training clients and of the new ones, and the
+        """Return the test results by view of the training clients and of the new clients, and the
         metrics of the training clients' replies.
         """
         metrics: list[RecordDict] = []
@@ -211,7 +209,7 @@ class Round:
         return views, new, metrics
 
     def fault(self, reply: Message, error: Exception) -> None:
-        """Write down why a reply was not used."""
+        """Report why a reply was not used."""
         known = isinstance(error, (BayflowerError, ValueError))
         text = str(error) if known else f"{type(error).__name__}: {error}"
         client = self.client_of(reply)

@@ -1,6 +1,6 @@
-"""Any server half as a Flower Strategy: Flower's interface and the course of a run.
+"""Any server half as a Flower Strategy: Flower's interface and the sequence of rounds.
 
-What is asked in a round, and what is used of the replies: `round.py`. Who is there: `roster.py`.
+Messages and aggregation of one round are in `round.py`, the clients of the run in `roster.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .wrapped import Form, OwnForm, WrappedForm
 log = logging.getLogger("bayflower")
 # Flower's kind of function that aggregates metrics
 MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
-EMPTY_ROUNDS = 3  # rounds in a row without any valid reply after which a run stops
+EMPTY_ROUNDS = 3  # a run stops after this many rounds in a row without a valid reply
 
 
 class BayflowerStrategy(Strategy):
@@ -93,7 +93,8 @@ class BayflowerStrategy(Strategy):
         self.training, self.options, self.limits = parsed.training, parsed.options, parsed.limits
         self.fraction_train, self.min_train_nodes = fraction_train, min_train_nodes
         self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes
-        self.weighted_by_key, self.arrayrecord_key = weighted_by_key, arrayrecord_key
+        self.weighted_by_key = weighted_by_key
+        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn
         self.min_available_nodes, self.min_replies = min_available_nodes, min_replies
@@ -101,7 +102,7 @@ class BayflowerStrategy(Strategy):
         self.progress, self.after_round = progress, after_round
         self.resume, self.wait = resume, wait
         self.run = resume.run if resume else run or uuid.uuid4().hex
-        self.roll = roll  # who is there, if somebody has asked before
+        self.roll = roll  # the clients, if an earlier strategy has queried them
         self.records: list[RoundRecord] = list(resume.records) if resume else []
         self.faults: list[str] = list(resume.faults) if resume else []
         self.journal = Journal(self.run, self.faults)
@@ -109,10 +110,10 @@ class BayflowerStrategy(Strategy):
         self.half: ServerHalf | None = None
         self.state: Any = None
         self.outcome: Outcome | None = None
-        self.form: Form = OwnForm(arrayrecord_key, configrecord_key)
-        self._round: Round | None = None  # the exchange that is under way
+        self._wrapped: ArrayRecord | None = None  # what a strategy around this one wants sent
+        self._round: Round | None = None  # the current round
         self._empty = 0  # rounds in a row without a valid reply
-        self._driven = False  # whether `start` is ours; if not, another strategy is around this one
+        self._driven = False  # True if our own `start` runs; False inside another strategy
 
     # -- Flower's interface -----------------------------------------------------------------------
     def start(
@@ -125,8 +126,8 @@ class BayflowerStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Return Flower's Result after `num_rounds` and a final test; `outcome` then holds every
-        tally and state.
+        """Return Flower's Result after `num_rounds` and a final test; `outcome` then holds all
+        tallies and states.
         """
         self.summary()
         self._driven = True
@@ -171,7 +172,7 @@ class BayflowerStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterator[Message]:
-        """Yield one message for each client of the round, made when it is asked for."""
+        """Yield one message for each client of the round, built when needed."""
         self._host(server_round, arrays, grid)
         asked = self._training_round(server_round, config)
         return asked.messages(asked.request)
@@ -179,8 +180,8 @@ class BayflowerStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Add the replies as they come and return the new global arrays; a reply that cannot be
-        used is reported and left out.
+        """Aggregate the replies as they arrive and return the new global arrays; an invalid reply
+        is reported and ignored.
         """
         trained = self._aggregate(server_round, replies)
         return (None if trained is None else self._arrays()), trained
@@ -188,7 +189,7 @@ class BayflowerStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterator[Message]:
-        """Yield one message for every client, those that never trained included."""
+        """Yield one message for every client, including new clients."""
         self._host(server_round, arrays, grid)
         asked = self._test_round(server_round, config)
         return asked.messages(asked.request)
@@ -196,8 +197,8 @@ class BayflowerStrategy(Strategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Return the personal models' metrics on the clients' own test data, or what
-        `evaluate_metrics_aggr_fn` makes of the replies'.
+        """Return the personal models' metrics on the clients' own test data, or the result of
+        `evaluate_metrics_aggr_fn`.
         """
         keep = self.evaluate_metrics_aggr_fn is not None
         views, new, numbers = self._now().tallies(replies, keep)
@@ -207,12 +208,12 @@ class BayflowerStrategy(Strategy):
             return None
         if "personal" not in views:
             raise BayflowerError(
-                f"round {server_round}: no client could be tested. Last: "
+                f"round {server_round}: no client could be tested; last fault: "
                 f"{self.faults[-1] if self.faults else 'no reply'}"
             )
         if self.records and all(record["train_loss"] is None for record in self.records):
             raise BayflowerError(
-                f"no client could be trained in any round. Last: {self.faults[-1]}"
+                f"no client could be trained in any round; last fault: {self.faults[-1]}"
             )
         if self.records:
             self.records[-1].update(curve_point(views))
@@ -229,9 +230,7 @@ class BayflowerStrategy(Strategy):
 
     # -- the course of a run ----------------------------------------------------------------------
     def _begin(self, grid: Grid, initial: ArrayRecord, timeout: float) -> int:
-        """Learn who is there, make the first state, or go on from
-        the last; return the first round.
-        """
+        """Query the clients; make the first state or restore the last; return the first round."""
         if self.roll is None:
             self.roster.gather(
                 grid, self.min_available_nodes, timeout if self.wait is None else self.wait
@@ -247,24 +246,23 @@ class BayflowerStrategy(Strategy):
         return self.resume.round + 1
 
     def _host(self, round: int, arrays: ArrayRecord, grid: Grid) -> None:
-        """Begin, or go on, inside another strategy, which calls what our `start` would."""
+        """Prepare a round inside another strategy, which runs in place of our `start`."""
         if self._driven:
             return
         if why := wrapped.refusal(self.row):
-            raise ConfigError(f"{why}; call start() of {self.row.title} itself")
+            raise ConfigError(f"{why}; use {self.row.title} without a wrapper")
         if self.half is None:
             self._begin(grid, arrays, 3600.0 if self.wait is None else self.wait)
             if whole := wrapped.counters(self.state):
                 raise ConfigError(
-                    f"{whole[0]!r} holds a whole number, which Flower's clipping cannot scale; "
+                    f"buffer {whole[0]!r} holds integers, which Flower's clipping cannot scale; "
                     "use a network without it"
                 )
         elif round != self.journal.round:
             self._apply(self.roster.refresh(grid, 60.0))
         if round != self.journal.round:
             self.journal.begin(round)
-        self.form = WrappedForm(arrays, self.arrayrecord_key)
-        self.state = wrapped.adopted(self.state, arrays)
+        self._wrapped, self.state = arrays, wrapped.adopted(self.state, arrays)
 
     def _initialise(self, anatomy: Anatomy, initial: Tensors) -> None:
         for name in (*anatomy.trainable, *anatomy.buffers):
@@ -282,7 +280,7 @@ class BayflowerStrategy(Strategy):
         self.state = self.half.init(params, buffers, tuple(self.roster.training()))
 
     def _apply(self, change: Change) -> None:
-        """Let the method know who came and who went."""
+        """Tell the method which clients joined and which left."""
         for client in change.joined:
             self.state = self._half().admit(self.state, client)
         for client in change.left:
@@ -290,8 +288,8 @@ class BayflowerStrategy(Strategy):
                 self.state = self._half().forget(self.state, client)
 
     def _aggregate(self, server_round: int, incoming: Iterable[Message]) -> MetricRecord | None:
-        """Add what can be used of the replies and take the step; return the round's numbers, None
-        if there was no reply.
+        """Aggregate the valid replies and update the server's state; return the round's metrics,
+        None without a valid reply.
         """
         half, asked = self._half(), self._now()
         found = asked.collect(incoming, self.train_metrics_aggr_fn is not None)
@@ -316,21 +314,22 @@ class BayflowerStrategy(Strategy):
         return MetricRecord({records.TRAIN_LOSS: self.records[-1]["train_loss"], **report})
 
     def _require(self, round: int, valid: int) -> None:
-        """Stop the run if too few replies can be used, or none in several rounds."""
+        """Stop the run if the round has too few valid replies, or several rounds had none."""
         if valid < self.min_replies and (valid or self.min_replies > 1):
             number = f"{valid} valid replies" if valid else "no valid reply"
             raise BayflowerError(
-                f"round {round}: {number}, min_replies is {self.min_replies}; stopped"
+                f"round {round}: {number}, min_replies is {self.min_replies}; the run stopped"
             )
         if valid:
             self._empty = 0
             return
-        self.journal.fault(f"round {round}: no valid reply; the global state stays as it was")
+        self.journal.fault(f"round {round}: no valid reply; the global state is unchanged")
         self._empty += 1
         if self._empty == EMPTY_ROUNDS:
             last = self.faults[-2] if len(self.faults) > 1 else self.faults[-1]
             raise BayflowerError(
-                f"no valid reply in {EMPTY_ROUNDS} rounds in a row; stopped. Last: {last}"
+                f"no valid reply in {EMPTY_ROUNDS} rounds in a row; the run stopped; last fault: "
+                f"{last}"
             )
 
     # -- what is asked ---------------------------------------------------------------------------
@@ -341,23 +340,22 @@ class BayflowerStrategy(Strategy):
 
     def _now(self) -> Round:
         if self._round is None:
-            raise BayflowerError("no client was asked; call configure_train() or start() first")
+            raise BayflowerError("no round is open; call start() or configure_train() first")
         return self._round
+
+    @property
+    def form(self) -> Form:
+        """Return how messages look: our own form, or the plain one inside another strategy."""
+        if self._wrapped is not None:
+            return WrappedForm(self._wrapped, self.arrayrecord_key)
+        return OwnForm(self.arrayrecord_key, self.configrecord_key)
 
     def _arrays(self) -> ArrayRecord:
         return self.form.arrays(self._half().shared(self.state))
 
     def _facts(self) -> RunFacts:
-        return RunFacts(
-            self.run,
-            self.row,
-            self.seed,
-            self.training,
-            self.options,
-            self.limits,
-            self.roster,
-            self.journal,
-        )
+        settings = (self.training, self.options, self.limits)
+        return RunFacts(self.run, self.row, self.seed, *settings, self.roster, self.journal)
 
     def _training_round(self, round: int, config: ConfigRecord) -> Round:
         """Return the round with the clients that train in it."""

@@ -1,5 +1,5 @@
-"""Any Flower app in one process, without Flower's programs: for a first look, and for debugging
-with breakpoints.
+"""Any Flower app in one process, without Flower's programs: for first trials and debugging with
+breakpoints.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def try_app(
     changes: Mapping[str, Any] | None = None,
     node: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run the ServerApp of the app in `folder` on `clients` nodes that live here; `changes` go to
-    its run-config, `node` to each node's.
+    """Run the app in `folder` with `clients` nodes in this process. `changes` override its
+    run-config, `node` each node's configuration.
     """
     components, config = read(folder)
     for key, value in (changes or {}).items():
@@ -54,7 +54,7 @@ def read(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
         components = {name: str(app["components"][name]) for name in ("serverapp", "clientapp")}
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
-            f"{path} is no Flower app ({type(error).__name__}: {error}); it needs "
+            f"{path} does not describe a Flower app ({type(error).__name__}: {error}); it needs "
             "[tool.flwr.app.components]"
         ) from None
     return components, flat(app.get("config", {}))
@@ -71,7 +71,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def like(key: str, old: Any, value: Any) -> Any:
-    """Return `value` as the type of the old one."""
+    """Return `value` converted to the type of `old`."""
     if isinstance(old, bool):
         return str(value).lower() in ("true", "1", "yes")
     try:
@@ -91,7 +91,7 @@ def load(name: str) -> Any:
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Let modules be imported from `folder` first; those that were, are forgotten afterwards."""
+    """Import modules from `folder` first; unload the modules imported from it afterwards."""
     root, before = str(folder.resolve()), set(sys.modules)
     sys.path.insert(0, root)
     importlib.invalidate_caches()

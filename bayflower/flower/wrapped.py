@@ -1,10 +1,10 @@
-"""How messages look: our own form, or the plain one inside another strategy.
+"""The two forms of messages: our own, and plain arrays inside another strategy.
 
-A wrapper, such as Flower's for differential privacy, runs Flower's own loop. It changes replies
-before they are aggregated (clipping) and arrays before they are sent (noise). It expects a reply
-with one ArrayRecord: the arrays it sent, in their order. So inside a wrapper a message carries the
-global model's arrays as they are, and one ConfigRecord with our header in it. That is possible
-where the averaged model is all that a server keeps (`ServerHalf.averages_models`).
+A wrapper strategy, such as Flower's for differential privacy, runs Flower's own loop. It changes
+replies before they are aggregated (clipping) and arrays before they are sent (noise). It expects a
+reply with one ArrayRecord: the arrays it sent, in the same order. So inside a wrapper a message
+carries the global model's arrays unchanged, and one ConfigRecord with our header. This works for
+methods whose server keeps only the averaged model (`ServerHalf.averages_models`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import records
 
 
 class Form(Protocol):
-    """What a message holds, and how a reply is read."""
+    """How messages are built and replies are read."""
 
     tests_ride_along: bool  # whether a message to train may also ask for a test
 
@@ -34,7 +34,7 @@ class Form(Protocol):
         """Return the global model as Flower's callers get it."""
 
     def update(self, reply: Message, state: Any) -> Tensors:
-        """Return an update's tensors by name, taken out of the reply."""
+        """Return an update's tensors by name; they are removed from the reply."""
 
 
 class Contents(Protocol):
@@ -55,7 +55,7 @@ class OwnForm:
         self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
 
     def contents(self, half: ServerHalf, state: Any) -> Contents:
-        """Return the maker of contents; a broadcast that all clients share is made once."""
+        """Return the maker of contents; a broadcast shared by all clients is built once."""
         shared: list[ArrayRecord] = []
 
         def make(client: int, head: dict[str, Any], config: ConfigRecord, round: int) -> RecordDict:
@@ -89,7 +89,7 @@ class WrappedForm:
         self.given, self.arrayrecord_key = given, arrayrecord_key
 
     def contents(self, half: ServerHalf, state: Any) -> Contents:
-        """Return the maker of contents: what the outer strategy wants to be sent."""
+        """Return the maker of contents: the arrays that the outer strategy sends."""
 
         def make(client: int, head: dict[str, Any], config: ConfigRecord, round: int) -> RecordDict:
             told = ConfigRecord({**config, **head, "plain": True})
@@ -132,13 +132,13 @@ def refusal(row: Method) -> str | None:
     what = (
         f"keeps more than an averaged model ({', '.join(more)})"
         if more
-        else "does not average whole models by sample count"
+        else "does not average whole models weighted by sample count"
     )
-    return f"{row.title} {what}, and a wrapper's clipping and noise would cover the model alone"
+    return f"{row.title} {what}, but a wrapper would clip and add noise to the model only"
 
 
 def adopted(state: Any, arrays: ArrayRecord) -> Any:
-    """Return the state with the arrays that the outer strategy wants to be sent."""
+    """Return the state with the arrays that the outer strategy sends."""
     given = records.to_tensors(arrays)
     return type(state)(
         *({name: given[name].to(old.dtype) for name, old in part.items()} for part in state)
@@ -146,7 +146,7 @@ def adopted(state: Any, arrays: ArrayRecord) -> Any:
 
 
 def counters(state: Any) -> list[str]:
-    """Return the buffers that hold whole numbers: Flower's clipping cannot scale them."""
+    """Return the integer buffers: Flower's clipping cannot scale them."""
     return [name for name, value in state.buffers.items() if not value.is_floating_point()]
 
 

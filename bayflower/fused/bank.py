@@ -1,10 +1,10 @@
-"""Where the fused engine keeps the clients' states between rounds: stacked on the device, or on
-disk with only a round's clients in memory.
+"""The store of the fused engine's client states between rounds: stacked on the device, or on disk
+with only a round's clients in memory.
 
-On disk every round adds one file, `<folder>/round-<r>-<part>.safetensors`, with the states of the
-clients that trained in it; a client's state is in the newest file that has it. So a checkpoint
-needs no copy of ten thousand states, and a run that goes on from round r simply does not look at
-later files. Files without any newest state are removed at checkpoints, and many are made one.
+On disk every round adds a file, `<folder>/round-<r>-<part>.safetensors`, with the states of the
+clients that trained in it. A client's state is in the newest file that contains it. So a checkpoint
+copies no states, and a run resumed from round r ignores later files. At checkpoints, files without
+any current state are deleted and many old files are merged into one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Bank(Protocol):
         """Keep the stacked states of some clients after `round`."""
 
     def tidy(self) -> None:
-        """A checkpoint was written: what came before it is no longer needed."""
+        """Delete what is no longer needed after a checkpoint was written."""
 
     def states(self) -> Iterator[tuple[int, Any]]:
         """Yield (client, state) of every client whose state is in memory."""
@@ -53,7 +53,7 @@ class DeviceBank:
         )
 
     def load(self, known: Mapping[int, Any]) -> None:
-        """Take over states from a checkpoint."""
+        """Load states from a checkpoint."""
         self.put(
             sorted(known), to(stack([known[client] for client in sorted(known)]), self.device), 0
         )
@@ -69,7 +69,7 @@ class DeviceBank:
             mine.index_copy_(0, index, new.detach().to(mine.dtype))
 
     def tidy(self) -> None:
-        """Do nothing: a checkpoint has copies of all states."""
+        """Do nothing: a checkpoint contains all states."""
 
     def states(self) -> Iterator[tuple[int, Any]]:
         """Yield (client, state), copied to the CPU."""
@@ -79,10 +79,10 @@ class DeviceBank:
 
 
 class DiskBank:
-    """States in files; a client that never trained has the fresh one."""
+    """States in files; a client that has not trained yet has the initial state."""
 
     def __init__(self, folder: Path, fresh: Any, device: torch.device, until: int | None) -> None:
-        """Begin with the files up to round `until`; with none if that is None."""
+        """Start with the files up to round `until`; with no files if it is None."""
         self.folder, self.fresh, self.device = folder, to(fresh, "cpu"), device
         self.home: dict[int, tuple[Path, int]] = {}  # client → file and place in it
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ class DiskBank:
         self.home.update({client: (path, place) for place, client in enumerate(clients)})
 
     def tidy(self) -> None:
-        """Remove files that hold nobody's newest state; make one of many old ones."""
+        """Delete files without any current state; merge many old files into one."""
         used = {path for path, _ in self.home.values()}
         files = sorted(self.folder.glob("round-*.safetensors"))
         for path in files:

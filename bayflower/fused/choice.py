@@ -1,5 +1,5 @@
-"""Two choices of the fused engine: how many clients fit into memory, which is measured, and whether
-stacking pays on a CPU.
+"""Two decisions of the fused engine: how many clients fit into memory, which is measured, and
+whether stacking is faster on a CPU.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .memory import peak
 from .phases import Stack, StackedPhase, segments
 
 log = logging.getLogger("bayflower")
-SHARE = 0.7  # of free memory that a stack may take
-SURE = 0.02  # of free memory: what is surely smaller is not measured
-CROWD = 3  # clients that must train in the mean step for a stack of them to pay on a CPU
+SHARE = 0.7  # share of free memory that a stack may use
+SURE = 0.02  # if the upper bound is below this share of free memory, nothing is measured
+CROWD = 3  # on a CPU, stack only if at least this many clients train in the average step
 # upper bound: memory of one client in copies of the model (parameters, gradients, optimiser,
 # messages); its data come on top
 COPIES = 12
 
 
 class Trainer(Protocol):
-    """What these choices need to know of the engine: its clients, its halves, its device."""
+    """The parts of the engine that these decisions use: its clients, its halves, its device."""
 
     device: torch.device
     dtype: torch.dtype
@@ -52,7 +52,8 @@ def clients_that_fit(
 ) -> int:
     """Return how many of the clients fit into memory at once; 0 = all.
 
-    Where it might matter this is measured: the memory one step of one client and of two takes.
+    If memory could be short, it is measured: the peak memory of a step with one client and with
+    two.
     """
     free = free_memory(engine.device)
     largest = max(int(engine.stack.sizes.max()), 1)
@@ -71,11 +72,11 @@ def clients_that_fit(
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, NotImplementedError):
-        return 0  # the network cannot be stacked; the first round finds that out, too, and says why
+        return 0  # the network cannot be stacked; the first round reports why
     fits = max(1, int(SHARE * free / each))
     if fits < len(ordered):
         log.info(
-            "%d clients at a time: one takes about %.0f MB of %.0f MB that are free",
+            "training %d clients at a time: each needs about %.0f MB, %.0f MB are free",
             fits,
             each / 1e6,
             free / 1e6,
@@ -84,7 +85,7 @@ def clients_that_fit(
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the bytes that can be had on the device."""
+    """Return the free memory of the device in bytes."""
     if device.type != "cuda":
         return (
             float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -101,7 +102,7 @@ def memory_of_one(engine: Trainer, client: int, sent: Callable[[list[int]], Any]
     for number in (1, 2):
         some = [client] * number
         states = engine.bank.take(some)
-        # called at once
+        # the lambda runs in this iteration
         peaks.append(peak(lambda: step(engine, states, sent(some), some)(), engine.device))  # noqa: B023
     states_and_copies = engine.half.model.num_parameters * engine.stack.train.x.element_size() * 4
     return max(peaks[1] - peaks[0], 0) + states_and_copies
@@ -110,10 +111,10 @@ def memory_of_one(engine: Trainer, client: int, sent: Callable[[list[int]], Any]
 def why_one_by_one(
     engine: Trainer, states: Any, broadcast: Any, chosen: Sequence[int], round: int
 ) -> str | None:
-    """Return why the clients are better trained one by one on a CPU; None if stacking is better.
+    """Return why training one by one is better on this CPU; None if stacking is better.
 
-    A clock decides `stacking=measured` only: rounding is not the same both ways, so two runs with a
-    seed would not have the same numbers.
+    Times are measured with `stacking=measured` only: the two ways round differently, so two runs
+    with the same seed could give different results.
     """
     phases = engine.half.phases("train")
     if len(chosen) < 2 or not phases:
@@ -124,13 +125,13 @@ def why_one_by_one(
         return slower(engine, states, broadcast, chosen, lengths)
     if any(len(shape) > 2 for shape in engine.half.model.shapes.values()):
         return (
-            "clients were trained one by one, as is usually faster for convolutions on a CPU "
-            "(stacking=measured tries both ways)"
+            "clients were trained one by one, which is usually faster for convolutions on a CPU "
+            "(stacking=measured compares both ways)"
         )
     if int(lengths.sum()) < CROWD * int(lengths.max()):
         return (
-            f"clients were trained one by one, because fewer than {CROWD} train in the mean "
-            "step (stacking=measured tries both ways)"
+            f"clients were trained one by one, because fewer than {CROWD} train in the average "
+            "step (stacking=measured compares both ways)"
         )
     return None
 
@@ -138,8 +139,8 @@ def why_one_by_one(
 def slower(
     engine: Trainer, states: Any, broadcast: Any, chosen: Sequence[int], lengths: np.ndarray
 ) -> str | None:
-    """Return that stacking is slower than one by one, from the time of a few steps; None if it is
-    faster.
+    """Return a note if stacking is slower than training one by one, from the time of a few steps;
+    None if it is faster.
     """
 
     def sent(places: list[int]) -> Any:
@@ -175,7 +176,7 @@ def slower(
 
 
 def step(engine: Trainer, states: Any, broadcast: Any, chosen: list[int]) -> Callable[[], Any]:
-    """Return a function that does one step of the first phase for the stack and forgets it."""
+    """Return a function that does one step of the first phase for the stack and discards it."""
     phase = engine.half.phases("train")[0]
     data = engine.stack.whole(chosen)
     axis = 0 if engine.per_client else None
@@ -191,8 +192,8 @@ def step(engine: Trainer, states: Any, broadcast: Any, chosen: list[int]) -> Cal
 
 
 def single(engine: Trainer, state: Any, broadcast: Any, client: int) -> Callable[[], Any]:
-    """Return a function that does one step of the first phase for one client, the plain way, and
-    forgets it.
+    """Return a function that does one step of the first phase for one client, without stacking, and
+    discards it.
     """
     phase = engine.unstacked.phases("train")[0]
     data = engine.stack.alone(client)
@@ -206,7 +207,7 @@ def single(engine: Trainer, state: Any, broadcast: Any, client: int) -> Callable
 
 
 def seconds(fn: Callable[[], Any], times: int = 3) -> float:
-    """Return the shortest time of a few calls, after one that does not count."""
+    """Return the shortest time of a few calls, after one warm-up call."""
     fn()
     taken = []
     for _ in range(times):

@@ -1,10 +1,10 @@
 """The fused engine: all clients of a round are trained together, as one stack of networks under
 `torch.func.vmap`.
 
-No Flower object is made; bytes are computed from the shapes that would travel. States and data stay
-on the device. `stacks.py` has the training itself, `replay.py` what makes it fast on a GPU,
-`bank.py` the states. Networks that cannot be stacked (dropout draws its own random numbers; a layer
-may refuse) are trained one by one, and the result says why.
+No Flower object is made: message sizes are computed from shapes. States and data stay on the
+device. `phases.py` has the training itself, `stacked/replay.py` records it for a GPU, `bank.py`
+keeps the states. Networks that cannot be stacked (dropout draws its own random numbers; a layer may
+not support it) are trained one by one, and the result says why.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .phases import Stack, StackedPass, StackedPhase
 
 log = logging.getLogger("bayflower")
 DROPOUT = "clients were trained one by one because the model draws its own random numbers (dropout)"
-TEST_PIECE = 256  # test samples of a client in one pass
+TEST_PIECE = 256  # test samples of a client in one forward pass
 
 
 class Fused:
-    """All clients of one kind (training, or new), and what is kept for them between rounds."""
+    """All clients of one kind (training or new), with their data and states."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class Fused:
         fresh = halves.client.init(*(to(tree, self.device) for tree in halves.initial))
         self.bank = bank or DeviceBank(fresh, self.stack.clients, self.device)
         self.graphs = Graphs(self.device, settings.cuda_graphs)
-        # most clients at a time (0 = no limit); this many are known to fit
+        # cap on clients trained together (0 = none), and a number known to fit into memory
         self.most, self.fits = settings.max_fused, 0
-        # why clients are not stacked
+        # the reason if clients are not stacked
         self.one_by_one_because = one_by_one_because or (
             DROPOUT if halves.model.stochastic else halves.model.unstackable
         )
@@ -82,8 +82,8 @@ class Fused:
         self.stacked_passes: dict[Any, StackedPass] = {}
 
     def chunks(self, chosen: Sequence[int], sent: Callable[[list[int]], Any]) -> list[list[int]]:
-        """Return `chosen` in pieces that fit into memory, largest clients first so that equals
-        train together.
+        """Return `chosen` in chunks that fit into memory, largest clients first, so that clients of
+        similar size train together.
         """
         ordered = self.stack.order(chosen)
         if not self.most and not self.one_by_one_because and len(ordered) > self.fits:
@@ -94,8 +94,8 @@ class Fused:
 
     # -- one round --------------------------------------------------------------------------------
     def train(self, chosen: list[int], broadcast: Any, round: int) -> tuple[Any, Tensor]:
-        """Return (the stacked updates, the mean losses) of `chosen` after one round; their states
-        are replaced.
+        """Return (the stacked updates, the mean losses) of `chosen` after one round, and store
+        their new states.
         """
         self.lap("other")
         states = self.bank.take(chosen)
@@ -169,7 +169,7 @@ class Fused:
                 stacked.draw(ordered, round)
 
     def close(self) -> None:
-        """Give back the device's memory."""
+        """Free the device's memory."""
         for replay in (
             *(stacked.replay for stacked in self.stacked_phases.values()),
             *(one.replay for one in self.stacked_passes.values()),
@@ -292,7 +292,7 @@ class Fused:
         counts = self.stack.sizes[[self.stack.row[client] for client in chosen]]
         if key not in self.stacked_passes:
             longest = int(self.stack.sizes.max())
-            adopt = bool(self.half.phases("train"))  # then the work stays where the phase keeps it
+            adopt = bool(self.half.phases("train"))  # then the work stays in the phase's tensors
             self.stacked_passes[key] = StackedPass(
                 self.half.survey,
                 self.stack.train,
@@ -350,7 +350,7 @@ class Fused:
 
 
 def stacked_updates(updates: list[Any]) -> Any:
-    """Return one stack of updates; leaves with one row a sample are padded with zeros to the
+    """Return one stack of updates; leaves with one row per sample are padded with zeros to the
     longest.
     """
 
@@ -369,8 +369,8 @@ def stacked_updates(updates: list[Any]) -> Any:
 
 
 class Totals:
-    """The sum of a round's statistics: fast sums where the method has them and they are wanted,
-    else exact ones, client by client.
+    """The sum of a round's statistics: by the method's fast sum if `fast` and it has one, else
+    exactly, client by client.
     """
 
     def __init__(self, halves: Halves, fast: bool) -> None:

@@ -1,4 +1,4 @@
-"""Trees of tensors that stay where they are, so that recorded work needs no arguments."""
+"""Trees of tensors at fixed addresses, so that a recorded graph needs no arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..tree import flatten, map_tree
 
 
 class Fixed:
-    """A tree of tensors that stay where they are; leaves that are one tensor repeated for every
-    client are kept once.
+    """A tree of tensors at fixed addresses; a leaf that is the same tensor for every client is
+    stored once.
     """
 
     def __init__(self, tree: Any, adopt: bool = False) -> None:
@@ -21,8 +21,8 @@ class Fixed:
 
     @classmethod
     def of_work(cls, work: Work) -> Fixed:
-        """Return the work fixed, what a step changes kept for every client on its own; constants
-        (memo) may stay repeated.
+        """Return the work at fixed addresses. What a step changes is stored for each client;
+        constants (memo) may be stored once.
         """
         own = map_tree(
             lambda leaf: leaf.clone(memory_format=torch.contiguous_format),
@@ -31,7 +31,7 @@ class Fixed:
         return cls(own._replace(memo=map_tree(settled, work.memo), survey=work.survey), adopt=True)
 
     def load(self, tree: Any) -> None:
-        """Take over the values of `tree`."""
+        """Copy the values of `tree`."""
         here, there = leaves(self.tree), leaves(tree)
         pairs = [(a, b) for a, b in zip(here, there, strict=True) if a.numel() and not same(a, b)]
         for a, b in pairs:
@@ -47,8 +47,8 @@ class Fixed:
         return map_tree(lambda leaf: leaf[:size], self.tree)
 
     def unlike(self, tree: Any) -> bool:
-        """Return whether `tree`, of the first clients, changes something that is kept once for
-        every client.
+        """Return whether `tree`, of the first clients, changes a leaf that is stored once for all
+        clients.
         """
         return any(
             repeated(a) and a.data_ptr() != b.data_ptr()
@@ -56,7 +56,7 @@ class Fixed:
         )
 
     def spread(self) -> None:
-        """Keep every leaf for every client on its own from now on."""
+        """Store every leaf for each client separately from now on."""
         self.tree = map_tree(
             lambda leaf: (
                 leaf.clone(memory_format=torch.contiguous_format) if repeated(leaf) else leaf
@@ -66,7 +66,7 @@ class Fixed:
 
 
 def settled(leaf: Tensor) -> Tensor:
-    """Return a copy in memory of its own; a repeated tensor stays repeated."""
+    """Return a copy in its own memory; a repeated tensor is stored once."""
     return (
         leaf[:1].clone().expand(leaf.shape)
         if repeated(leaf)
@@ -75,7 +75,7 @@ def settled(leaf: Tensor) -> Tensor:
 
 
 def repeated(leaf: Tensor) -> bool:
-    """Return whether the leading axis is one thing shown many times."""
+    """Return whether the leading axis repeats one tensor (its stride is 0)."""
     return leaf.ndim > 0 and leaf.shape[0] > 1 and leaf.stride(0) == 0
 
 

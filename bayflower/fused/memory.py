@@ -1,4 +1,4 @@
-"""How many bytes a piece of work holds at its peak, on a GPU and on a CPU."""
+"""Measurement of the peak memory of a computation, on a GPU and on a CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# on a CPU the process grows by up to this many times what tensors hold: kernels' scratch, and gaps
-# between blocks
+# On a CPU the process grows by up to this multiple of the tensors' bytes, because of the kernels'
+# scratch memory and fragmentation.
 SCRATCH = 2.0
 
 
@@ -48,7 +48,7 @@ class Live(TorchDispatchMode):
 
 
 def peak(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the most bytes that `work` held at once, beyond what was there before it."""
+    """Return the peak memory of `work` in bytes, beyond what was in use before it."""
     if device.type != "cuda":
         with Live() as live:
             work()

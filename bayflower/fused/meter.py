@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and how much of the device it uses."""
+"""Measurement of a run's time by part, and of the device's utilisation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from ..stacked.replay import side_stream
 
-SAMPLE_SECONDS = 1.0  # between two looks at the device's utilisation
-BESIDE = 100  # number of the side stream in which results are fetched
+SAMPLE_SECONDS = 1.0  # interval between two samples of the device's utilisation
+BESIDE = 100  # number of the side stream that copies results to the CPU
 
 
 Mark = float | torch.cuda.Event
 
 
 class Meter:
-    """Seconds by name; on a GPU the device's own time, read when it is waited for anyway."""
+    """Seconds by name. On a GPU it is the device's time, read at the next synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.gpu = device, device.type == "cuda"
@@ -33,7 +33,7 @@ class Meter:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the time of what is done inside to `name`."""
+        """Add the time of the enclosed code to `name`."""
         if self.gpu:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -47,7 +47,7 @@ class Meter:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def mark(self) -> Mark:
-        """Return this moment; on a GPU the moment when it has done what it was given so far."""
+        """Return the current time; on a GPU an event after all work queued so far."""
         if not self.gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -56,7 +56,7 @@ class Meter:
 
     @contextmanager
     def beside(self, mark: Mark) -> Iterator[None]:
-        """Let what is done inside wait for the mark alone, not for what a GPU was given since."""
+        """Run the enclosed code after the mark, without waiting for GPU work queued since."""
         if not self.gpu:
             yield
             return
@@ -66,14 +66,14 @@ class Meter:
             yield
 
     def between(self, begin: Mark, end: Mark) -> float:
-        """Return the seconds between two marks, waiting for the second if need be."""
+        """Return the seconds between two marks; wait for the second if necessary."""
         if isinstance(begin, float) or isinstance(end, float):
             return float(end) - float(begin)  # type: ignore[arg-type]
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def wait(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished all queued work."""
         if not self.gpu:
             return
         torch.cuda.synchronize(self.device)
@@ -87,13 +87,13 @@ class Meter:
             self.looked = now
             try:
                 self.used.append(int(torch.cuda.utilization(self.device)))
-            # nobody to ask: NVML's Python package is not there
+            # NVML's Python package is not installed
             except (ModuleNotFoundError, RuntimeError):
                 self.looked = float("inf")
 
     def report(self) -> dict[str, Any]:
         """Return seconds by name, peak memory in bytes, and the device's mean utilisation in per
-        cent (None if it cannot be asked).
+        cent (None if unknown).
         """
         self.wait()
         peak = (

@@ -1,5 +1,5 @@
-"""The records of rounds that may still be running: a GPU is given the next round before it is asked
-what became of the last one.
+"""The records of rounds that may still run on the GPU: the next round is queued before the results
+of the last one are read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .traffic import Count
 
 
 class Open(NamedTuple):
-    """A round whose work was handed over."""
+    """A round whose work is queued on the device."""
 
     round: int
     losses: dict[int, Tensor]
@@ -27,7 +27,7 @@ class Open(NamedTuple):
 
 
 class Pending:
-    """Takes rounds in and writes their records, at most one round behind."""
+    """Collects rounds and writes their records, at most one round late."""
 
     def __init__(self, records: list[RoundRecord], meter: Meter, progress: Progress | None) -> None:
         self.records, self.meter, self.progress = records, meter, progress
@@ -35,8 +35,8 @@ class Pending:
         self.last: Mark | None = None
 
     def begin(self) -> Mark:
-        """Return when the coming round begins: with the end of the last one, or now if something
-        else came between.
+        """Return the start of the next round: the end of the last one, or now if other work came
+        between.
         """
         return self.last if self.last is not None else self.meter.mark()
 
@@ -48,21 +48,21 @@ class Pending:
         report: Callable[[], dict[str, float]],
         begin: Mark,
     ) -> None:
-        """Take a round in; the one before it is written."""
+        """Add a round; write the record of the one before it."""
         self.last = self.meter.mark()
         self.waiting.append(Open(round, losses, count, report, begin, self.last))
         while len(self.waiting) > 1:
             self._write(self.waiting.pop(0))
 
     def flush(self) -> None:
-        """Wait for all rounds and write them; what comes next is not part of a round."""
+        """Wait for all rounds and write their records; later work counts to no round."""
         while self.waiting:
             self._write(self.waiting.pop(0))
         self.last = None
 
     def _write(self, done: Open) -> None:
         means: dict[int, Any] = {}
-        with self.meter.beside(done.end):  # not behind the round that runs now
+        with self.meter.beside(done.end):  # does not wait for the current round
             if done.losses:
                 means = dict(
                     zip(done.losses, torch.stack(list(done.losses.values())).tolist(), strict=True)

@@ -1,9 +1,9 @@
-"""Stacks of clients on one device: ragged data, a stretch of training, and a pass over the data,
-each as something to replay.
+"""Stacks of clients on one device: ragged data, a phase of training, and a pass over the data. Both
+can be recorded and replayed.
 
-Clients are kept in the order of their number of training samples, largest first. So at any step
-those still training are the first few of the stack: a client that has finished is not touched
-again. Within a step shorter batches are padded and masked.
+Clients are ordered by their number of training samples, largest first. So at any step the clients
+that still train come first in the stack, and finished clients are not computed. Within a step,
+shorter batches are padded and masked.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..stacked.replay import Graphs, Replay
 from ..tree import Rows, map_tree, upload
 from .fixed import Fixed, copy, leaves
 
-# numbers of active clients that get a recording of their own; with more clients, numbers are
-# rounded up
+# Cap on recorded numbers of active clients. With more clients, a number is rounded up to a recorded
+# one.
 MOST_SIZES = 128
 
 
 class Ragged(NamedTuple):
-    """The samples of many clients end to end, and where each client's begin: x (S, …), y (S,),
-    start and size (C,).
+    """The concatenated samples of many clients, and the start and size of each client's part: x (S,
+    …), y (S,), start and size (C,).
     """
 
     x: Tensor
@@ -58,13 +58,13 @@ def ragged(
     x = torch.cat([torch.as_tensor(x).to(device, dtype) for x, _ in parts])
     y = torch.cat([torch.as_tensor(y).to(device) for _, y in parts])
     if not len(y):
-        x, y = x.new_zeros(1, *x.shape[1:]), y.new_zeros(1)  # something to point at
+        x, y = x.new_zeros(1, *x.shape[1:]), y.new_zeros(1)  # a target for padded indices
     size = torch.tensor(sizes, device=device)
     return Ragged(x, y, (size.cumsum(0) - size).clamp(max=len(y) - 1), size)
 
 
 class Stack:
-    """Clients of one kind (training, or new), largest first."""
+    """Clients of one kind (training or new), largest first."""
 
     def __init__(
         self, clients: Sequence[ClientData], device: torch.device, dtype: torch.dtype
@@ -102,7 +102,7 @@ class Stack:
             places = torch.arange(
                 int(max(self.sizes[self.row[client]] for client in chosen)), device=self.device
             )
-            self._whole = None  # not two at once
+            self._whole = None  # frees the old one first
             self._whole = (
                 key,
                 part.rows(places.expand(len(chosen), -1), places < part.size[:, None]),
@@ -122,7 +122,7 @@ class Stack:
 
 
 class StackedPhase:
-    """One phase of training for `number` clients: the tensors it works on, and a step to replay."""
+    """One phase of training for `number` clients: its tensors, and a step that can be replayed."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class StackedPhase:
         self.plan: tuple[Any, np.ndarray] | None = None
 
     def draw(self, chosen: Sequence[int], round: int) -> np.ndarray:
-        """Return the batches of a round, perhaps drawn before."""
+        """Return the batches of a round; they may have been drawn in advance."""
         key = (tuple(chosen), round)
         if self.plan is None or self.plan[0] != key:
             sizes = [self.stack.size(client) for client in chosen]
@@ -185,7 +185,7 @@ class StackedPhase:
         return self.plan[1]
 
     def run(self, work: Work, chosen: Sequence[int], round: int) -> tuple[Work, Tensor, np.ndarray]:
-        """Return (the stacked work after the phase, which stays the phase's own; each client's
+        """Return (the stacked work after the phase, in the phase's own tensors; each client's
         summed loss; the samples each has seen).
         """
         plan = self.draw(chosen, round)
@@ -250,8 +250,8 @@ class StackedPhase:
 
 
 class StackedPass:
-    """A function of (arguments, batch) over all samples of `number` clients in pieces: sums added
-    up, rows put together.
+    """A function of (arguments, batch) applied to all samples of `number` clients in pieces: sums
+    are added, rows concatenated.
     """
 
     def __init__(
@@ -264,6 +264,7 @@ class StackedPass:
         graphs: Graphs,
         adopt: bool,
     ) -> None:
+        piece = max(1, min(piece, longest))  # a short pass needs no padding to a whole piece
         self.fn, self.data, self.piece, self.adopt = fn, data, piece, adopt
         self.length = -(-longest // piece) * piece
         device = data.x.device
@@ -275,7 +276,7 @@ class StackedPass:
 
     def run(self, rows: Tensor, sizes: np.ndarray, *args: Any) -> Survey:
         """Return the sums (C, …) and the rows (C, N, …) of the clients at `rows`, with `sizes`
-        samples. They stay the pass's own.
+        samples. The results are the pass's own tensors.
         """
         own = self.data.of(rows)
         copy([self.part.start, self.part.size], [own.start, own.size])
@@ -310,8 +311,8 @@ class StackedPass:
 
 
 def settle(before: Any, after: Any, going: Tensor | None) -> None:
-    """Write `after` over `before` for the clients that are `going` (all if None), leaving out what
-    did not change.
+    """Copy `after` into `before` for the clients that are `going` (all if None), except unchanged
+    leaves.
     """
     pairs = [
         (a, b.detach())
@@ -339,8 +340,8 @@ def segments(lengths: np.ndarray, allowed: Sequence[int]) -> list[tuple[int, int
 
 
 def allowed_sizes(most: int) -> list[int]:
-    """Return the numbers of clients that are recorded: all of them, or about MOST_SIZES, closer
-    together where they are small.
+    """Return the numbers of clients that are recorded: all, or about MOST_SIZES, denser among small
+    numbers.
     """
     if most <= MOST_SIZES:
         return list(range(1, most + 1))

@@ -28,7 +28,8 @@ from .meter import Meter
 from .pending import Pending
 
 log = logging.getLogger("bayflower")
-# parameters; below it a CPU's second thread waits more than it works, most of all on a busy machine
+# number of parameters; for smaller networks a second CPU thread slows training, above all on a busy
+# machine
 SMALL_MODEL = 100_000
 
 
@@ -51,7 +52,7 @@ def run_fused(
 class FusedRun:
     """One run: its clients on the device, the server's state, and the records of its rounds.
 
-    `lap` is told the name of each stage of a round when it ends, for whoever wants to measure them.
+    `lap` is called with the name of each stage of a round when it ends, for benchmarks.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class FusedRun:
         self.pending = Pending(self.records, self.meter, progress)
 
     def _go_on(self, resume: Checkpoint) -> None:
-        """Take over what a checkpoint holds."""
+        """Restore the state from a checkpoint."""
         self.state = to(server_state(resume, self.server.state_type), self.device)
         self.name, self.first, self.records = resume.run, resume.round + 1, resume.records
         if isinstance(self.engine.bank, DeviceBank) and resume.clients:
@@ -104,7 +105,7 @@ class FusedRun:
             )
 
     def execute(self) -> Outcome:
-        """Return the outcome of all rounds that are left, and the final test."""
+        """Return the outcome of all remaining rounds and the final test."""
         last = self.settings.rounds
         for round in range(self.first, last + 1):
             self.round(round)
@@ -138,15 +139,15 @@ class FusedRun:
         )
 
     def round(self, round: int) -> None:
-        """Train the clients of a round and take the server's step."""
+        """Train the clients of a round and update the server's state."""
         chosen = self.clients_of(round)
         before: Views = {}
         if schedule.test_due(round, self.settings.evaluate_every):
-            self.pending.flush()  # tests are not training
+            self.pending.flush()  # so that the test does not count as training time
             before = self.test(self.engine, chosen, round - 1, "finetune")
             self.records[-1].update(curve_point(before))
         begin = self.pending.begin()
-        # one by one, the bits are those of the loop engine
+        # exact sums if trained one by one: then results equal the loop engine's bit for bit
         totals = Totals(self.halves, fast=not self.engine.one_by_one_because)
         losses: dict[int, Tensor] = {}
         count = traffic.Count(self.run, self.name, round, before)
@@ -172,7 +173,7 @@ class FusedRun:
         self.lap("records")
 
     def broadcast_to(self, chunk: list[int]) -> Any:
-        """Return what some clients are sent: one broadcast, or a stack where each gets its own."""
+        """Return the broadcast to some clients: a single one, or a stack if each gets its own."""
         if not self.server.per_client:
             return self.server.broadcast(self.state, chunk[0])
         return stack([self.server.broadcast(self.state, client) for client in chunk])
@@ -189,7 +190,7 @@ class FusedRun:
         return views
 
     def test_new_clients(self, round: int) -> Views:
-        """Return the tallies of the clients that never trained, adapted as the method says."""
+        """Return the tallies of the new clients, adapted as the method defines."""
         if not self.federation.new_clients:
             return {}
         why = self.engine.one_by_one_because
@@ -204,7 +205,7 @@ class FusedRun:
         """Write a checkpoint after a round."""
         assert self.out is not None
         self.pending.flush()
-        # what a measurement decided is written down: after a restart it could turn out otherwise
+        # saves the measured decision: measured again after a restart, it could differ
         one_by_one = bool(self.engine.one_by_one_because)
         settings = replace(self.settings, stacking="no" if one_by_one else "yes")
         decided = replace(self.run, settings=settings)

@@ -1,5 +1,5 @@
-"""The bytes of a round's messages, from the shapes that would travel: what the fused engine reports
-without sending anything.
+"""The bytes of a round's messages, computed from shapes: the fused engine reports them without
+sending anything.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Count:
         updates: Any,
         examples: Mapping[int, int],
     ) -> None:
-        """Count the messages to some clients; those from them, whose sizes may depend on values, in
-        `settle`.
+        """Count the messages to some clients. `settle` counts their replies, whose sizes may depend
+        on values.
 
         `message` is stacked if it differs from client to client, `updates` always.
         """
@@ -85,7 +85,7 @@ class Count:
             self.down += shared
 
     def settle(self) -> None:
-        """Count the messages from the clients; a GPU is waited for."""
+        """Count the messages from the clients; this waits for a GPU."""
         for clients, half, updates in self.open:
             for client, packed in zip(clients, half.packed_shapes(updates), strict=True):
                 self.up += reply_bytes(
@@ -101,8 +101,8 @@ class Count:
 
 
 def outline(updates: Any, sized_by: tuple[str, ...]) -> Any:
-    """Return stacked updates of which only the `sized_by` leaves have values, copied: the engine
-    goes on with its own.
+    """Return stacked updates in which only the `sized_by` leaves have values. They are copies,
+    because the engine reuses its own tensors.
     """
     flat = {
         name: leaf.clone()
@@ -123,7 +123,7 @@ def reply_bytes(
     tests: Shapes,
     count_bytes: int,
 ) -> int:
-    """Return the bytes of a reply; of its whole numbers only the length matters."""
+    """Return the bytes of a reply; only the lengths of its integers matter."""
     head = reply_header(
         method=method, run=run, round=of_length(round_bytes), client=of_length(client_bytes)
     )

@@ -1,5 +1,5 @@
-"""A user's network, checked against a batch of its data before anything is trained; what cannot
-work is refused with the layer's name.
+"""The check of a user's network with a batch of its data before training; errors name the layer at
+fault.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def checked_model(
     for path, layer in first.named_modules():
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
             raise ConfigError(
-                f"layer {path!r} ({type(layer).__name__}) is lazy: it has no shape before its "
-                "first call; give its sizes"
+                f"layer {path!r} ({type(layer).__name__}) is lazy: its shape is unknown before "
+                "the first call; give its sizes"
             )
     if not list(first.parameters()):
         raise ConfigError(f"model {name} has no parameters; nothing could be learned")
     model = Model(lambda: make(factory), 2, name, head)
-    _ = model.head_layers  # a name that is not there is found here, whatever the method
+    _ = model.head_layers  # raises if the head's name does not exist, for every method
     logits, last = trial(model, x[:FEW])
     model.num_classes = max(logits.shape[1], 2)
     check_labels(y, logits.shape[1], last)
@@ -128,7 +128,7 @@ def check_labels(y: Tensor, outputs: int, last: str) -> None:
     """Raise unless the labels are class numbers for which there are outputs."""
     if y.ndim != 1 or y.is_floating_point() or y.is_complex():
         raise ConfigError(
-            f"labels must be whole numbers, one a sample, got {y.dtype} of shape "
+            f"labels must be whole numbers, one for each sample, got {y.dtype} of shape "
             f"{tuple(y.shape)}; number the classes from 0"
         )
     if not len(y):

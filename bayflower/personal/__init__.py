@@ -1,6 +1,4 @@
-"""Personal models to take home: made from a client's state, saved with a card, loaded as plain
-torch modules.
-"""
+"""Personal models: made from a client's state, saved with a model card, loaded as torch modules."""
 
 from __future__ import annotations
 

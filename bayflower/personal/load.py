@@ -1,4 +1,4 @@
-"""A personal model from its files: a plain module with probabilities and, where the method is
+"""A personal model loaded from its files: a torch module with probabilities and, if the method is
 Bayesian, uncertainty.
 """
 
@@ -22,16 +22,16 @@ from ..networks.papers import build
 from ..tree import Tensors
 from .made import FORMAT, Ready, as_probabilities
 
-AT_ONCE = 16  # samples whose derivatives are held at a time
+AT_ONCE = 16  # samples whose derivatives are in memory at a time
 
 
 class Prediction(NamedTuple):
-    """What a Bayesian model says of some samples."""
+    """A Bayesian model's predictions for some samples."""
 
     mean: Tensor  # (N, C) class probabilities, averaged over the posterior
-    std: Tensor  # (N, C) how far each of them is uncertain
-    entropy: Tensor  # (N,) of the mean, in nats: all of the uncertainty
-    # (N,) the part of it that comes from the weights, which more data would take away
+    std: Tensor  # (N, C) standard deviation of these probabilities over the posterior
+    entropy: Tensor  # (N,) entropy of the mean in nats: the total uncertainty
+    # (N,) the part of it due to uncertain weights, which more data would reduce
     information: Tensor
 
 
@@ -49,7 +49,7 @@ class Personal(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """Return the network, inputs prepared to logits; of a model loaded without its factory,
+        """Return the network, from prepared inputs to logits; if loaded without its factory, from
         inputs to probabilities.
         """
         return self.ready.network if isinstance(self.ready, Ready) else self.ready
@@ -75,8 +75,8 @@ class Personal(nn.Module):
         """
         if not self.names:
             raise BayflowerError(
-                f"{self.card['title']} ends with a point: this model has no posterior; "
-                "predict_proba gives its probabilities"
+                f"{self.card['title']} ends with a point estimate: this model has no posterior; "
+                "use predict_proba"
             )
         if not isinstance(self.ready, Ready):
             raise ConfigError(
@@ -148,9 +148,9 @@ def entropies(probs: Tensor) -> Tensor:
 def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None) -> Personal:
     """Return the personal model in a folder, in evaluation mode.
 
-    Our own networks are built again by name; yours by `model`, the factory it was trained with.
-    Without it the exported program (model.pt2) is used, where there is one: it has probabilities
-    and no posterior.
+    Bayflower's networks are built by name; your own by `model`, the factory it was trained with.
+    Without `model`, the exported program (model.pt2) is loaded if it exists: it gives probabilities
+    but has no posterior.
     """
     folder = Path(path)
     if folder.name == "card.json":
@@ -198,7 +198,10 @@ def read_card(folder: Path) -> dict[str, Any]:
             f"{path} cannot be read ({error}); give the folder that `bayflower export` wrote"
         ) from None
     if not isinstance(card, dict) or card.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no card of a personal model of this version ({FORMAT})")
+        raise ConfigError(
+            f"{path} is not the card of a personal model of this version ({FORMAT}); export it "
+            "again"
+        )
     return card
 
 
@@ -215,8 +218,8 @@ def program(folder: Path) -> nn.Module:
     path = folder / "model.pt2"
     if not path.exists():
         raise ConfigError(
-            f"{folder} holds a network that is not ours; load it with load_personal(path, "
-            "model=Net)"
+            f"{folder} holds a network of your own; load it with load_personal(path, model=Net), "
+            "where Net is its class"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its own future

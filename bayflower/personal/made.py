@@ -1,5 +1,5 @@
-"""From a client's state to files: the network that `predict` uses, its card, and formats that need
-nothing of ours.
+"""From a client's state to files: the network that `predict` uses, its card, and formats that load
+without Bayflower.
 
 model.safetensors    the network's state_dict, by your network's own names
 extras.safetensors   how inputs are prepared (input/median, input/mean, input/std) and deviations of
@@ -35,14 +35,13 @@ from ..tree import Tensors
 log = logging.getLogger("bayflower")
 FORMAT = "bayflower-personal-1"
 FORMATS = ("safetensors", "pt2", "onnx")
-# samples with which an exported file is tried; not a number that appears elsewhere in a network's
-# shapes
+# samples with which an exported file is tested; a number that is unlikely among a network's shapes
 TRY = 5
 
 
 class Kept(NamedTuple):
-    """A client at the end: everything its personal model follows from. `state` is the adapted one,
-    that predictions are made with.
+    """A client after the last round: everything that determines its personal model. `state` is the
+    adapted state used for predictions.
     """
 
     method: str
@@ -83,7 +82,7 @@ class Ready(nn.Module):
 
 
 def as_probabilities(logits: Tensor) -> Tensor:
-    """Return class probabilities of logits; one logit tells two classes apart."""
+    """Return class probabilities from logits; a single logit means two classes."""
     if logits.shape[-1] == 1:
         return torch.cat([torch.sigmoid(-logits), torch.sigmoid(logits)], dim=-1)
     return torch.softmax(logits, dim=-1)
@@ -153,7 +152,7 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
 
 
 def card(kept: Kept, found: Posterior | None, shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """Return what a person and `load_personal` need to know; no sample is in it."""
+    """Return the model card, for readers and for `load_personal`; it contains no samples."""
     half, (train, test), row = kept.half, kept.data, methods.get(kept.method)
     tally = kept.tally
     if tally is None and len(test.y):
@@ -222,8 +221,8 @@ def card(kept: Kept, found: Posterior | None, shapes: dict[str, list[int]]) -> d
 
 
 def exported(path: Path, ready: Ready, example: Tensor, kind: str) -> str:
-    """Return the file's name after it was written and gave the same probabilities, or why it could
-    not be.
+    """Write and test an exported file; return its name, or the reason if it fails or gives other
+    probabilities.
     """
     ready = ready.eval()
     if len(example) < 2:
@@ -243,12 +242,12 @@ def exported(path: Path, ready: Ready, example: Tensor, kind: str) -> str:
             want = ready(example[:1])
         if not torch.allclose(got, want, atol=1e-5):
             raise BayflowerError(
-                f"it gives other probabilities, by up to {float((got - want).abs().max()):.1e}"
+                f"its probabilities differ by up to {float((got - want).abs().max()):.1e}"
             )
         part.replace(path)
     except ImportError as error:
         return f"not written: {error.name} is not installed; pip install 'bayflower[onnx]'"
-    # whatever a network does that cannot be exported: the other files are still good
+    # a network that cannot be exported does not affect the other files
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         log.warning("%s was not written: %s", path, reason)

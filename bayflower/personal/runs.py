@@ -1,5 +1,5 @@
-"""Personal models from the folder of a run: of a client that took part, or of a new one with data
-of its own.
+"""Personal models from the folder of a run: of a client that took part, or of a new client with its
+own data.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def personalise(
     method defines it; return its card.
     """
     if not 0 <= test_fraction < 1:
-        raise ConfigError(
-            f"test_fraction must be in [0, 1), got {test_fraction}; 0 tests on nothing"
-        )
+        raise ConfigError(f"test_fraction must be in [0, 1), got {test_fraction}; 0 means no test")
     opened = open_run(folder, data_dir)
     source, client = read_npz(data), opened.run.data.total_clients
     classes = opened.halves.model.num_classes
@@ -121,7 +119,7 @@ def personalise(
     wanted = tuple(opened.halves.model.recipe["input_shape"])
     if shape != wanted:
         raise ConfigError(
-            f"{data} has samples of shape {shape}; the federation's models take {wanted}"
+            f"{data} has samples of shape {shape}, but the federation's models need {wanted}"
         )
     return keep(into, kept(opened, client, samples, None, known, source.name), formats)
 
@@ -162,8 +160,8 @@ def kept(
 
 
 def client_state(opened: Opened, client: int) -> Tensors:
-    """Return what a client kept: in the checkpoint, in the fused engine's files, or in the client's
-    own under `state`.
+    """Return a client's saved state: from the checkpoint, the fused engine's files, or the client's
+    own files under `state`.
     """
     found, half = opened.checkpoint, opened.halves.client
     if client in found.clients:
@@ -181,7 +179,7 @@ def client_state(opened: Opened, client: int) -> Tensors:
     if not saved:
         where = opened.folder / "state" / found.run / f"client-{client}"
         raise ConfigError(
-            f"the state of client {client} is not in {where}; on a machine of its own the client "
-            "saves its model itself"
+            f"the state of client {client} is not in {where}; a client on another machine saves "
+            "its personal model there"
         )
     return saved[0].state

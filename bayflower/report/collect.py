@@ -133,9 +133,9 @@ def load(path: Path) -> dict[str, Any]:
             "it out"
         ) from None
     if not isinstance(result, dict) or (missing := [key for key in NEEDED if key not in result]):
-        lacks = f"it lacks {missing[0]!r}" if isinstance(result, dict) else "it is no object"
+        lacks = f"it lacks {missing[0]!r}" if isinstance(result, dict) else "it is not an object"
         raise ConfigError(
-            f"{path} is no result of a run: {lacks}; docs/results-file.md says what one holds"
+            f"{path} is not the result of a run: {lacks}; docs/results-file.md describes the file"
         )
     if not isinstance(result["final"].get("personal"), dict) or not result["rounds"]:
         raise ConfigError(f"{path} has no test of the personal models; the run did not finish")

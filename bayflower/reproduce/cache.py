@@ -177,7 +177,7 @@ class Cache:
             if not whole(record):
                 aside = path.with_name(f"{path.name}.broken-{int(time.time())}")
                 path.rename(aside)
-                self.say(f"{path} is broken; set aside as {aside.name}, its run is done again")
+                self.say(f"{path} is broken; renamed to {aside.name}, its run is repeated")
                 record = None
             self.read[path] = record
         return self.read[path]
@@ -218,7 +218,7 @@ class Cache:
                 self._lines[name] = record
             else:
                 self.broken.append(f"{path}, line {number}")
-                self.say(f"{path}, line {number} is broken and left out; its run is done again")
+                self.say(f"{path}, line {number} is broken and ignored; its run is repeated")
 
     def put(self, spec: Spec, seed: int, result: dict[str, Any], samples: int) -> Path:
         """Write a finished run to the working folder, as a whole or not at all."""

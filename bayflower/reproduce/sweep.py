@@ -171,12 +171,12 @@ def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
         words += f" seed={job.seed}"
         guess = expected(job, cache.everything())
         if time.monotonic() + (guess or 0) > end:
-            say(f"{words}: not begun, {plan.minutes:g} minutes are nearly over")
+            say(f"{words}: not started, the limit of {plan.minutes:g} minutes is nearly reached")
             continue
         try:
             result, samples = run_one(job, plan, words, say, end)
         except OutOfTimeError:
-            say(f"{words}: given up, {plan.minutes:g} minutes are over")
+            say(f"{words}: stopped, the limit of {plan.minutes:g} minutes is reached")
             return failed
         except BayflowerError as error:  # the other runs may still go
             say(f"{words}: failed: {error}")

@@ -203,7 +203,7 @@ def load_tables(folder: Path = PAPERS) -> dict[str, Table]:
                 found[table.id] = table
         except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{path} is no file of tables ({error}); docs/evidence.md describes the form"
+                f"{path} is not a valid file of tables ({error}); docs/evidence.md describes them"
             ) from None
     return found
 
@@ -255,7 +255,7 @@ def make_table(
             )
         for text in row.published:
             if text and not PUBLISHED.fullmatch(text):
-                raise ValueError(f"{table.id}, {row.name}: {text!r} is no number")
+                raise ValueError(f"{table.id}, {row.name}: {text!r} is not a number")
     if "seeds" not in table.quick or "seeds" not in table.full:
         raise ValueError(f"{table.id} does not say how many seeds quick and full have")
     return table

@@ -209,7 +209,7 @@ def search(
         study.optimize(objective, n_trials=1)
     complete = [one for one in study.trials if one.state == optuna.trial.TrialState.COMPLETE]
     if not complete:
-        raise BayflowerError(f"no trial of {label} came to an end; give other settings")
+        raise BayflowerError(f"every trial of {label} failed; use other settings")
     ended = sum(one.state.is_finished() for one in study.trials)
     return {
         "dataset": str(parse(method, dict(wanted.settings)).data.dataset),
@@ -315,4 +315,6 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
             method: {**entry, "values": dict(entry["values"])} for method, entry in content.items()
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no file of `bayflower tune` ({error})") from None
+        raise ConfigError(
+            f"{path} is not a file written by `bayflower tune` ({error}); tune again"
+        ) from None

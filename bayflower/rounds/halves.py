@@ -1,4 +1,4 @@
-"""From settings to the things that run: the two halves of the method on the model for the data."""
+"""From settings to the two halves of a method, on the model for the data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..tree import Tensors
 
 
 class Halves(NamedTuple):
-    """Both halves of a method on one model, and the seeded initialisation every part of the run
-    starts from.
+    """Both halves of a method on one model, and the seeded initialisation that server and clients
+    start from.
     """
 
     server: ServerHalf

@@ -1,6 +1,4 @@
-"""Which clients take part in a round: seeded, and independent of the order in which clients are
-known.
-"""
+"""Sampling of a round's clients: seeded, and independent of the order in which clients joined."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from ..data import batches
 def choose(
     clients: Iterable[int], fraction: float, *, seed: int, round: int, least: int = 1
 ) -> list[int]:
-    """Return `fraction` of the clients (rounded down, at least `least` of those there are), in
-    ascending order.
+    """Return a sample of the clients, in ascending order: `fraction` of them, rounded down, but at
+    least `least` if there are that many.
     """
     known = sorted(clients)
     number = min(max(int(fraction * len(known) + 1e-9), least), len(known))

@@ -1,4 +1,4 @@
-"""What happens in which round: who trains, when the models are tested, when a checkpoint is due."""
+"""The schedule of a run: which clients train, when models are tested, when a checkpoint is due."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from .sampling import choose
 
-EVALUATION = 2**30  # added to a round for the draw of clients that are tested
+EVALUATION = 2**30  # added to the round when clients are sampled for a test
 
 
 def clients_of(
@@ -24,14 +24,14 @@ def clients_tested(
 
 
 def test_due(round: int, every: int) -> bool:
-    """Return whether the clients of a round test the model they begin with: a point of the accuracy
-    curve for the round before.
+    """Return whether the clients of a round also test the model before training, which gives the
+    accuracy curve's point of the round before.
     """
     return every > 0 and round > 1 and (round - 1) % every == 0
 
 
 def checkpoint_due(round: int, every: int, last: int) -> bool:
-    """Return whether a checkpoint is written after a round; always after the last one, unless
-    `every` is 0.
+    """Return whether a checkpoint is due after a round: every `every` rounds and after the last; 0
+    = never.
     """
     return every > 0 and (round % every == 0 or round == last)

@@ -1,8 +1,8 @@
-"""One client alone, the plain way: train a round, adapt, test. Every engine but the fused one runs
-this; so does debugging.
+"""One client without stacking: train a round, adapt, test. Every engine except the fused one uses
+this.
 
-The numbers depend on the arguments only: batches and noise are drawn from (seed, client, round),
-and torch's own generator is seeded likewise for networks that draw for themselves (dropout).
+The results depend on the arguments only: batches and noise are drawn from (seed, client, round).
+torch's own generator is seeded in the same way, for networks that use it (dropout).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..data import ClientData, batches
 from ..networks.model import Batch
 from ..tree import map_tree
 
-CHUNK = 1024  # test samples in one pass
+CHUNK = 1024  # test samples in one forward pass
 
 
 class Samples(NamedTuple):
@@ -32,7 +32,7 @@ class Samples(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What one round of one client gives."""
+    """The result of one round of one client."""
 
     state: Any
     update: Any
@@ -80,8 +80,8 @@ def adapt(
     client: int,
     round: int,
 ) -> Any:
-    """Return the state to predict with: `state` itself where the method adapts nothing for
-    `purpose`.
+    """Return the state used for predictions: adapted for `purpose`, or `state` itself if the method
+    has no such adaptation.
     """
     if not half.phases(purpose):
         return state
@@ -157,7 +157,7 @@ def run_phases(
 
 
 def surveyed(half: ClientHalf, work: Work, data: Batch) -> Work:
-    """Return the work with the survey of all training data, if the half asks for one."""
+    """Return the work with the survey of all training data, if the half needs one."""
     if not half.survey_size:
         return work
     starts = range(0, len(data.y), half.survey_size)
@@ -187,7 +187,7 @@ def pick(data: Batch, rows: np.ndarray) -> Batch:
 
 
 def detach(tree: Any) -> Any:
-    """Return the tree without its history."""
+    """Return the tree detached from the autograd graph."""
     return map_tree(Tensor.detach, tree)
 
 
@@ -202,8 +202,8 @@ def seeded(seed: int, client: int, round: int) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run with one torch thread: with more, sums are split differently on machines with other
-    numbers of cores.
+    """Run with one torch thread: with more, sums would be split differently on machines with
+    different numbers of cores.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

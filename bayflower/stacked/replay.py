@@ -69,7 +69,8 @@ class Replay:
             torch.cuda.synchronize()
             self.graphs.on = False
             log.warning(
-                "steps are started one by one, not replayed: they cannot be recorded (%s)",
+                "CUDA graphs are off: a training step cannot be recorded (%s); steps run one by "
+                "one, which is slower",
                 str(error).splitlines()[0],
             )
             return False
@@ -119,5 +120,5 @@ class Streams:
 
 @lru_cache(maxsize=64)
 def side_stream(device: torch.device, number: int) -> Any:
-    """Return a stream that is made once: memory that was used in it is used again in it."""
+    """Return a side stream. It is cached, so that its memory pool is reused."""
     return torch.cuda.Stream(device)

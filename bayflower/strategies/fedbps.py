@@ -69,18 +69,19 @@ class Config:
     )
     curvature: Kind = setting(
         "fisher",
-        "fisher: over the model's own labels, the Hessian's for ReLU; sketch: its estimate; "
-        "empirical: true labels",
+        "fisher: expected over the model's predicted labels (for ReLU the Hessian's diagonal); "
+        "sketch: a fast estimate of it; empirical: the true labels",
     )
     ranking: Ranking = setting(
         "paper",
-        "paper: variance within plus between clients; balanced: each divided by its median first",
+        "paper: variance within clients plus variance between them; balanced: each divided by its "
+        "median first",
     )
     threshold: Threshold = setting(
-        "global", "global: one threshold for all tensors; tensor: the share p in each of them"
+        "global", "global: one threshold for all tensors; tensor: the share p of each tensor"
     )
     statistics: Statistics = setting(
-        "local", "BatchNorm's running statistics: kept by each client, or averaged"
+        "local", "BatchNorm's running statistics: local = kept by each client, or averaged"
     )
 
     def __post_init__(self) -> None:

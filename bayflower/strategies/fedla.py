@@ -42,12 +42,14 @@ class Config:
     )
     la_start: float = setting(0.01, "precision of the prior before the first round")
     memory: float = setting(
-        0.9, "share of the precision that is left after a round, in [0, 1]; 1 never forgets"
+        0.9,
+        "share of the global posterior's precision kept from one round to the next, in [0, 1]; 0 "
+        "= only the last round counts, 1 = no forgetting",
     )
     curvature: Kind = setting(
         "fisher",
-        "fisher: over the model's own labels; sketch: its estimate, one pass for all; empirical: "
-        "true labels",
+        "fisher: expected over the model's predicted labels; sketch: a fast estimate of it; "
+        "empirical: the true labels",
     )
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class Config:
         if not 0 < self.la_start < float("inf"):
             raise ConfigError(f"la_start must be positive and finite, got {self.la_start}")
         if not 0 <= self.memory <= 1:
-            raise ConfigError(f"memory must be in [0, 1], got {self.memory}; 1 never forgets")
+            raise ConfigError(f"memory must be in [0, 1], got {self.memory}; 1 means no forgetting")
         check_choices(self)
 
 

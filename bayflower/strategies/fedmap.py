@@ -54,7 +54,7 @@ class Config:
     """What the user sets for FedMAP."""
 
     sigma2: float = setting(
-        100.0, "variance of the prior around gamma; small ties clients together, large lets them go"
+        100.0, "variance of the prior around gamma; small = similar clients, large = independent"
     )
     weights: Weights = setting(
         "mean", "mean: exp(−J_k/tau); count: n_k times that; sum: the paper's eq. 8; uniform: equal"

@@ -66,7 +66,9 @@ class Config:
         "trapezoid",
         "moments of the tilted Gaussian: trapezoid, quadrature (with `nodes`), thm2, logz, probit",
     )
-    nodes: int = setting(NODES, "nodes of moments=quadrature")
+    nodes: int = setting(
+        NODES, "moments=quadrature: points of the numerical integral (not clients), at least 3"
+    )
     np_weight: float = setting(
         0.01,
         "lambda, weight of KL_theta + KL_z in the local loss (the paper's best for images; 0.001 "
@@ -82,8 +84,8 @@ class Config:
     )
     site: Site = setting(
         "vector",
-        "vector: f has D outputs; scalar: their mean, as in the paper (then z is one number, D "
-        "times)",
+        "outputs of f, which shape a client's factor (site) of p(z): vector = D of them; scalar = "
+        "their mean, as in the paper, which makes all D coordinates of z equal",
     )
     npn_hidden: int = setting(10, "width of the natural-parameter network's hidden layer")
 

@@ -29,15 +29,15 @@ from . import fedavg
 class Config:
     """What the user sets for FedPA."""
 
-    num_samples: int = setting(5, "posterior samples of a client and round")
+    num_samples: int = setting(5, "posterior samples that a client draws in one round")
     sample_steps: int = setting(
         10,
-        "steps whose mean is one sample; they come after the local epochs, which are the burn-in",
+        "steps whose mean is one sample; sampling follows the local epochs, which are the burn-in",
     )
     shrinkage: float = setting(
         0.01,
-        "rho: 0 trusts no covariance (FedAvg with averaged "
-        "iterates), large trusts the samples' one",
+        "rho: 0 = ignore the covariance (FedAvg with averaged iterates); large = use the samples' "
+        "covariance",
     )
 
     def __post_init__(self) -> None:

@@ -23,14 +23,12 @@ from .reptile import check_meta
 class Config:
     """What the user sets for MAML; `lr` is the rate of the outer step."""
 
-    inner_lr: float = setting(0.02, "rate of the inner step, and of the adaptation before a test")
+    inner_lr: float = setting(0.02, "learning rate of inner steps and of adaptation before a test")
     inner_steps: int = setting(1, "inner steps on the support set")
     server_lr: float = setting(
-        1.0, "step of the global model towards the clients' average; 1 = all the way"
+        1.0, "step size of the global model towards the clients' average; 1 = the average"
     )
-    server_momentum: float = setting(
-        0.0, "share of its last step that the global model takes again"
-    )
+    server_momentum: float = setting(0.0, "momentum of the global model's step; 0 = none")
     adapt_steps: int = setting(
         1, "steps on the client's training data before a test; 0 = test the global model"
     )

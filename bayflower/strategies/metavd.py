@@ -69,11 +69,11 @@ MASK, STEP = "mask/layer", "log_alpha_step"
 class Config:
     """What the user sets for MetaVD and its ablations."""
 
-    base: Base = setting("reptile", "what MetaVD is added to; fedavg does not adapt before a test")
+    base: Base = setting("reptile", "method that MetaVD extends; fedavg: no adaptation")
     posterior: Posterior = setting(
         "hyper",
-        "hyper: alpha from a hypernetwork; global: one for all (VD); "
-        "own: one a client (EnsembleVD)",
+        "hyper: alpha from a hypernetwork; global: one alpha for all clients (VD); own: one for "
+        "each client (EnsembleVD)",
     )
     dropout_layer: str = setting(
         "", "name of the linear layer with dropout; empty = the last one before the head"
@@ -83,40 +83,37 @@ class Config:
         "weight of the mean KL over the layer's K weights; 10 in the authors' code, where K is "
         "32,768",
     )
-    ramp_rounds: int = setting(20, "rounds in which the weight of the KL rises from 0")
-    log_alpha_start: float = setting(-3.0, "log alpha before the first round, about")
-    alpha_rate: float = setting(1.0, "rate of log alpha on the client, as a multiple of lr")
-    variance_floor: float = setting(1e-3, "added to the variances by which the layer is averaged")
+    ramp_rounds: int = setting(20, "rounds of warm-up in which the weight of the KL rises from 0")
+    log_alpha_start: float = setting(-3.0, "approximate log alpha before the first round")
+    alpha_rate: float = setting(1.0, "learning rate of log alpha on a client, as a multiple of lr")
+    variance_floor: float = setting(1e-3, "added to the variances that weight the layer's average")
     weighting: Weighting = setting("variance", "variance: 1/(alpha theta²); alpha: 1/alpha")
     hyper_width: int = setting(200, "hidden units of the hypernetwork")
     hyper_momentum: float = setting(0.6, "momentum of the hypernetwork's steps")
     embedding_momentum: float = setting(0.3, "momentum of the embeddings' steps")
     hyper_decay: float = setting(5e-4, "weight decay of hypernetwork and embeddings")
-    hyper_clip: float = setting(100.0, "largest norm of a step's gradient")
+    hyper_clip: float = setting(100.0, "cap on the norm of the hypernetwork's gradient")
     hyper_reach: float = setting(
         0.1,
-        "most that a round's step moves log alpha, root mean square over clients and weights; 0 = "
-        "no limit",
+        "cap on a round's change of log alpha (root mean square over clients and weights); 0 = no "
+        "cap",
     )
     ood: Ood = setting(
         "mean",
-        "alpha of clients that never trained: of the mean embedding, "
-        "or nearly none (deterministic)",
+        "alpha of new clients: mean = from the mean embedding; deterministic = almost no dropout",
     )
-    predict_samples: int = setting(0, "weight samples of the view `sampled`; 0 = no such view")
-    drop_above: float = setting(0.0, "weights with a larger dropout rate are dropped; 0 = none")
-    drop_after: int = setting(150, "rounds before weights are dropped")
+    predict_samples: int = setting(0, "weight samples for the extra test view `sampled`; 0 = none")
+    drop_above: float = setting(0.0, "weights with a larger dropout rate are removed; 0 = none")
+    drop_after: int = setting(150, "rounds before weights are removed")
     inner_lr: float = setting(
-        0.02, "maml, perfedavg: rate of the inner step, and of the adaptation before a test"
+        0.02, "base=maml, perfedavg: learning rate of inner steps and of adaptation before a test"
     )
-    inner_steps: int = setting(1, "maml, perfedavg: inner steps on the support set")
-    hf_delta: float = setting(0.01, "perfedavg: length of the step between two gradients")
+    inner_steps: int = setting(1, "base=maml, perfedavg: inner steps on the support set")
+    hf_delta: float = setting(0.01, "base=perfedavg: step length of the finite difference")
     server_lr: float = setting(
-        1.0, "step of the global model towards the clients' average; 1 = all the way"
+        1.0, "step size of the global model towards the clients' average; 1 = the average"
     )
-    server_momentum: float = setting(
-        0.0, "share of its last step that the global model takes again"
-    )
+    server_momentum: float = setting(0.0, "momentum of the global model's step; 0 = none")
     adapt_steps: int = setting(
         1, "steps on the client's training data before a test; 0 = test the global model"
     )

@@ -70,25 +70,26 @@ AT_ONCE = 16  # matrices that are solved together
 class Config:
     """What the user sets for pFedVMP."""
 
-    xi: float = setting(50.0, "weight of the pull of features to their class's centroid; 0 = none")
-    alpha: float = setting(1.0, "precision in the directions in which a client saw no spread")
+    xi: float = setting(50.0, "weight of the loss that pulls features to class centroids; 0 = none")
+    alpha: float = setting(1.0, "precision in directions in which a client's features do not vary")
     centroid: Centroid = setting(
         "precision",
-        "how clients count: precision (the paper), diag, count_mean (by samples), mean (equally)",
+        "weights of clients in a centroid: precision (the paper), diag (its diagonal), count_mean "
+        "(sample counts), mean (equal)",
     )
     prior_precision: float = setting(
-        0.0, "of a prior N(0, I/prior_precision) over centroids; 0 = none"
+        0.0, "precision of the prior N(0, I/prior_precision) over centroids; 0 = no prior"
     )
     min_count: int = setting(
         5,
-        "a class with fewer samples is not sent: one sample's message is the sample's feature "
-        "itself",
+        "a client sends nothing about a class with fewer samples; with 1 sample it would send that "
+        "sample's feature itself",
     )
     diag_floor: float = setting(0.001, "centroid=diag: added to the variances")
     cut: float = setting(
         0.0,
-        "eigenvalues below this share of the largest are no spread; 0 = 1e-5 in float32, 1e-10 in "
-        "float64",
+        "eigenvalues of a class's covariance below this share of the largest count as zero; 0 = "
+        "the default, 1e-5 in float32 and 1e-10 in float64",
     )
 
     def __post_init__(self) -> None:
@@ -108,7 +109,7 @@ class Config:
                 )
         if not self.cut < 1:
             raise ConfigError(
-                f"cut must be below 1, got {self.cut}; it is a share of the largest eigenvalue"
+                f"cut must be in [0, 1), got {self.cut}; it is a share of the largest eigenvalue"
             )
         check_choices(self)
         if self.min_count < 1:

@@ -39,7 +39,7 @@ MASK, SENSITIVITY = "mask", "sensitivity"
 class Config:
     """What the user sets for SNIP."""
 
-    base: Base = setting("reptile", "how clients train; fedavg does not adapt before a test")
+    base: Base = setting("reptile", "method that clients train with; fedavg: no adaptation")
     prune_share: float = setting(
         0.7, "share of the layer's weights that are pruned after the first round"
     )
@@ -47,16 +47,14 @@ class Config:
         "", "name of the linear layer that is pruned; empty = the last one before the head"
     )
     inner_lr: float = setting(
-        0.02, "maml, perfedavg: rate of the inner step, and of the adaptation before a test"
+        0.02, "base=maml, perfedavg: learning rate of inner steps and of adaptation before a test"
     )
-    inner_steps: int = setting(1, "maml, perfedavg: inner steps on the support set")
-    hf_delta: float = setting(0.01, "perfedavg: length of the step between two gradients")
+    inner_steps: int = setting(1, "base=maml, perfedavg: inner steps on the support set")
+    hf_delta: float = setting(0.01, "base=perfedavg: step length of the finite difference")
     server_lr: float = setting(
-        1.0, "step of the global model towards the clients' average; 1 = all the way"
+        1.0, "step size of the global model towards the clients' average; 1 = the average"
     )
-    server_momentum: float = setting(
-        0.0, "share of its last step that the global model takes again"
-    )
+    server_momentum: float = setting(0.0, "momentum of the global model's step; 0 = none")
     adapt_steps: int = setting(
         1, "steps on the client's training data before a test; 0 = test the global model"
     )

@@ -1,9 +1,8 @@
-"""What a client tells of itself in its first reply, so that a server needs neither data nor a model
-of its own.
+"""What a client reports of itself in its first reply. With it a server needs no data and no model.
 
-It is what a result file shows in the end and no more: the network's names, the shape of an input,
-the number of classes, how many samples the client has, and how the federation's data came about.
-Everything here was written by a peer, so everything is checked.
+A client reports only what the result file shows: the names of the network's parameters, the shape
+of an input, the number of classes, its numbers of samples, and the origin of the data. A client may
+be faulty or hostile, so every field is checked.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def to_header(facts: ClientInfo) -> dict[str, Any]:
 
 
 def from_header(head: Mapping[str, Any]) -> ClientInfo:
-    """Return the facts in a header; raise if they cannot be true."""
+    """Return what a header reports; raise if a value is out of range."""
     shape = parsed(head, "input_shape", list)
     if (
         len(shape) > 8
@@ -98,18 +97,20 @@ def is_whole(value: Any, least: int, most: int) -> bool:
 
 
 def parsed(head: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Return the JSON text called `name`, which must hold a `kind` that a result file can hold."""
+    """Return the value of the JSON text called `name`; raise unless it is a `kind` that a result
+    file can hold.
+    """
     text = head.get(name)
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise WireError(f"{name} must be a text of at most {MAX_TEXT} characters")
     try:
         value = json.loads(text)
-        # a file without NaN and infinity must be able to hold it
+        # a result file has no NaN and no infinity
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise WireError(f"{name} cannot be read ({str(error)[:80]})") from None
     if not isinstance(value, kind):
-        raise WireError(f"{name} must hold a {kind.__name__}, got {type(value).__name__}")
+        raise WireError(f"{name} must contain a {kind.__name__}, got {type(value).__name__}")
     return value
 
 
@@ -129,7 +130,7 @@ def text_to_anatomy(text: Any) -> Anatomy:
     for name in Anatomy._fields:
         names = raw.get(name)
         if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-            raise WireError(f"anatomy has no list of names called {name!r}")
+            raise WireError(f"anatomy must have a list of names called {name!r}")
     return Anatomy(
         tuple(raw["trainable"]),
         tuple(raw["buffers"]),
@@ -154,8 +155,8 @@ SAME: tuple[tuple[str, Callable[[ClientInfo], Any], str], ...] = (
 
 
 def agreed(known: Mapping[int, ClientInfo]) -> ClientInfo:
-    """Return the facts of the lowest client, whose network all must share; raise with the names of
-    those who do not.
+    """Return what the client with the lowest number reports; raise with the clients whose network
+    or data differ from it.
     """
     first = min(known)
     for what, read, remedy in SAME:
@@ -169,10 +170,10 @@ def agreed(known: Mapping[int, ClientInfo]) -> ClientInfo:
 
 
 def disagreement(facts: ClientInfo, common: ClientInfo) -> str | None:
-    """Return why a client that comes later cannot take part, or None."""
+    """Return why a client that joins later cannot take part, or None."""
     return next(
         (
-            f"it has {what.replace('different', 'other')} than the rest; {remedy}"
+            f"it has {what.replace('different', 'other')} than the other clients; {remedy}"
             for what, read, remedy in SAME
             if read(facts) != read(common)
         ),
@@ -181,7 +182,7 @@ def disagreement(facts: ClientInfo, common: ClientInfo) -> str | None:
 
 
 def listed(clients: Sequence[int], most: int = 10) -> str:
-    """Return the clients' numbers for a sentence."""
+    """Return the clients' numbers as text for a message."""
     shown = ", ".join(str(client) for client in clients[:most])
     return shown if len(clients) <= most else f"{shown} and {len(clients) - most} more"
 
@@ -189,8 +190,8 @@ def listed(clients: Sequence[int], most: int = 10) -> str:
 def summary(
     known: Mapping[int, ClientInfo], new: Mapping[int, ClientInfo], dataset: str
 ) -> Summary:
-    """Return the federation of the clients `known` and `new`; of how the data came about, what all
-    of them say alike.
+    """Return the federation of the clients `known` and `new`, with those facts on the origin of the
+    data that all clients agree on.
     """
     everyone = [
         *(known[client] for client in sorted(known)),
@@ -214,6 +215,6 @@ def summary(
 
 
 def common_text(origins: Sequence[Mapping[str, Any]], key: str, otherwise: str) -> str:
-    """Return the text that all say under `key`, else `otherwise`."""
+    """Return the text under `key` if all clients report the same, else `otherwise`."""
     said = {str(origin.get(key, ""))[:1000] for origin in origins}
     return (said.pop() or otherwise) if len(said) == 1 else otherwise

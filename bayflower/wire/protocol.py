@@ -1,23 +1,24 @@
-"""What is in a message and how many bytes it takes, without Flower: the names of records and keys,
-the headers, and Flower's layout.
+"""The content of a message and its size in bytes: names of records and keys, headers, and Flower's
+layout of bytes. Nothing here imports Flower.
 
 To a client ("train", "evaluate"):   broadcast   ArrayRecord   the method's Broadcast, one array a
                                                                leaf
                                      bayflower   ConfigRecord  protocol, method, run, round, seed,
                                                                evaluate, purpose, instructions;
-                                                               accepted, if later replies of this
-                                                               client were not used: the last round
-                                                               whose one was; returned, if it had
-                                                               left and was dropped from totals
+                                                               accepted: the last round whose reply
+                                                               was used (sent only if a later reply
+                                                               of this client was not used);
+                                                               returned: true if the client rejoins
+                                                               after it was dropped from the totals
 From a client ("train"):             update      ArrayRecord   the method's Update
-                                     tally       ArrayRecord   test results by view, where a test
-                                                               was asked for
+                                     tally       ArrayRecord   test results by view, if the request
+                                                               asked for a test
                                      metrics     MetricRecord  num-examples, train-loss
                                      bayflower   ConfigRecord  protocol, method, run, round, client
 From a client ("query"):             bayflower   ConfigRecord  client, new, and its facts: anatomy,
                                                                input_shape, num_classes, train_size,
                                                                test_size, origin (texts are JSON;
-                                                               `facts.py`)
+                                                               `hello.py`)
 
 A message's content is a tree of objects (chunks, arrays, records), each sent as a line "kind
 children length", a zero byte and a body. The sizes below are those of that tree; the envelope (ids,

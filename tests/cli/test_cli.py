@@ -129,9 +129,9 @@ BAD = [
     (["run", "fedmop"], "method 'fedmop' is not known; did you mean 'fedmap'?"),
     (
         ["run", "fedmap", "--set", "sigma=3"],
-        "setting 'sigma' is not known to method 'fedmap'; did you mean 'sigma2'?",
+        "method 'fedmap' has no setting 'sigma'; did you mean 'sigma2'?",
     ),
-    (["run", "fedavg", "--set", "sigma2=3"], "setting 'sigma2' is not known to method 'fedavg'"),
+    (["run", "fedavg", "--set", "sigma2=3"], "method 'fedavg' has no setting 'sigma2'"),
     (["run", "fedmap", "--set", "sigma2=-1"], "sigma2 must be positive and finite, got -1"),
     (["run", "fedmap", "--set", "sigma2=much"], "sigma2 must be a number, got 'much'"),
     (["run", "fedmap", "--set", "sigma2"], "--set needs KEY=VALUE, got 'sigma2'"),
@@ -148,10 +148,10 @@ BAD = [
     (["run", "fedmap", "--dataset", "fmnist", "--set", "data_dir=empty"], "fmnist"),
     (["run", "fedmap", "--set", "model=vgg"], "model must be one of"),
     (["run", "fedmap", "--set", "model=cnn"], "model cnn needs images of at least 16×16"),
-    (["run", "fedmap", "--set", "device=cuda:9"], "device 'cuda:9' is not there"),
+    (["run", "fedmap", "--set", "device=cuda:9"], "device 'cuda:9' was not found"),
     (["run", "fedmap", "--set", "fraction_train=0"], "fraction_train must be in (0, 1], got 0"),
     (["run", "fedmap", "--set", "download=maybe"], "download must be true or false, got 'maybe'"),
-    (["compare", "fedmap", "fedavg", "--set", "xi=1"], "setting 'xi' is not known"),
+    (["compare", "fedmap", "fedavg", "--set", "xi=1"], "has no setting 'xi'"),
 ]
 
 

@@ -142,7 +142,7 @@ def test_hospitals(tmp_path, capsys):
 
 
 def test_what_is_no_app_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is no Flower app"):
+    with pytest.raises(ConfigError, match="does not describe a Flower app"):
         try_app(tmp_path, 1)
     with pytest.raises(ConfigError, match="no run-config key 'rounds'; it has num-server-rounds"):
         try_app(EXAMPLES / "fedavg_app", 1, {"rounds": 3})

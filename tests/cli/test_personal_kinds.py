@@ -152,5 +152,5 @@ def test_files_that_are_not_ours_are_refused(runs, tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_personal(tmp_path)
     (tmp_path / "card.json").write_text('{"format": "other"}')
-    with pytest.raises(ConfigError, match="no card of a personal model"):
+    with pytest.raises(ConfigError, match="is not the card of a personal model"):
         load_personal(tmp_path)

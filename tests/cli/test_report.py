@@ -145,7 +145,7 @@ def test_bad_input_is_one_line(runs, tmp_path):
     broken.mkdir()
     for text, words in (
         ('{"method": "fed', "cannot be read as JSON"),
-        ("[]", "it is no object"),
+        ("[]", "it is not an object"),
         ('{"method": "fedmap"}', "it lacks 'dataset'"),
     ):
         (broken / "result.json").write_text(text)

@@ -98,7 +98,7 @@ def test_a_file_says_once_what_is_usual(tmp_path):
     assert set(quick) == {"fedbps-1", "fedbps-2", "fedbps-figure-3"}
     assert all(form == {"rounds": 7, "seeds": 2} for form in quick.values())
     (tmp_path / "ours.toml").write_text("\n".join(line for line in lines if line != usual))
-    with pytest.raises(ConfigError, match=r"ours\.toml is no file of tables"):
+    with pytest.raises(ConfigError, match=r"ours\.toml is not a valid file of tables"):
         load_tables.__wrapped__(tmp_path)
 
 

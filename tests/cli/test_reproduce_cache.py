@@ -161,7 +161,7 @@ def test_a_broken_file_is_set_aside_and_its_run_done_again(finished, tmp_path):
     wrong.write_text(json.dumps(record))
     said: list[str] = []
     assert run_missing([find("fedmap-1")], plan(), Cache(tmp_path, said.append), said.append) == 0
-    assert sum("is broken; set aside as" in line for line in said) == 2
+    assert sum("is broken; renamed to" in line for line in said) == 2
     assert "5 runs, 2 to do" in said
     assert len(list(tmp_path.glob("*.broken-*"))) == 2
     # the same numbers again
@@ -345,7 +345,7 @@ def test_a_broken_line_is_named_and_left_out(tmp_path):
         said: list[str] = []
         cache = Cache(folder, said.append)
         assert len(cache.everything()) == len(cache.everything()) == 1
-        assert said == [f"{file}, line 3 is broken and left out; its run is done again"]
+        assert said == [f"{file}, line 3 is broken and ignored; its run is repeated"]
         made(folder, "fedavg")
         with pytest.raises(ConfigError, match="line 3 is broken; restore it or delete the line"):
             collect(cache, said.append)

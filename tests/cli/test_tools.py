@@ -124,7 +124,7 @@ def test_a_run_is_cited_with_its_data(tmp_path, monkeypatch, capsys):
     ]
     assert keys == ["pfedvmp", "krizhevsky2009cifar", "beutel2020flower", "bayflower"]
     (tmp_path / "result.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is no result of a run"):
+    with pytest.raises(ConfigError, match="is not the result of a run"):
         cite.entries([str(tmp_path)])
 
 

@@ -144,7 +144,7 @@ def test_the_file_of_chosen_values(tmp_path):
     assert cells["fedprox"]["mu"] == 0.1
     assert "mu" not in cells["fedavg"]
     path.write_text("[fedmap\n")
-    with pytest.raises(ConfigError, match="is no file of `bayflower tune`"):
+    with pytest.raises(ConfigError, match="is not a file written by `bayflower tune`"):
         read(path)
 
 
@@ -270,7 +270,7 @@ def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
         "out": tmp_path / "papers" / "tuned",
     }
     tune(None, part="2/2", where=["batch_size=32"], **options)
-    assert "the same command without --part writes the file" in capsys.readouterr().out
+    assert "run the same command without --part to write the file" in capsys.readouterr().out
     tune(None, where=["batch_size=32"], **options)
     said = capsys.readouterr()
     assert "FedMAP: 1 of 1 trials are there" in said.err  # not done again
@@ -280,11 +280,11 @@ def test_the_command_for_a_table(tmp_path, capsys, monkeypatch):
     assert set(chosen["FedMAP"]) == {"lr", "sigma2"}
     assert set(chosen["FedAvg, ours"]) == {"lr"}
     assert chosen["not here"] == {}
-    with pytest.raises(ConfigError, match="name either methods or one --table"):
+    with pytest.raises(ConfigError, match="name methods or one --table, not both"):
         tune(["fedmap"], **options)
     with pytest.raises(
         ConfigError,
-        match="no column of ours-1 has beta=7; `bayflower reproduce ours-1 --no-run` shows them",
+        match="no column of table ours-1 has beta=7; `bayflower reproduce ours-1 --no-run` shows",
     ):
         tune(None, where=["beta=7"], **options)
     monkeypatch.undo()

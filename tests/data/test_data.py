@@ -57,7 +57,7 @@ def same(a: Any, b: Any) -> bool:
         ({"nuisance_variance": -1.0}, "nuisance_variance must be at least 0 and finite, got -1.0"),
         (
             {"dataset": "synthetic", "partition": "iid"},
-            "partition must be left out for dataset 'synthetic', got 'iid'; set scenario",
+            "partition must not be set for dataset 'synthetic', got 'iid'; set scenario",
         ),
         ({"dataset": "synthetic", "test_fraction": 0.0}, "test_fraction must be in"),
         ({"partition": "natural"}, "'digits', which has no natural clients"),

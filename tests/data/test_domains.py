@@ -124,12 +124,12 @@ def test_celeba_by_person(tmp_path):
         (lambda f: None, r"no \*.json in .*femnist.*; make them with LEAF's preprocess.sh"),
         (
             lambda f: (f / "a.json").write_text("{}"),
-            r"a.json is no file of LEAF's FEMNIST \(KeyError: 'users'\); it needs users and "
+            r"a.json is not a file of LEAF's FEMNIST \(KeyError: 'users'\); it needs users and "
             r"user_data",
         ),
         (
             lambda f: (f / "a.json").write_text("[1"),
-            r"a.json is no file of LEAF's FEMNIST \(JSONDecodeError",
+            r"a.json is not a file of LEAF's FEMNIST \(JSONDecodeError",
         ),
         (
             lambda f: (f / "a.json").write_text(
@@ -159,7 +159,7 @@ def test_femnist_that_is_none(tmp_path, change, words):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("list_attr_celeba.txt", None, "no file .*list_attr_celeba.txt; it comes with CelebA"),
+        ("list_attr_celeba.txt", None, "no file .*list_attr_celeba.txt; it is part of CelebA"),
         (
             "list_attr_celeba.txt",
             "1\nYoung \n000001.jpg 1\n",

@@ -50,7 +50,7 @@ def table(n: int = 60) -> dict[str, np.ndarray]:
             r"labels in .* must be in \[0, 1\] for num_classes 2, got 2",
         ),
         ({"y": np.arange(60) % 2 * 500}, "have 2 values up to 500; number the classes"),
-        ({"x": np.array([None, 1] * 30)}, "no .npz of plain arrays .*Object arrays"),
+        ({"x": np.array([None, 1] * 30)}, "not an .npz file of plain arrays .*Object arrays"),
         ({"x": np.array(["a", "b"] * 30).reshape(60, 1)}, "x in .* must be numbers"),
         ({"x": np.full((60, 3), np.inf)}, "must be finite in float32"),
         ({"x": np.full((60, 3), 1e300)}, "must be finite in float32"),
@@ -73,7 +73,7 @@ def test_files_that_are_no_npz(tmp_path: Path) -> None:
         load_federation(DataSettings(dataset=str(tmp_path / "nowhere.npz")), 0)
     for content in (b"", b"hello", b"PK\x03\x04broken"):
         (tmp_path / "odd.npz").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"odd.npz is no .npz of plain arrays"):
+        with pytest.raises(ConfigError, match=r"odd.npz is not an .npz file of plain arrays"):
             read_npz(tmp_path / "odd.npz")
     np.save(tmp_path / "bare.npy", np.zeros(3))
     (tmp_path / "bare.npy").rename(tmp_path / "bare.npz")
@@ -137,7 +137,7 @@ def test_what_a_file_does_not_have(tmp_path: Path) -> None:
     path = str(write(tmp_path, x=arrays["x"], y=arrays["y"], client=np.full(60, -1)))
     with pytest.raises(ConfigError, match="no natural clients"):
         load_federation(DataSettings(dataset=path, partition="natural", num_clients=2), 0)
-    with pytest.raises(ConfigError, match="does not mark some of its samples as test"):
+    with pytest.raises(ConfigError, match="does not mark test samples"):
         load_federation(
             DataSettings(dataset=path, partition="iid", num_clients=2, test_fraction=0.0), 0
         )

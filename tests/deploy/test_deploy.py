@@ -166,7 +166,7 @@ def test_certificates_are_renewed_under_the_same_authority_and_names(tmp_path):
         x509.load_pem_x509_certificate((tmp_path / "fed" / "ca" / "ca.crt").read_bytes())
     )
     assert stat.S_IMODE((made.server / "server.key").stat().st_mode) == 0o600
-    with pytest.raises(ConfigError, match="the authority itself ends"):
+    with pytest.raises(ConfigError, match="the authority's own certificate expires"):
         folders.renew(made, 400)
 
 
@@ -183,7 +183,7 @@ def test_a_certificate_that_has_ended_is_refused_before_anything_starts(tmp_path
         def now(cls, tz=None):
             return later
 
-    monkeypatch.setattr("bayflower.cli.deploy.datetime.datetime", Later)
+    monkeypatch.setattr("bayflower.cli.deployed.datetime.datetime", Later)
     done = CliRunner().invoke(cli.app, ["deploy", "up", str(tmp_path / "fed"), "--local"])
     assert isinstance(done.exception, ConfigError)
     assert "renew it" in str(done.exception)

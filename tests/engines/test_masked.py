@@ -186,7 +186,7 @@ def tensors(tree):
 
 def test_bfloat16_and_float64_do_not_go_together():
     with pytest.raises(
-        ConfigError, match="bf16 goes with dtype=float32, got dtype=float64; leave one of them out"
+        ConfigError, match="bf16 needs dtype=float32, got dtype=float64; remove one of the two"
     ):
         parse("fedavg", {"bf16": True, "dtype": "float64"})
 

@@ -249,7 +249,7 @@ FEW = {"num_clients": 2, "new_clients": 0}
             {},
             "for convolutions on a CPU",
         ),
-        ((), FEW, "fewer than 3 train in the mean step"),
+        ((), FEW, "fewer than 3 train in the average step"),
     ],
 )
 def test_on_a_cpu_no_clock_decides_by_itself(monkeypatch, layers, settings, remark):

@@ -168,7 +168,7 @@ def test_a_supernode_that_never_comes(tmp_path):
     processes.Flower = Short
     try:
         with pytest.raises(
-            BayflowerError, match=r"1 of 2 clients came within 15 s; start the others"
+            BayflowerError, match=r"1 of 2 clients connected within 15 s; start the others"
         ):
             run_app(
                 "deployment",

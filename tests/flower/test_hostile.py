@@ -37,8 +37,8 @@ class Siege:
         self.rig = Rig(method, members=[OTHER, 1, VICTIM], **{**SMALL, **settings})
         self.rig.start(rounds=1)
         self.strategy = strategy = self.rig.strategy
-        request = strategy._train_request(2, ConfigRecord())
-        answers = [self.rig.grid.ask(message) for message in strategy._messages(request)]
+        self.asked = asked = strategy._training_round(2, ConfigRecord())
+        answers = [self.rig.grid.ask(message) for message in asked.messages(asked.request)]
         self.replies = {reply.metadata.src_node_id - 1000: reply for reply in answers}
         seen = (
             m
@@ -48,19 +48,20 @@ class Siege:
         self.old = next(seen)
         self.state, self.sent, self.records = (
             strategy.state,
-            dict(strategy._sent),
+            dict(asked.sent),
             [dict(one) for one in strategy.records],
         )
         self.without, _ = self.after([])
         self.both, faults = self.after([copied(self.replies[VICTIM])])
-        assert faults == ["round 2, client 1: no reply in time; left out of this round"]
+        assert faults == ["round 2, client 1: no reply before the timeout; ignored in this round"]
 
     def after(self, replies) -> tuple[object, list[str]]:
         """Return (the state, the faults) after round 2 with these replies and an honest one of
         another client.
         """
         strategy = self.strategy
-        strategy.state, strategy._sent, strategy._empty = self.state, dict(self.sent), 0
+        strategy.state, strategy._round, strategy._empty = self.state, self.asked, 0
+        self.asked.sent = dict(self.sent)
         strategy.records = [type(strategy.records[0])(one) for one in self.records]
         strategy.faults.clear()
         strategy.journal.begin(2)
@@ -241,7 +242,7 @@ def test_a_client_counts_for_its_share_at_most():
     want = bounds.caps(dict(enumerate(sizes)), 0.25)
     assert want
     assert [fault for fault in cut.strategy.faults] == [
-        f"client {client} has {sizes[client]} samples and counts for {want[client]} (max_share is "
+        f"client {client}: its {sizes[client]} samples are counted as {want[client]} (max_share is "
         "0.25)"
         for client in sorted(want)
     ]
@@ -297,9 +298,9 @@ def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
     max_share leaves, and the result says so.
     """
     siege = Siege("pfedvmp", keep=1.0, centroid=centroid, max_message_mb=8, min_count=2)
-    siege.strategy.limits = siege.strategy.roster.limits = dataclasses.replace(
-        siege.strategy.limits, max_share=share
-    )
+    limits = dataclasses.replace(siege.strategy.limits, max_share=share)
+    siege.strategy.limits = siege.strategy.roster.limits = limits
+    siege.asked.facts = siege.asked.facts._replace(limits=limits)
     reply = copied(siege.replies[VICTIM])
     flat = records.arrays(reply, records.UPDATE)
     other = siege.replies[OTHER]
@@ -317,7 +318,7 @@ def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
     told = {
         int(k)
         for fault in faults
-        if fault.startswith(f"client {VICTIM} counts for less")
+        if fault.startswith(f"client {VICTIM}: its claims on")
         for k in re.findall(r"class (\d+)", fault)
     }
     alpha = siege.strategy.options.alpha * (centroid == "precision")
@@ -348,7 +349,7 @@ def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
         )
     assert told or share == 1
     _, again = siege.after([copied(reply)])
-    assert not any("counts for less" in fault for fault in again)  # it is said once
+    assert not any("its claims on" in fault for fault in again)  # it is reported once
 
 
 @pytest.mark.parametrize(

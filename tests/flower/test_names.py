@@ -286,6 +286,6 @@ def test_counters_of_batchnorm_are_refused():
     federation = Federation("fedavg", model="mlp-bn")
     with pytest.raises(
         ConfigError,
-        match="num_batches_tracked' holds a whole number, which Flower's clipping cannot scale",
+        match="num_batches_tracked' holds integers, which Flower's clipping cannot scale",
     ):
         federation.start(inside(DifferentialPrivacyServerSideFixedClipping, federation, 0.0, 1.0))

@@ -369,7 +369,7 @@ def test_labels_must_be_class_numbers_and_nodes_must_say_who_they_are():
 
 def test_both_sides_must_name_the_same_method(tmp_path):
     with pytest.raises(
-        BayflowerError, match="this client was made for fedmap, the server runs fedavg"
+        BayflowerError, match="this client was made for fedmap, but the server runs fedavg"
     ):
         run(make_client_app("fedmap", model=Net, data=load, state=tmp_path), "fedavg")
     with pytest.raises(ConfigError, match="method 'fedmapp' is not known; did you mean 'fedmap'"):

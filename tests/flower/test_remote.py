@@ -132,13 +132,13 @@ def test_a_node_has_its_data_where_it_says(tmp_path, nodes):
 def test_clients_with_another_network_than_the_settings_are_named(tmp_path, nodes):
     with pytest.raises(
         BayflowerError,
-        match=r"clients 0, 1, 2, 3 have another network than model=mlp-bn gives for inputs of "
-        r"shape \(6,\)",
+        match=r"the network of clients 0, 1, 2, 3 differs from model=mlp-bn for inputs of shape "
+        r"\(6,\)",
     ):
         serve(InProcessGrid(app, nodes), config(tmp_path, model="mlp-bn"))
     status = json.loads((tmp_path / "server" / "status.json").read_text())
     assert status["state"] == "failed"
-    assert "another network" in status["reason"]
+    assert "differs from model=mlp-bn" in status["reason"]
 
 
 def saying(change):
@@ -184,8 +184,8 @@ def test_clients_that_disagree_are_named(tmp_path, nodes, change, words):
         ({"train_size": -1}, "train_size must be a whole number"),
         ({"origin": '{"partition": {"beta": 1e999}}'}, "origin cannot be read"),
         ({"origin": "[" * 100_000}, "origin cannot be read"),
-        ({"anatomy": "7"}, "anatomy must hold a dict"),
-        ({"anatomy": '{"trainable": [1]}'}, "anatomy has no list of names called 'trainable'"),
+        ({"anatomy": "7"}, "anatomy must contain a dict"),
+        ({"anatomy": '{"trainable": [1]}'}, "anatomy must have a list of names called 'trainable'"),
         ({"client": -1}, "client must be a whole number below"),
         ({"client": True}, "client must be a whole number below"),
     ],

@@ -39,7 +39,7 @@ def test_clients_come_late_go_and_come_back(method):
     ]
     assert [town.trained(round) for round in (1, 2, 3, 4)] == [3, 4, 3, 4]
     assert town.strategy.faults == [
-        "client 1 has left: its node is gone; it is not part of the totals until it is back"
+        "client 1 has left: its node is gone; it is dropped from the totals until it rejoins"
     ]
     assert [told.get("returned") for told in town.asked[4].values()] == [None, True, None, None]
     assert all("accepted" not in told for told in town.asked[4].values())
@@ -148,8 +148,8 @@ def test_a_silent_client_counts_as_gone_and_is_not_asked_again():
         [0, 2],
     ]
     assert (
-        "client 1 has left: no reply in 2 rounds in a row; it is not part of the totals until it "
-        "is back" in town.strategy.faults
+        "client 1 has left: no reply in 2 rounds in a row; it is dropped from the totals until it "
+        "rejoins" in town.strategy.faults
     )
 
 
@@ -235,7 +235,7 @@ def test_a_node_that_says_it_is_somebody_else_is_left_out():
     claims = [
         fault
         for fault in town.strategy.faults
-        if "says it is client 1, which node 1001 is" in fault
+        if "claims client 1, already held by node 1001" in fault
     ]
     assert len(claims) == 1
     assert [town.trained(round) for round in (1, 2, 3, 4)] == [3, 3, 3, 3]
@@ -278,7 +278,10 @@ def test_a_late_client_with_another_network_is_left_out():
     town.grid.app = other
     town.start()
     assert [town.trained(round) for round in (1, 2, 3)] == [2, 2, 2]
-    assert "client 2: it has other numbers of classes than the rest" in town.strategy.faults[0]
+    assert (
+        "client 2: it has other numbers of classes than the other clients"
+        in town.strategy.faults[0]
+    )
 
 
 def test_a_client_that_fails_again_and_again_is_excluded():
@@ -298,7 +301,7 @@ def test_a_client_that_fails_again_and_again_is_excluded():
         [0, 2],
     ]
     assert (
-        "client 1: 2 replies in a row were not used; excluded from the run (max_faults is 2)"
+        "client 1: 2 invalid replies in a row; excluded from the run (max_faults is 2)"
         in town.strategy.faults
     )
 
@@ -329,7 +332,7 @@ def test_a_resumed_run_knows_who_was_there(method, tmp_path):
     again.start()
     assert sorted(again.asked[3]) == [0, 2, 3, 4]
     assert [told.get("returned") for told in again.asked[3].values()] == [None, True, None, None]
-    assert "client 1 has left: it was not there when the run went on" in again.strategy.faults[-1]
+    assert "client 1 has left: it was absent when the run was resumed" in again.strategy.faults[-1]
     state = again.strategy.state
     if method == "fednp":
         assert {name.split("/")[0] for name in state.ledger} == {"0", "2", "3", "4"}

@@ -41,9 +41,9 @@ def test_missing_and_unknown_names_are_errors():
     flat = flatten(example())
     with pytest.raises(BayflowerError, match="Outer needs 'count', which is missing"):
         unflatten(Outer, {name: value for name, value in flat.items() if name != "count"})
-    with pytest.raises(BayflowerError, match="does not know 'extra'"):
+    with pytest.raises(BayflowerError, match="has no field 'extra'"):
         unflatten(Outer, {**flat, "extra": torch.zeros(1)})
-    with pytest.raises(BayflowerError, match="does not know 'inner/extra'"):
+    with pytest.raises(BayflowerError, match="has no field 'inner/extra'"):
         unflatten(Outer, {**flat, "inner/extra": torch.zeros(1)})
 
 

@@ -273,7 +273,7 @@ def test_absurd_weights_do_not_end_a_run():
             "centroid must be one of precision, diag, count_mean, mean, got 'median'",
         ),
         ("min_count", 0, "min_count must be at least 1, got 0"),
-        ("cut", 1, "cut must be below 1"),
+        ("cut", 1, "cut must be in"),
         ("diag_floor", "nan", "diag_floor must be positive"),
         ("features", 0, "features must be at least 1"),
     ],
