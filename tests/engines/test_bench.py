@@ -106,7 +106,7 @@ def test_without_a_gpu_every_row_says_so(suite):
         suite, device="cuda", workloads=("digits",), clients=(2,), methods=("fedper",)
     )
     assert content["rows"]
-    assert all("not there" in row["failed"] for row in content["rows"])
+    assert all("was not found" in row["failed"] for row in content["rows"])
     assert "not measured" in shown(content)
 
 
