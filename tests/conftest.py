@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,8 @@ def worst_difference(a: Any, b: Any, zero: float = 0.0) -> float:
         if max(float(x.norm()), float(y.norm())) >= zero * min(1.0, scale[fields[name]]):
             worst = max(worst, float((x - y).norm() / y.norm().clamp(min=1e-12)))
     return worst
+
+
+def some(names: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """Return the parameters of a test, of which only those in `kept` are in the default run."""
+    return [pytest.param(one, marks=() if one in kept else pytest.mark.slow) for one in names]

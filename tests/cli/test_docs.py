@@ -29,6 +29,7 @@ from unittest.mock import MagicMock
 import pytest
 import test_contract
 import test_engines
+from conftest import some
 from prefork import bayflower
 
 from bayflower import clients, methods, strategies
@@ -37,6 +38,10 @@ from bayflower.rounds.solo import one_thread
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 EXAMPLE = "docs/add-a-method.md"
+QUICK = (
+    "README.md",
+    *(f"docs/{page}.md" for page in ("data", "plug-in", "strategies", "tutorial")),
+)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ((?:bayflower|tests)/[\w/]+\.py)(.*)\n")
 STEM = "fedlast"
@@ -74,7 +79,7 @@ def run_command(line: str, folder: Path) -> None:
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", some(PAGES, QUICK))
 def test_commands_and_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # their recipes are run in test_tools.py, where what reaches them is checked

@@ -100,6 +100,7 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(call, capture_output=True, text=True, timeout=200, env=environment)
 
 
+@pytest.mark.slow
 def test_fedbps_figure_is_drawn_from_the_finished_runs(tmp_path):
     done = script("fedbps_pictures.py", "--figure", str(tmp_path / "a.svg"))
     assert done.returncode == 0, done.stderr

@@ -239,6 +239,7 @@ def command(folder: Path, *words: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_and_repeats_no_finished_run(tmp_path):
     folder = tmp_path / "runs"
     process = subprocess.Popen(

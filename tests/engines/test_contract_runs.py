@@ -109,8 +109,17 @@ def test_every_row_needs_what_it_says():
     assert set(NEEDED) <= set(METHODS)
 
 
-@pytest.mark.parametrize("engine", ["loop", "fused"])
-@pytest.mark.parametrize("method", NAMES, scope="module")
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [
+        pytest.param(
+            name, engine, marks=() if engine == "fused" or name in BOTH else pytest.mark.slow
+        )
+        for name in NAMES
+        for engine in ("loop", "fused")
+    ],
+    scope="module",
+)
 def test_every_method_goes_on_where_it_stopped(tmp_path, method, engine):
     """Two rounds, then one more from the file, equal three at once."""
     common = {**PEACE, "checkpoint_every": 1}

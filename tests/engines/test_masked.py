@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import small_prepared, worst_difference
+from conftest import small_prepared, some, worst_difference
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
@@ -167,7 +167,11 @@ def test_a_training_pass_in_bfloat16_is_near_and_keeps_the_dtypes(name, device):
 
 
 @pytest.mark.parametrize(
-    "method", ["fedper", "pfedvmp", "fedmap", "fednp", "metavd", "fedbps", "moon", "maml"]
+    "method",
+    some(
+        ["fedper", "pfedvmp", "fedmap", "fednp", "metavd", "fedbps", "moon", "maml"],
+        ["pfedvmp", "metavd"],
+    ),
 )
 def test_runs_in_bfloat16_end_near_those_in_float32(method):
     settings = {"rounds": 2, "optimizer": "sgd", "lr": 0.02}

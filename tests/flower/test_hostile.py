@@ -23,7 +23,7 @@ from bayflower.flower import bounds, records
 from bayflower.methods import METHODS
 from bayflower.tree import flatten
 
-TRIALS = int(os.environ.get("BAYFLOWER_TRIALS", "1000"))  # make hostile: 10,000
+TRIALS = int(os.environ.get("BAYFLOWER_TRIALS", "300"))  # make hostile: 10,000
 VICTIM, OTHER = 2, 0
 SMALL = {"keep": 0.1, "local_epochs": 1, "evaluate_every": 1, "max_message_mb": 1}
 

@@ -60,6 +60,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_stop_the_products_of_a_serverapp():
     done = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False

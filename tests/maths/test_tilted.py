@@ -149,6 +149,7 @@ def test_powers_are_as_accurate_as_stated():
     assert float(error.max()) < 1.1e-5
 
 
+@pytest.mark.slow
 def test_theorem_2_has_the_errors_of_e_n4():
     """Corrected constants: E_d within 0.0131, 0.0270, 0.0383; S1, S2, z_s within 1.98, 8.93, 4.73;
     as printed, z_s is negative.
@@ -231,7 +232,7 @@ def test_f_zero_is_exact_and_f_near_zero_smooth(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(mean=st.floats(-1e6, 1e6), var=st.floats(1e-12, 1e6), f=st.floats(-1e3, 1e3))
 @example(mean=0.0, var=1.0, f=9.281386541964645e-21)
 def test_never_nan(name, dtype, mean, var, f):

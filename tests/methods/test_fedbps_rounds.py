@@ -21,7 +21,9 @@ from bayflower.strategies.fedbps import Broadcast
 SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
 
 
-@pytest.mark.parametrize(("ranking", "delta"), [("paper", None), ("balanced", 2.0)])
+@pytest.mark.parametrize(
+    ("ranking", "delta"), [pytest.param("paper", None, marks=pytest.mark.slow), ("balanced", 2.0)]
+)
 def test_two_rounds_equal_numpy(ranking, delta):
     """Every step of a round the slow way: torch.optim, one gradient for each class of each sample,
     moments and mask in numpy.
