@@ -99,8 +99,8 @@ def test_flwr_run_as_a_user_types_it(tmp_path):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     config = (
-        'method="fedmap" dataset="digits" num_clients=2 keep=0.1 rounds=2 local_epochs=1 '
-        f'device="cpu" out="{tmp_path / "out"}"'
+        'method="fedmap" dataset="digits" num_clients=2 rounds=2 local_epochs=1 '
+        f'set="keep=0.1 device=cpu" out="{tmp_path / "out"}"'
     )
     try:
         done = subprocess.run(
