@@ -93,9 +93,6 @@ def test_five_float64_rounds_agree_to_1e_9(case, device):
         "dtype": "float64",
         "rounds": 5,
         "evaluate_every": 2,
-        "local_epochs": 1,
-        "new_client_epochs": 1,
-        "keep": 0.15,
     }
     method, model = case
     compare(*outcomes(method, model=model, device=device, **settings), tolerance=1e-9)
