@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from .errors import ConfigError
 
 
 def setting(default: Any, meaning: str) -> Any:
@@ -14,3 +17,22 @@ def setting(default: Any, meaning: str) -> Any:
 def meanings(kind: type) -> dict[str, str]:
     """Return the meaning of each field of a settings class."""
     return {field.name: field.metadata.get("meaning", "") for field in dataclasses.fields(kind)}
+
+
+def with_pairs(
+    given: Mapping[str, Any],
+    texts: Iterable[str],
+    wrong: str = "--set needs KEY=VALUE",
+    example: str = "--set lr=0.01",
+) -> dict[str, Any]:
+    """Return `given` with the settings in KEY=VALUE texts; the rest is for the error text."""
+    found = dict(given)
+    for text in texts:
+        key, mark, value = text.partition("=")
+        if not mark or not key:
+            raise ConfigError(f"{wrong}, got {text!r}; for example {example}")
+        name = key.replace("-", "_")
+        if name in found:
+            raise ConfigError(f"setting {key!r} was given twice; give it once")
+        found[name] = value
+    return found

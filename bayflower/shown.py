@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -33,3 +35,11 @@ class Picture(NamedTuple):
     y_title: str
     marks: tuple[Mark, ...]
     y_range: tuple[float, float] | None = None  # None: as the marks need it
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, float, float, float, float]:
+    """Return lowest, quartiles and highest of sorted values."""
+    if len(values) == 1:
+        return (values[0],) * 5
+    first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
+    return values[0], first, middle, third, values[-1]

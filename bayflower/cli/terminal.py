@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..settings import with_pairs
 
 LINE_SECONDS = 15.0  # between two lines of progress where there is no terminal
 
@@ -23,14 +24,7 @@ LINE_SECONDS = 15.0  # between two lines of progress where there is no terminal
 def values(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
     """Return the settings given by flags and by --set KEY=VALUE."""
     given = {name: value for name, value in flags.items() if value is not None}
-    for text in sets or []:
-        key, mark, value = text.partition("=")
-        if not mark or not key:
-            raise ConfigError(f"--set needs KEY=VALUE, got {text!r}; for example --set lr=0.01")
-        if key.replace("-", "_") in given:
-            raise ConfigError(f"setting {key!r} was given twice; give it once")
-        given[key.replace("-", "_")] = value
-    return given
+    return with_pairs(given, sets or [])
 
 
 def show(rows: list[dict[str, Any]], columns: tuple[str, ...], as_json: bool) -> None:

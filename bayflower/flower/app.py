@@ -33,6 +33,7 @@ from ..networks.papers import build
 from ..rounds import solo
 from ..rounds.halves import Halves, make_halves
 from ..rounds.result import result
+from ..settings import with_pairs
 from ..wire.hello import listed
 from . import records
 from .client import Site
@@ -57,6 +58,11 @@ USUAL = (
 )
 
 
+def methods_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the methods that a run-config names, in their order."""
+    return [name.strip() for name in str(config.get("method") or methods.DEFAULT).split(",")]
+
+
 def run_of(config: Mapping[str, Any], method: str) -> Run:
     """Return the settings of `method` in a run-config; settings of other methods of the run are
     ignored.
@@ -73,15 +79,8 @@ def run_of(config: Mapping[str, Any], method: str) -> Run:
         for key, value in config.items()
         if value != "" and key not in APP_KEYS
     }
-    for text in shlex.split(str(config.get("set") or "")):
-        key, mark, value = text.partition("=")
-        if not mark or not key:
-            raise ConfigError(
-                f"set must be KEY=VALUE KEY=VALUE, got {text!r}; for example set='sigma2=50'"
-            )
-        if key.replace("-", "_") in given:
-            raise ConfigError(f"setting {key!r} was given twice; give it once")
-        given[key.replace("-", "_")] = value
+    texts = shlex.split(str(config.get("set") or ""))
+    given = with_pairs(given, texts, "set must be KEY=VALUE KEY=VALUE", "set='sigma2=50'")
     if unknown := sorted(set(given) - elsewhere):
         parse(method, {unknown[0]: given[unknown[0]]})  # raises with a hint
     return parse(method, {key: value for key, value in given.items() if key in known})
@@ -123,7 +122,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 
 def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
     """Run every method of the run-config; write the outcome to `out`/status.json."""
-    names = [name.strip() for name in str(config.get("method") or methods.DEFAULT).split(",")]
+    names = methods_of(config)
     out = Path(str(config.get("out") or Path.home() / "bayflower-runs" / "-".join(names)))
     if not out.is_absolute():
         raise ConfigError(
@@ -280,8 +279,7 @@ def site_of(context: Context) -> Site:
 def first_run(config: tuple[tuple[str, Any], ...]) -> Run:
     """Return the settings of the first method in a run-config, cached in the process."""
     values = dict(config)
-    names = str(values.get("method") or methods.DEFAULT).split(",")
-    return run_of(values, names[0].strip())
+    return run_of(values, methods_of(values)[0])
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from ..errors import WireError
@@ -214,3 +214,9 @@ def num_bytes(content: RecordDict) -> int:
         else:
             metrics[name] = dict(record)
     return content_bytes(arrays, configs, metrics)
+
+
+def metric(reply: Message, name: str) -> Any:
+    """Return the metric called `name` of a reply, None if it has none."""
+    numbers = reply.content.get(METRICS)
+    return numbers.get(name) if isinstance(numbers, MetricRecord) else None

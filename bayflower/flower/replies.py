@@ -124,19 +124,13 @@ def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Tal
 
 def train_loss(reply: Message) -> float:
     """Return the mean loss of local training that a reply reports."""
-    loss = metric(reply, records.TRAIN_LOSS)
+    loss = records.metric(reply, records.TRAIN_LOSS)
     if not isinstance(loss, (int, float)) or not math.isfinite(loss) or abs(loss) > LARGEST_LOSS:
         raise records.WireError(
             f"{records.TRAIN_LOSS} must be a finite number in [-{LARGEST_LOSS:g}, "
             f"{LARGEST_LOSS:g}], got {str(loss)[:80]}"
         )
     return float(loss)
-
-
-def metric(reply: Message, name: str) -> Any:
-    """Return the metric called `name` of a reply, None if it has none."""
-    numbers = reply.content.get(records.METRICS)
-    return numbers.get(name) if isinstance(numbers, MetricRecord) else None
 
 
 def metrics_of(reply: Message) -> RecordDict:

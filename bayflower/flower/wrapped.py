@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from ..contract import ServerHalf
 from ..errors import WireError
 from ..methods import Method
 from ..tree import Tensors
+from ..wire.hello import is_whole
 from . import records
 
 
@@ -106,11 +107,8 @@ class WrappedForm:
         samples beside them.
         """
         arrays = records.arrays(reply, records.UPDATE, consume=True)
-        numbers = reply.content.get(records.METRICS)
-        count: Any = None
-        if isinstance(numbers, MetricRecord):
-            count = numbers.get(records.NUM_EXAMPLES)
-        if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**40:
+        count = records.metric(reply, records.NUM_EXAMPLES)
+        if not is_whole(count, 1, 2**40 - 1):
             raise WireError(
                 f"{records.NUM_EXAMPLES} must be a positive whole number, got {str(count)[:80]}"
             )

@@ -14,7 +14,6 @@ a message leaves entries out, `thin` and `fill` are its two ends; the mask trave
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn import functional
 
 from ..errors import ConfigError, WireError
 from ..networks.model import Anatomy
-from ..shown import Heading, Mark, Picture
+from ..shown import Heading, Mark, Picture, quantiles
 from ..tree import Tensors
 from .bits import pack_bits, unpack_bits
 
@@ -172,10 +171,8 @@ def picture(rates: Mapping[int, Tensor]) -> tuple[Picture, ...]:
     marks = []
     for client, rate in rates.items():
         values = sorted(rate.double().reshape(-1).tolist())
-        first, middle, third = (
-            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        )
-        marks.append(Mark(str(client), values[0], middle, values[-1], (first, third)))
+        low, first, middle, third, high = quantiles(values)
+        marks.append(Mark(str(client), low, middle, high, (first, third)))
     words = (
         "α/(1+α) of the weights of the layer, as the hypernetwork makes them for each client. "
         "Box: the middle half, mark: the median."

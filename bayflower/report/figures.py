@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import methods
+from ..shown import quantiles
 from .collect import Group, same_data
 from .svg import Chart, around, legend
 
@@ -233,11 +234,3 @@ def fairness(groups: Sequence[Group]) -> list[Figure]:
     words = "Box: the middle half of the clients, mark: the median, line: lowest to highest. "
     words += "A fair method has a narrow box and no long tail to the left."
     return [Figure("Fairness: the spread over clients", chart.svg(), words)]
-
-
-def quantiles(values: Sequence[float]) -> tuple[float, float, float, float, float]:
-    """Return lowest, quartiles and highest of sorted values."""
-    if len(values) == 1:
-        return (values[0],) * 5
-    first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
-    return values[0], first, middle, third, values[-1]

@@ -125,10 +125,6 @@ class Server(ServerHalf):
             averaged("buffers", state.buffers, total, weight),
         )
 
-    def shared(self, state: State) -> Tensors:
-        """Return the global model, or its shared part."""
-        return {**state.params, **state.buffers}
-
 
 def weighted(group: str, tensors: Tensors, weight: Tensor) -> dict[str, Scaled]:
     """Return weight·tensor by "group/name"."""

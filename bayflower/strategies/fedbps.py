@@ -286,12 +286,6 @@ class Server(ServerHalf):
             name: part.reshape(scores[name].shape) for name, part in zip(names, parts, strict=True)
         }
 
-    def shared(self, state: State) -> Tensors:
-        """Return w_g, entries included that are personal on every client: there it is the clients'
-        mean.
-        """
-        return {**state.params, **state.buffers}
-
     def report(self, state: State) -> dict[str, float]:
         """Return the share of personal entries, in all and in each layer, and median variance
         between over within clients (E-B5).

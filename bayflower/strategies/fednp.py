@@ -314,10 +314,6 @@ class Server(ServerHalf):
             )
         )
 
-    def shared(self, state: State) -> Tensors:
-        """Return the global model; the f-layer and the NPN are not part of it."""
-        return {**state.params, **state.buffers}
-
     def report(self, state: State) -> dict[str, float]:
         """Return how many clients have a factor, how precise z has become, and how often factors
         started anew.
