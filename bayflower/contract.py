@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
+from .maths.laplace import Posterior as Posterior  # part of the contract
+from .maths.laplace import Seen, fitted, last_weights
 from .maths.optim import OptState
 from .networks.model import Anatomy, Batch
 from .shown import Heading, Picture
@@ -87,18 +89,6 @@ class Work(NamedTuple):
     opt: OptState = OptState(torch.zeros(()), {}, {})
     # filled after the phases, before `finish`, where the half asks for it
     survey: Survey = Survey({}, {})
-
-
-class Posterior(NamedTuple):
-    """Standard deviations of some parameters of a personal model, and where they come from.
-
-    "sampled": weights are drawn. "linear": the network is taken as linear in its weights around
-    their mean, which keeps a diagonal approximation from ruining the predictions.
-    """
-
-    kind: Literal["sampled", "linear"]
-    std: Tensors
-    origin: str
 
 
 class ServerHalf(ABC):
@@ -391,9 +381,12 @@ class ClientHalf(ABC):
         return None
 
     def posterior(
-        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
-    ) -> Posterior | None:
-        """Return how uncertain the weights of a personal model with these numbers are; None for a
-        method that ends with a point.
+        self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None
+    ) -> dict[str, Posterior]:
+        """Return the posteriors over the logits of a personal model with these parameters, by name;
+        held-out samples decide which is used, at what scale. `seen` is what the last layer, called
+        `layer`, got of the training data; None if the logits are not a Linear layer's output.
         """
-        return None
+        if seen is None or layer is None:
+            return {}
+        return {"laplace": fitted(seen, last_weights(params, layer))}

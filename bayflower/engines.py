@@ -16,6 +16,7 @@ from .errors import ConfigError
 from .files.atomic import write_json
 from .files.checkpoint import Checkpoint
 from .files.records import Outcome, Progress
+from .rounds.calibrated import save_total
 from .rounds.halves import Halves, make_halves
 from .rounds.result import result
 
@@ -100,5 +101,7 @@ def run_to_result(
     outcome = execute(prepared, progress, out, resume)
     content = result(prepared.run, prepared.engine, prepared.federation, prepared.halves, outcome)
     if out is not None:
+        if outcome.calibrated:
+            save_total(out, outcome.calibrated)
         write_json(out / "result.json", content)
     return content

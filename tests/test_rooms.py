@@ -54,7 +54,7 @@ ROOMS = (
     "__init__",
     "__main__",
 )
-RESERVED = {"tasks", "calibration", "privacy", "api", "testing"}  # rooms for what comes next
+RESERVED = {"tasks", "privacy", "api", "testing"}  # rooms for what comes next
 UPWARDS = {  # arrows that point up on purpose, imported on demand: the public names
     ("strategies/__init__.py", "flower"),
     ("clients/__init__.py", "flower"),

@@ -244,4 +244,4 @@ def on_pictures(method: str, federation: Federation, values: Mapping[str, Any]) 
 
 def data_bytes(federation: Federation) -> int:
     """Return what the samples of all clients take on the device."""
-    return sum(part.nbytes for data in federation.clients for part in data[1:])
+    return sum(part.nbytes for data in federation.clients for part in data[1:] if part is not None)

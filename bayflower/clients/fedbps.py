@@ -39,7 +39,7 @@ from ..contract import ClientHalf, Phase, Posterior, Purpose, Survey, Work
 from ..errors import WireError
 from ..maths.bits import unpack_bits
 from ..maths.curvature import at_once, diagonal
-from ..maths.laplace import laplace
+from ..maths.laplace import Seen, independent
 from ..networks.model import Batch, Model
 from ..strategies.fedbps import Broadcast, Update
 from ..tree import Tensors
@@ -191,12 +191,16 @@ class Client(ClientHalf):
         return self.model.probabilities(logits)
 
     def posterior(
-        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
-    ) -> Posterior:
-        """Return the method's own Laplace approximation: 1 / (h + delta) [eq. 2]."""
-        prior = self.precision(data.mask.sum())
-        std = laplace(self.model, params, buffers, data, prior, self.config.curvature)
-        return Posterior("linear", std, "FedBPS's Laplace approximation")
+        self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None
+    ) -> dict[str, Posterior]:
+        """Return also the method's own posterior of the last layer's weights, 1 / (h + delta)
+        [eq. 2].
+        """
+        found = super().posterior(params, broadcast, seen, layer)
+        if seen is not None:
+            std = (seen.diagonal + self.precision(seen.number)).rsqrt()
+            found["own"] = independent(std, "FedBPS's curvature of the last layer under its prior")
+        return found
 
 
 def combined(own: Tensors, broadcast: Broadcast) -> Tensors:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..contract import Phase, Posterior, Survey, Work
 from ..maths.curvature import at_once, diagonal
+from ..maths.laplace import Seen, independent, last_weights
 from ..networks.model import Batch, Model
 from ..strategies.fedla import State as Broadcast
 from ..strategies.fedla import Update
@@ -101,10 +102,14 @@ class Client(fedavg.Client):
         )
 
     def posterior(
-        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
-    ) -> Posterior:
-        """Return the method's own diagonal posterior, for as many samples as the client has."""
-        number = len(data.y)
-        std = {name: (number * value).rsqrt() for name, value in broadcast.precision.items()}
-        origin = f"the diagonal posterior of the last round, for {number} samples"
-        return Posterior("linear", std, origin)
+        self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None
+    ) -> dict[str, Posterior]:
+        """Return also the method's own diagonal posterior of the last layer, for as many samples as
+        the client has.
+        """
+        found = super().posterior(params, broadcast, seen, layer)
+        if seen is not None and layer is not None:
+            precision = last_weights(broadcast.precision, layer)
+            std = (seen.number.clamp(min=1) * precision).rsqrt()
+            found["own"] = independent(std, "FedLA's diagonal posterior of the last round")
+        return found

@@ -29,13 +29,12 @@ experiment's table.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import ClientHalf, Phase, Posterior, Purpose, Survey, Work
-from ..maths.laplace import laplace
+from ..contract import ClientHalf, Phase, Purpose, Survey, Work
 from ..networks.model import Batch
 from ..strategies.fedmap import Broadcast, Update
 from ..tree import Tensors, choose
@@ -142,11 +141,3 @@ class Client(ClientHalf):
         )
         logits, _ = self.model.forward(params, state.buffers, x, train=False)
         return self.model.probabilities(logits)
-
-    def posterior(
-        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
-    ) -> Posterior:
-        """Return a Laplace approximation at the MAP estimate under the prior: 1/(h + n/sigma²)."""
-        prior = torch.as_tensor(len(data.y) / self.config.sigma2, dtype=data.mask.dtype)
-        std = laplace(self.model, params, buffers, data, prior, "fisher")
-        return Posterior("linear", std, "Laplace approximation under FedMAP's prior")

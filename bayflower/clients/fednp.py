@@ -41,6 +41,7 @@ from torch import Tensor
 from ..contract import ClientHalf, Phase, Posterior, Survey, Work
 from ..maths import npn
 from ..maths.gaussian import Diagonal, damp, quotient
+from ..maths.laplace import Seen, independent
 from ..maths.tilted import Tilted, bounded, make_slopes, tilt
 from ..networks.model import Batch, Model
 from ..strategies.fednp import EXTRA, Broadcast, Update, classifier
@@ -194,11 +195,15 @@ class Client(ClientHalf):
         )
 
     def posterior(
-        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
-    ) -> Posterior:
-        """Return the Gaussian that the natural-parameter network gives the classifier's weights,
-        from the Gaussian over z that all clients agreed on.
+        self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None
+    ) -> dict[str, Posterior]:
+        """Return also the Gaussian that the natural-parameter network gives the classifier's
+        weights, from the Gaussian over z that all clients agreed on.
         """
+        result = super().posterior(params, broadcast, seen, layer)
+        name = classifier(params, self.model.head_names)
+        if seen is None or layer is None or name != f"{layer}.weight":
+            return result
         layers = {
             name.removeprefix(EXTRA + "npn."): value
             for name, value in broadcast.extra.items()
@@ -207,9 +212,9 @@ class Client(ClientHalf):
         dtype = next(iter(layers.values())).dtype
         total = broadcast.total
         mean, variance = total.shift / total.precision, 1 / total.precision
-        name = classifier(params, self.model.head_names)
-        with torch.no_grad():
-            found = npn.forward(layers, npn.Gauss(mean.to(dtype), variance.to(dtype)))
-            std = {name: found.var.sqrt().reshape(params[name].shape)}
+        found = npn.forward(layers, npn.Gauss(mean.to(dtype), variance.to(dtype)))
+        std = found.var.clamp(min=0).sqrt().reshape(params[name].shape)
+        if f"{layer}.bias" in params:
+            std = torch.cat([std, torch.zeros_like(std[:, :1])], 1)
         origin = "the natural-parameter network's Gaussian over the classifier"
-        return Posterior("sampled", std, origin)
+        return {**result, "own": independent(std, origin)}

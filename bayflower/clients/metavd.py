@@ -38,6 +38,7 @@ from torch import Tensor
 
 from ..contract import Phase, Posterior, Purpose, Work
 from ..maths import dropout
+from ..maths.laplace import Seen
 from ..networks.model import Batch
 from ..strategies.metavd import MASK, STEP, Broadcast, Update
 from ..tree import Shapes, Tensors, map_tree, shapes, unflatten
@@ -230,8 +231,9 @@ class Client(AddOn):
         return super().plain_loop and self.config.alpha_rate == 1
 
     def posterior(
-        self, params: Tensors, buffers: Tensors, broadcast: Broadcast, data: Batch
-    ) -> Posterior:  # type: ignore[override]
-        """Return the method's own dropout posterior N(theta, alpha theta²) of one layer."""
+        self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None
+    ) -> dict[str, Posterior]:
+        """Return also the method's own dropout posterior N(theta, alpha theta²) of one layer."""
         std = (broadcast.log_alpha / 2).exp() * params[self.weight].abs()
-        return Posterior("sampled", {self.weight: std}, "the dropout posterior of one layer")
+        own = Posterior("sampled", {self.weight: std}, "MetaVD's dropout posterior of one layer")
+        return {**super().posterior(params, broadcast, seen, layer), "own": own}

@@ -36,7 +36,7 @@ from ..contract import Phase, Posterior, Survey, Work
 from ..errors import ConfigError
 from ..maths.classmessages import ClassMessage, blank, dense_ranks, pack_factors, ranks
 from ..maths.classwise import class_factors, class_labels, class_means, class_variances
-from ..maths.laplace import laplace
+from ..maths.laplace import Seen, class_gaussians, generative
 from ..networks.model import Batch, masked_mean
 from ..stacked.losses import pull
 from ..strategies.pfedvmp import Update
@@ -160,13 +160,13 @@ class Client(fedper.Client):
         ]
 
     def posterior(
-        self, params: Tensors, buffers: Tensors, broadcast: Any, data: Batch
-    ) -> Posterior:
-        """Return a Laplace approximation of the head, prior N(0, 1); the method's own Gaussians are
-        over features.
-        """
-        prior = torch.ones((), dtype=data.mask.dtype)
-        every = laplace(self.model, params, buffers, data, prior, "fisher")
-        head = {name: value for name, value in every.items() if name in self.model.head_names}
-        origin = "Laplace approximation of the head (the method's own Gaussians are over features)"
-        return Posterior("linear", head, origin)
+        self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None
+    ) -> dict[str, Posterior]:
+        """Return also the class Gaussians around the server's centroids, as a generative head."""
+        found = super().posterior(params, broadcast, seen, layer)
+        if seen is None or broadcast.centroids.shape[1] != seen.sums.shape[1]:
+            return found
+        own, known = class_gaussians(seen), broadcast.known.double()
+        means = torch.where(known[:, None] > 0, broadcast.centroids.double(), own.means)
+        shared = own._replace(means=means, known=torch.maximum(known, own.known))
+        return {**found, "own": generative(shared, "pFedVMP's class Gaussians over features")}

@@ -4,7 +4,8 @@ Protocol: train and test samples of the data set are pooled, thinned to the shar
 partitioned over all clients, and each client's part is split at random (not stratified) into a
 training and a test part. With test_fraction 0 the data set's own test mark decides instead. Tables
 (and synthetic data) are standardised for each client with statistics of its own training part;
-images are not. Which samples a client has depends on (seed, stream name) alone, so training longer
+images are not. A share of the training part is held out for calibration, unless calibration is
+off. Which samples a client has depends on (seed, stream name) alone, so training longer
 or on another engine shifts nothing.
 """
 
@@ -31,6 +32,8 @@ class ClientData(NamedTuple):
     y_train: np.ndarray  # (n,) int64
     x_test: np.ndarray
     y_test: np.ndarray
+    x_held: np.ndarray | None = None  # training samples held out for calibration; None = none
+    y_held: np.ndarray | None = None
 
 
 class Federation(NamedTuple):
@@ -83,6 +86,9 @@ def load_federation(settings: DataSettings, seed: int) -> Federation:
         "train_sizes": [len(data.y_train) for data in everyone],
         "test_sizes": [len(data.y_test) for data in everyone],
     }
+    if settings.calibrated:
+        held = [0 if data.y_held is None else len(data.y_held) for data in everyone]
+        sizes["calibration_sizes"] = held
     source, about = layout.source, describe(settings, seed)
     return Federation(
         clients=everyone[: settings.num_clients],
@@ -267,8 +273,11 @@ def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> 
     data = _raw(layout, settings, seed, client)
     if data.x_train.ndim != 2:
         return data
-    x_train, x_test = standardise(data.x_train, data.x_test)
-    return data._replace(x_train=x_train, x_test=x_test)
+    known = scaling(data.x_train)
+    held = None if data.x_held is None else known.apply(data.x_held)
+    return data._replace(
+        x_train=known.apply(data.x_train), x_test=known.apply(data.x_test), x_held=held
+    )
 
 
 def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:
@@ -292,7 +301,11 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
         )
     if settings.validation and client < settings.num_clients:
         train, test = _validation(train, settings.validation, client)
-    return ClientData(client, x[train], y[train], x[test], y[test])
+    held = train[:0]
+    if settings.calibrated:
+        train, held = hold_out(train, settings.calibration_share, settings.calibration_rows)
+    parts = (x[train], y[train], x[test], y[test])
+    return ClientData(client, *parts, *((x[held], y[held]) if len(held) else (None, None)))
 
 
 def _split(
@@ -316,6 +329,14 @@ def _validation(train: np.ndarray, share: float, client: int) -> tuple[np.ndarra
             "data; raise min_size"
         )
     count = min(max(int(share * len(train) + 0.5), 1), len(train) - 1)
+    return train[count:], train[:count]
+
+
+def hold_out(train: np.ndarray, share: float, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return training positions, which are in random order, as (training, held out for
+    calibration); at least one stays for training.
+    """
+    count = min(int(share * len(train) + 0.5), most, len(train) - 1)
     return train[count:], train[:count]
 
 

@@ -31,6 +31,8 @@ DATASETS = ("digits", "synthetic", *KNOWN)
 PARTITIONS = ("dirichlet", "iid", "pathological", "major-minor", "quantity", "natural")
 READINGS = ("r1", "r2", "r3")
 SCENARIOS = ("feature", "quantity", "label")
+CALIBRATIONS = ("shrunk", "client", "global", "off")
+SETS = ("marginal", "class")
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,25 @@ class DataSettings:
         "for tuning: share of each training client's training samples that replaces its test "
         "samples; 0 = use the test samples",
     )
+    calibration: str = setting(
+        "shrunk",
+        "how each client's uncertainty is calibrated on held-out training samples: shrunk (between "
+        "its own samples and everyone's, by its size), client, global, or off",
+    )
+    calibration_share: float = setting(
+        0.2, "share of each client's training samples held out for calibration"
+    )
+    calibration_rows: int = setting(
+        500, "cap on the training samples of a client held out for calibration"
+    )
+    coverage: float = setting(
+        0.9, "share of samples whose true class the prediction sets promise to contain"
+    )
+    sets: str = setting(
+        "marginal",
+        "what the promise of prediction sets is about: marginal (all samples together) or class "
+        "(the samples of each class)",
+    )
     keep: float = setting(
         1.0,
         "share of the whole data set that is used, drawn at random before it is split between "
@@ -111,6 +132,8 @@ class DataSettings:
         _member("partition", self.partition, PARTITIONS)
         _member("major_minor_reading", self.major_minor_reading, READINGS)
         _member("scenario", self.scenario, SCENARIOS)
+        _member("calibration", self.calibration, CALIBRATIONS)
+        _member("sets", self.sets, SETS)
         _at_least("num_clients", self.num_clients, 1, "")
         _at_least("new_clients", self.new_clients, 0, "; 0 means that every client trains")
         _at_least(
@@ -124,6 +147,13 @@ class DataSettings:
         _at_least(
             "samples_per_client", self.samples_per_client, 0, "; 0 means as many as the data allow"
         )
+        _at_least("calibration_rows", self.calibration_rows, 1, "; calibration=off holds nothing")
+        for name in ("calibration_share", "coverage"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} must be in (0, 1), got {getattr(self, name)}; calibration=off holds "
+                    "no samples out"
+                )
         if not 1e-3 <= self.beta <= 1e6:
             raise ConfigError(
                 f"beta must be in [0.001, 1000000], got {self.beta}; small means skewed clients, "
@@ -205,6 +235,11 @@ class DataSettings:
                 "test_fraction must be in (0, 1) for dataset 'synthetic', got 0; this data set "
                 "marks no samples as test"
             )
+
+    @property
+    def calibrated(self) -> bool:
+        """Return whether training samples are held out; tuning uses its validation part instead."""
+        return self.calibration != "off" and not self.validation
 
     @property
     def total_clients(self) -> int:

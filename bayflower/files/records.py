@@ -67,6 +67,8 @@ class Outcome(NamedTuple):
     remarks: tuple[str, ...] = ()  # notes for the user on how the run was executed
     # seconds by part of a round, peak memory, utilisation of the device
     usage: Mapping[str, Any] | None = None
+    # the clients' calibrated uncertainty (`rounds/calibrated.py`); None if calibration is off
+    calibrated: Any = None
 
 
 def curve_point(views: Views) -> dict[str, Any]:

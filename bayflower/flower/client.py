@@ -77,7 +77,7 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
 
 def info_of(site: Site) -> ClientInfo:
     """Return what a client reports before the first round."""
-    train, test = site.data
+    train, test = site.data.train, site.data.test
     return ClientInfo(
         site.model.anatomy,
         tuple(train.x.shape[1:]),

@@ -193,7 +193,7 @@ class Job:
     def __init__(self, message: Message, site: Site) -> None:
         self.message, self.site = message, site
         self.head = records.header(message, client.HEADER_KEYS)
-        self.train, self.test = site.data
+        self.train, self.test = site.data.train, site.data.test
         method = self.head["method"]
         half = client.make_half(method, self.head["instructions"], site.model)
         self.phase = only_phase(half, method)

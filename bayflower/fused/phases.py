@@ -78,6 +78,7 @@ class Stack:
         self.device, self.dtype = device, dtype
         self.train = ragged([(data.x_train, data.y_train) for data in ordered], device, dtype)
         self.test = ragged([(data.x_test, data.y_test) for data in ordered], device, dtype)
+        self.held = ragged([held_out(data) for data in ordered], device, dtype)
         self._whole: tuple[tuple[int, ...], Batch] | None = None
 
     def order(self, chosen: Sequence[int]) -> list[int]:
@@ -109,6 +110,18 @@ class Stack:
             )
         return self._whole[1]
 
+    def held_size(self, client: int) -> int:
+        """Return how many samples of a client are held out for calibration."""
+        return int(self.held.size[self.row[client]])
+
+    def held_of(self, client: int) -> Batch | None:
+        """Return the samples of one client that are held out for calibration; None without any."""
+        start, size = int(self.held.start[self.row[client]]), self.held_size(client)
+        if not size:
+            return None
+        mask = torch.ones(size, dtype=self.dtype, device=self.device)
+        return Batch(self.held.x[start : start + size], self.held.y[start : start + size], mask)
+
     def alone(self, client: int, test: bool = False) -> Batch:
         """Return the training samples of one client, or its test samples."""
         row, data, sizes = (
@@ -119,6 +132,13 @@ class Stack:
         start, size = int(sizes[:row].sum()), int(sizes[row])
         x, y = data.x[start : start + size], data.y[start : start + size]
         return Batch(x, y, torch.ones(size, dtype=self.dtype, device=self.device))
+
+
+def held_out(data: ClientData) -> tuple[np.ndarray, np.ndarray]:
+    """Return the samples that a client holds out for calibration, which may be none."""
+    if data.x_held is None or data.y_held is None:
+        return data.x_train[:0], data.y_train[:0]
+    return data.x_held, data.y_held
 
 
 class StackedPhase:

@@ -19,10 +19,12 @@ from ..data import Federation
 from ..files.checkpoint import Checkpoint, make, server_state, write
 from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
 from ..rounds import schedule, solo
+from ..rounds.calibrated import Calibrated, One
 from ..rounds.halves import Halves
 from ..tree import stack, to, unflatten
 from . import traffic
 from .bank import DeviceBank, DiskBank
+from .calibrate import Calibration
 from .engine import Fused, Totals
 from .meter import Meter
 from .pending import Pending
@@ -115,7 +117,11 @@ class FusedRun:
         self.pending.flush()
         views = self.test(self.engine, self.everyone, last, "finetune")
         self.records[-1].update(curve_point(views))
-        new = self.test_new_clients(last)
+        newcomers = self.newcomers()
+        new = self.test_new_clients(newcomers, last)
+        found = self.calibrate(newcomers, last) if self.run.data.calibrated else None
+        if newcomers:
+            newcomers.close()
         if self.progress:
             self.progress(self.records)
         self.engine.close()
@@ -128,6 +134,7 @@ class FusedRun:
             dict(self.engine.bank.states()),
             remarks=(why,) if why else (),
             usage=self.meter.report(),
+            calibrated=found,
         )
 
     # -- one round ---------------------------------------------------------------------------------
@@ -189,17 +196,41 @@ class FusedRun:
                     views.setdefault(view, {}).update(tallies)
         return views
 
-    def test_new_clients(self, round: int) -> Views:
-        """Return the tallies of the new clients, adapted as the method defines."""
+    def newcomers(self) -> Fused | None:
+        """Return the new clients, None if there are none."""
         if not self.federation.new_clients:
-            return {}
+            return None
         why = self.engine.one_by_one_because
-        newcomers = Fused(
-            self.halves, self.federation.new_clients, self.run, one_by_one_because=why
-        )
-        views = self.test(newcomers, sorted(newcomers.stack.clients), round, "new")
-        newcomers.close()
-        return views
+        return Fused(self.halves, self.federation.new_clients, self.run, one_by_one_because=why)
+
+    def test_new_clients(self, newcomers: Fused | None, round: int) -> Views:
+        """Return the tallies of the new clients, adapted as the method defines."""
+        if newcomers is None:
+            return {}
+        return self.test(newcomers, sorted(newcomers.stack.clients), round, "new")
+
+    def calibrate(self, newcomers: Fused | None, round: int) -> Calibrated:
+        """Return the calibrated uncertainty of all clients after the last round."""
+        with self.meter.time("calibration"):
+            own = self._calibration(self.engine, self.everyone, round, "finetune")
+            total = own.hold()
+            assert total is not None
+            total = own.score(total)
+            clients, kinds = own.judge(total), own.uncertain.kinds
+            others: dict[int, One] = {}
+            if newcomers is not None:
+                chosen = sorted(newcomers.stack.clients)
+                new = self._calibration(newcomers, chosen, round, "new")
+                new.hold()
+                new.score(total)
+                others = new.judge(total)
+        return Calibrated(clients, others, total, kinds)
+
+    def _calibration(
+        self, fused: Fused, chosen: Sequence[int], round: int, purpose: Purpose
+    ) -> Calibration:
+        chunks = fused.chunks(chosen, self.broadcast_to)
+        return Calibration(fused, chunks, self.broadcast_to, round, purpose, self.run.data)
 
     def save(self, round: int) -> None:
         """Write a checkpoint after a round."""

@@ -16,7 +16,6 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__, methods, metrics
-from ..contract import ClientHalf, Posterior
+from ..contract import ClientHalf
 from ..data import Scaling
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import save_tensors, write_json
 from ..networks.model import Batch
 from ..rounds import solo
+from ..rounds.calibrated import Taken
+from ..rounds.uncertain import numbers
 from ..tree import Tensors
 
 log = logging.getLogger("bayflower")
@@ -55,6 +56,7 @@ class Kept(NamedTuple):
     new: bool = False
     scaling: Scaling | None = None
     dataset: str = ""
+    taken: Taken | None = None  # its calibrated uncertainty; None if calibration is off
     tally: metrics.Tally | None = None  # of the personal model on the test data, where it is known
 
 
@@ -88,33 +90,6 @@ def as_probabilities(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1)
 
 
-def numbers(half: ClientHalf, state: Any, broadcast: Any, x: Tensor) -> tuple[Tensors, Tensors]:
-    """Return (parameters, buffers) of the personal model: those that `predict` passes through the
-    network.
-    """
-    seen: list[Tensors] = []
-    model, watching = copy(half.model), copy(half)
-
-    def forward(
-        params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensors]:
-        seen.append({**params, **buffers})
-        return half.model.forward(params, buffers, x, train, mask)
-
-    model.forward = forward  # type: ignore[method-assign]
-    watching.model = model
-    with torch.no_grad():
-        watching.predict("personal", state, broadcast, x, {})
-    if len(seen) != 1:
-        raise BayflowerError(
-            f"the personal model is {len(seen)} networks, not one; it cannot be exported"
-        )
-    names = half.model.shapes
-    return {name: seen[0][name] for name in names}, {
-        name: value for name, value in seen[0].items() if name not in names
-    }
-
-
 def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) -> dict[str, Any]:
     """Write the personal model of a client to `folder`; return its card."""
     for name in formats:
@@ -128,17 +103,13 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
         if kept.scaling
         else {}
     )
-    found = half.posterior(params, buffers, kept.broadcast, train)
-    made = card(
-        kept, found, {name: list(value.shape) for name, value in network.state_dict().items()}
-    )
+    made = card(kept, {name: list(value.shape) for name, value in network.state_dict().items()})
     save_tensors(
         folder / "model.safetensors",
         dict(network.state_dict()),
         {"format": FORMAT, "method": kept.method},
     )
     extras = {f"input/{name}": value for name, value in scaling.items()}
-    extras |= {f"std/{name}": value for name, value in (found.std if found else {}).items()}
     (folder / "extras.safetensors").unlink(missing_ok=True)
     if extras:
         save_tensors(folder / "extras.safetensors", extras, {"format": FORMAT})
@@ -151,9 +122,10 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
     return made
 
 
-def card(kept: Kept, found: Posterior | None, shapes: dict[str, list[int]]) -> dict[str, Any]:
+def card(kept: Kept, shapes: dict[str, list[int]]) -> dict[str, Any]:
     """Return the model card, for readers and for `load_personal`; it contains no samples."""
-    half, (train, test), row = kept.half, kept.data, methods.get(kept.method)
+    half, train, test = kept.half, kept.data.train, kept.data.test
+    row = methods.get(kept.method)
     tally = kept.tally
     if tally is None and len(test.y):
         tally = solo.test(
@@ -207,9 +179,7 @@ def card(kept: Kept, found: Posterior | None, shapes: dict[str, list[int]]) -> d
         },
         "metrics": result,
         "calibration": calibration,
-        "posterior": {"kind": found.kind, "origin": found.origin, "parameters": sorted(found.std)}
-        if found
-        else None,
+        "posterior": None,
         "load": {
             "with bayflower": "bayflower.load_personal(folder)  # model=Net for a network of your "
             "own",

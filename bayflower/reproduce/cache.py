@@ -47,6 +47,12 @@ SILENT = frozenset(
         "client_states",
         "method",
         "keep",
+        # published protocols hold nothing out for calibration
+        "calibration",
+        "calibration_share",
+        "calibration_rows",
+        "coverage",
+        "sets",
     }
 )
 Say = Callable[[str], None]
@@ -264,6 +270,7 @@ def engine_values(spec: Spec, seed: int, data_dir: str, device: str) -> dict[str
     return {
         "evaluate_every": max(1, int(values.get("rounds", 50)) // 20),
         "checkpoint_every": 0,
+        "calibration": "off",
         **values,
     }
 

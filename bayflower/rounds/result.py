@@ -16,6 +16,7 @@ from ..config import Run
 from ..data import Federation
 from ..files.records import Outcome
 from ..wire.hello import Summary
+from .calibrated import block as block_of
 from .halves import Halves
 
 
@@ -70,6 +71,8 @@ def result(
         "config": run.flat(),
         "rounds": [dict(record) for record in outcome.rounds],
         "final": final,
+        "uncertainty": outcome.calibrated
+        and block_of(outcome.calibrated, run.data.calibration, run.data.coverage),
         "faults": list(outcome.faults),
         "usage": outcome.usage and dict(outcome.usage),
         "remark": "; ".join(filter(None, [halves.client.remark(), *outcome.remarks])) or None,

@@ -29,6 +29,7 @@ class Samples(NamedTuple):
 
     train: Batch
     test: Batch
+    held: Batch | None = None  # training samples held out for calibration
 
 
 class Trained(NamedTuple):
@@ -48,7 +49,10 @@ def samples(data: ClientData, device: torch.device, dtype: torch.dtype) -> Sampl
             inputs, torch.as_tensor(y).to(device), torch.ones(len(y), dtype=dtype, device=device)
         )
 
-    return Samples(batch(data.x_train, data.y_train), batch(data.x_test, data.y_test))
+    held = None
+    if data.x_held is not None and data.y_held is not None:
+        held = batch(data.x_held, data.y_held)
+    return Samples(batch(data.x_train, data.y_train), batch(data.x_test, data.y_test), held)
 
 
 def train(

@@ -1,0 +1,137 @@
+"""Prediction sets by split conformal prediction, from histograms of scores that add up exactly.
+
+The score of class c for a sample is u_c = log p_c − log(1 − p_c), the logit of its probability: a
+set holds the classes whose score is at least a threshold. Scores are counted in BINS bins of width
+WIDTH logits. The threshold is the lower edge of the bin that holds the score of rank
+⌈(n + 1)·coverage⌉ from above, so it equals the threshold of the pooled scores to one bin, for any
+order and tree of aggregation. Beyond n samples there is no such score: the set holds every class.
+
+The promise: if new samples are like the held-out ones (exchangeable), a set holds the true class
+with probability at least `coverage`. A set may be empty: then no class is likely enough.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+BINS = 2048
+SPAN = 24.0  # scores beyond ±SPAN count as ±SPAN
+WIDTH = 2 * SPAN / BINS
+ENOUGH = 30  # a client with as many held-out samples needs nobody else's
+
+
+def scores(log_probs: Tensor) -> Tensor:
+    """Return the score of every class (N, K), float64."""
+    wide = log_probs.double()
+    top = wide.argmax(-1, keepdim=True)
+    best = torch.zeros_like(wide, dtype=torch.bool).scatter(-1, top, True)
+    # of the likeliest class from the others, so that 1 − p keeps its digits where p is nearly 1
+    rest = wide.masked_fill(best, -torch.inf).logsumexp(-1, keepdim=True)
+    return wide - torch.where(best, rest, torch.log1p(-wide.exp().clamp(max=0.5)))
+
+
+def bins(score: Tensor) -> Tensor:
+    """Return the bin of each score, int64; NaN counts as the lowest."""
+    place = torch.floor((torch.nan_to_num(score, nan=-SPAN) + SPAN) / WIDTH)
+    return place.clamp(0, BINS - 1).long()
+
+
+def histogram(log_probs: Tensor, y: Tensor, mask: Tensor, by_class: bool) -> Tensor:
+    """Return how often the true class's score fell into each bin, int64: (1, BINS), or (K, BINS) by
+    the true class; runs under vmap.
+    """
+    classes = log_probs.shape[-1]
+    truth = y.clamp(0, classes - 1)
+    place = bins(scores(log_probs).gather(-1, truth[:, None])[:, 0])
+    used = (mask != 0).long()
+    group = truth if by_class else torch.zeros_like(truth)
+    groups = classes if by_class else 1
+    flat = torch.zeros(groups * BINS, dtype=torch.int64, device=log_probs.device)
+    return flat.scatter_add(0, group * BINS + place, used).reshape(groups, BINS)
+
+
+def threshold(own: Tensor, total: Tensor, coverage: float, how: str) -> Tensor:
+    """Return the lowest bin that a set takes in, int64 of the histograms' leading shape.
+
+    `how`: client (own scores), global (everyone's), shrunk (own, filled up with everyone's to
+    ENOUGH samples).
+    """
+    mine, everyone = own.double(), total.double()
+    number, others = mine.sum(-1, keepdim=True), everyone.sum(-1, keepdim=True)
+    if how == "client":
+        counts = mine
+    elif how == "global":
+        counts = everyone
+    else:
+        filled = (ENOUGH - number).clamp(min=0) * everyone / others.clamp(min=1)
+        counts = mine + torch.where(others > 0, filled, torch.zeros_like(filled))
+    return lowest_bin(counts, coverage)
+
+
+def lowest_bin(counts: Tensor, coverage: float) -> Tensor:
+    """Return the bin that holds the score of rank (n + 1)·coverage from above, rounded up; 0 (every
+    class) where there are too few samples.
+    """
+    number = counts.sum(-1, keepdim=True)
+    wanted = rank(number, coverage)
+    from_above = counts.flip(-1).cumsum(-1)
+    reached = from_above >= wanted - 1e-9
+    place = BINS - 1 - reached.long().argmax(-1)
+    return torch.where(reached.any(-1), place, torch.zeros_like(place))
+
+
+def rank(number: Tensor, coverage: float) -> Tensor:
+    """Return ⌈(n + 1)·coverage⌉, not rounded where n is not whole (filled-up samples)."""
+    wanted = (number + 1) * coverage
+    return torch.where(number == number.round(), torch.ceil(wanted - 1e-9), wanted)
+
+
+def sets(log_probs: Tensor, lowest: Tensor) -> Tensor:
+    """Return which classes each sample's set holds, bool (N, K); `lowest` is (1,) or (K,) bins."""
+    place = bins(scores(log_probs))
+    return (place >= lowest) | (lowest == 0)
+
+
+def edge(lowest: Tensor) -> Tensor:
+    """Return the smallest probability that a set takes in, for a card: of bin 0, zero."""
+    score = lowest.double() * WIDTH - SPAN
+    return torch.where(lowest == 0, torch.zeros_like(score), torch.sigmoid(score))
+
+
+def interval(held: int, tested: int, coverage: float, level: float = 0.99) -> tuple[int, int]:
+    """Return the counts of covered test samples that lie inside the `level` interval of the
+    beta-binomial distribution that split conformal prediction has for these numbers of samples.
+    """
+    wanted = math.ceil((held + 1) * coverage - 1e-9)
+    if wanted > held:
+        return tested, tested
+    a, b = wanted, held + 1 - wanted
+    logs = [
+        math.lgamma(tested + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(tested - k + 1)
+        + math.lgamma(k + a)
+        + math.lgamma(tested - k + b)
+        - math.lgamma(tested + a + b)
+        + math.lgamma(a + b)
+        - math.lgamma(a)
+        - math.lgamma(b)
+        for k in range(tested + 1)
+    ]
+    tail, low, high = (1 - level) / 2, 0, tested
+    below = 0.0
+    for k, value in enumerate(logs):
+        below += math.exp(value)
+        if below > tail:
+            low = k
+            break
+    above = 0.0
+    for k in range(tested, -1, -1):
+        above += math.exp(logs[k])
+        if above > tail:
+            high = k
+            break
+    return low, high

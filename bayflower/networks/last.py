@@ -1,0 +1,44 @@
+"""The last layer of a network: a Linear layer whose output is the logits, and what it gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..tree import Tensors
+from .model import Model
+
+
+def last_layer(model: Model) -> str | None:
+    """Return the name of the last Linear layer with one output a logit, None if there is none."""
+    outputs = {model.num_classes, 1} if model.num_classes == 2 else {model.num_classes}
+    found = [
+        name
+        for name, module in model.module_for(False).named_modules()
+        if isinstance(module, nn.Linear) and module.out_features in outputs
+    ]
+    return found[-1] if found else None
+
+
+def forward_last(
+    model: Model, params: Tensors, buffers: Tensors, x: Tensor, layer: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return (logits, what the last layer got, (B, D)) in evaluation mode; None instead of the
+    latter if the logits are not this layer's output.
+    """
+    if layer is None:
+        return model.forward(params, buffers, x, train=False)[0], None
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def look(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        seen.append((args[0], out))
+
+    handle = model.module_for(False).get_submodule(layer).register_forward_hook(look)
+    try:
+        logits, _ = model.forward(params, buffers, x, train=False)
+    finally:
+        handle.remove()
+    if len(seen) != 1 or seen[0][1] is not logits or seen[0][0].ndim != 2:
+        return logits, None
+    return logits, seen[0][0]

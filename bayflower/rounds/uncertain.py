@@ -1,0 +1,388 @@
+"""The uncertainty of one client's personal model, in four steps that every engine takes.
+
+1. `fit`: a pass over the training data gives the posteriors of the model (`maths/laplace.py`).
+2. `hold`: a pass over the held-out samples gives their table of NLL. With its own table and
+   everyone's a client chooses posterior, scale and affine scaling (`decide`).
+3. `score`: another pass gives the histogram of the calibrated scores, for prediction sets.
+4. `judge`: the client is tested as a point, with its posterior as it was fitted, with the one that
+   passed the gate, and calibrated.
+
+Tables and histograms are whole numbers that add up exactly (`calibration/`); nothing else of the
+held-out samples leaves a client. Everything but `decide` runs under `torch.func.vmap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import metrics
+from ..calibration import conformal, curves, trust
+from ..contract import ClientHalf
+from ..errors import BayflowerError
+from ..maths import laplace
+from ..networks.last import forward_last, last_layer
+from ..networks.model import Batch
+from ..tree import Tensors, map_tree, to
+
+PIECE = 128  # samples in one pass
+UNUSUAL = 0.95  # share of held-out samples that stay below the thresholds of alarms
+FORMS = ("point", "fitted", "posterior", "calibrated")
+ALARMS = ("entropy", "information", "distance")
+
+
+class Held(NamedTuple):
+    """What held-out samples say, as whole numbers that add up over clients."""
+
+    rows: Tensor
+    table: Tensor  # (forms, shares, temperatures), see calibration/curves.py
+    scores: Tensor  # (1 or K, bins), see calibration/conformal.py
+
+
+class Labels(NamedTuple):
+    """What training samples say of the classes: how many there are, and what was predicted."""
+
+    classes: Tensor  # (K,)
+    predicted: Tensor  # (K,) Σ p
+
+
+class Fitted(NamedTuple):
+    """A personal model with its posteriors."""
+
+    params: Tensors
+    buffers: Tensors
+    posteriors: dict[str, Tensors]
+    classes: laplace.Classes | None  # of the client's own training features
+    bias: Tensor  # (K,), see calibration/curves.py
+
+
+class Choice(NamedTuple):
+    """What a client uses."""
+
+    scales: Tensors  # of every posterior; at most one is above 0
+    temperature: Tensor
+    share: Tensor  # of the bias
+    lowest: Tensor  # the lowest bin that a set takes in, (1 or K,)
+    alarms: Tensors  # thresholds by measure
+
+
+class Judged(NamedTuple):
+    """Tallies on test samples by form, and how many samples raised each alarm."""
+
+    tallies: dict[str, metrics.Tally]
+    trusts: dict[str, trust.Trust]
+    alarms: Tensors
+
+
+class Outputs(NamedTuple):
+    """What a model says of some samples: logits, offsets of the logits by posterior, distance."""
+
+    logits: Tensor
+    offsets: Tensors
+    distance: Tensor
+
+
+class Uncertain:
+    """The uncertainty of personal models of one method and network; it holds no client's numbers.
+
+    `kinds` names the posteriors, each with its kind and origin; it is known after the first `fit`.
+    """
+
+    def __init__(self, half: ClientHalf, by_class: bool) -> None:
+        self.half, self.model, self.by_class = half, half.model, by_class
+        self.layer = last_layer(half.model)
+        self.kinds: dict[str, tuple[str, str]] = {}
+
+    # -- 1: posteriors -----------------------------------------------------------------------------
+    def numbers(self, state: Any, broadcast: Any, x: Tensor) -> tuple[Tensors, Tensors]:
+        """Return (parameters, buffers) of the personal model, from one sample's prediction."""
+        return numbers(self.half, state, broadcast, x)
+
+    def see(
+        self, params: Tensors, buffers: Tensors, batch: Batch
+    ) -> tuple[Labels, laplace.Seen | None]:
+        """Return what a batch of training samples shows of the classes and of the last layer."""
+        logits, features = forward_last(self.model, params, buffers, batch.x, self.layer)
+        probs = curves.log_softmax(logits.double()).exp() * batch.mask.double()[:, None]
+        classes = torch.arange(self.model.num_classes, device=batch.y.device)
+        counts = ((batch.y[:, None] == classes) * batch.mask.double()[:, None]).sum(0)
+        labels = Labels(counts, probs.sum(0))
+        if self.layer is None or features is None:
+            return labels, None
+        return labels, laplace.see(
+            logits, features, laplace.with_bias(features, params, self.layer), batch, len(classes)
+        )
+
+    def fit(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        broadcast: Any,
+        labels: Labels,
+        seen: laplace.Seen | None,
+    ) -> Fitted:
+        """Return the model with its posteriors, in float64."""
+        found = self.half.posterior(params, broadcast, seen, self.layer)
+        self.kinds = {name: (one.kind, one.origin) for name, one in found.items()}
+        tensors = {name: one.tensors for name, one in found.items()}
+        classes = laplace.class_gaussians(seen) if seen is not None else None
+        return Fitted(params, buffers, tensors, classes, curves.bias_of(*labels))
+
+    def outputs(self, fitted: Fitted, x: Tensor) -> Outputs:
+        """Return what the model says of some samples."""
+        params, buffers = fitted.params, fitted.buffers
+        logits, features = forward_last(self.model, params, buffers, x, self.layer)
+        wide, offsets = features, {}
+        if features is not None and self.layer is not None:
+            wide = laplace.with_bias(features, params, self.layer)
+        for name, tensors in fitted.posteriors.items():
+            kind, drawn = self.kinds[name][0], None
+            if kind == "sampled":
+                drawn = laplace.sampled_logits(self.model, params, buffers, x, tensors)
+            offsets[name] = laplace.offsets(kind, tensors, logits, wide, drawn)
+        if features is not None and fitted.classes is not None:
+            far = laplace.distance(features, fitted.classes)
+        else:
+            far = torch.zeros_like(logits[..., 0], dtype=torch.float64)
+        return Outputs(logits, offsets, far)
+
+    # -- 2: held-out samples -----------------------------------------------------------------------
+    def hold(self, fitted: Fitted, batch: Batch) -> Held:
+        """Return what a batch of held-out samples adds; no scores yet."""
+        out = self.outputs(fitted, batch.x)
+        return Held(
+            (batch.mask != 0).sum(),
+            curves.table(out.logits, out.offsets, fitted.bias, batch.y, batch.mask),
+            self.nothing_held(batch.y.device).scores,
+        )
+
+    def score(self, fitted: Fitted, choice: Choice, batch: Batch) -> Tensor:
+        """Return the histogram of the calibrated scores of a batch of held-out samples."""
+        shown = self.calibrated(fitted, choice, self.outputs(fitted, batch.x))
+        return conformal.histogram(shown, batch.y, batch.mask, self.by_class)
+
+    def calibrated(self, fitted: Fitted, choice: Choice, out: Outputs) -> Tensor:
+        """Return the calibrated log-probabilities."""
+        gated = curves.predictive(out.logits, mixed(out, choice))
+        return curves.scaled(gated, *affine(fitted, choice))
+
+    def nothing_held(self, device: torch.device | str = "cpu") -> Held:
+        """Return what no samples say; known after the first `fit`."""
+        return nothing_held(len(self.kinds), self.model.num_classes, self.by_class, device)
+
+    # -- 3: the choice and the test ----------------------------------------------------------------
+    def measures(self, fitted: Fitted, choice: Choice, batch: Batch) -> Tensor:
+        """Return the measures of ALARMS of each sample (N, 3)."""
+        out = self.outputs(fitted, batch.x)
+        return torch.stack(
+            [*doubts(out.logits, mixed(out, choice), *affine(fitted, choice)), out.distance], -1
+        )
+
+    def judge(self, fitted: Fitted, choice: Choice, batch: Batch) -> Judged:
+        """Return the tallies of a batch of test samples."""
+        out, y, mask = self.outputs(fitted, batch.x), batch.y, batch.mask
+        point = curves.log_softmax(out.logits.double())
+        forms = {"point": point}
+        if "laplace" in out.offsets:
+            forms["fitted"] = curves.predictive(out.logits, out.offsets["laplace"])
+        offset = mixed(out, choice)
+        forms["posterior"] = curves.predictive(out.logits, offset)
+        forms["calibrated"] = self.calibrated(fitted, choice, out)
+        inside = conformal.sets(forms["calibrated"], choice.lowest)
+        entropy, information = doubts(out.logits, offset, *affine(fitted, choice))
+        values = dict(zip(ALARMS, (entropy, information, out.distance), strict=True))
+        return Judged(
+            {name: metrics.tally(one.exp(), y, mask) for name, one in forms.items()},
+            {name: trust.tally(one, inside, y, mask) for name, one in forms.items()},
+            {
+                name: ((values[name] > choice.alarms[name]) & (mask != 0)).sum()
+                for name in choice.alarms
+            },
+        )
+
+
+def nothing_held(
+    posteriors: int, classes: int, by_class: bool, device: torch.device | str = "cpu"
+) -> Held:
+    """Return what no held-out samples say."""
+    forms = 1 + posteriors * len(curves.SCALES)
+    blank: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    return Held(
+        torch.zeros((), **blank),
+        torch.zeros(forms, len(curves.SHARES), curves.FINEST, **blank),
+        torch.zeros(classes if by_class else 1, conformal.BINS, **blank),
+    )
+
+
+def mixed(out: Outputs, choice: Choice) -> Tensor:
+    """Return the offsets of the chosen posterior at its scale, zero for the point."""
+    total = torch.zeros_like(out.logits, dtype=torch.float64)[None]
+    for name, offset in out.offsets.items():
+        repeats = laplace.DRAWS // offset.shape[0]
+        wide = offset.repeat_interleave(repeats, 0) if repeats > 1 else offset
+        total = total + choice.scales[name] * wide
+    return total
+
+
+def affine(fitted: Fitted, choice: Choice) -> tuple[Tensor, Tensor]:
+    """Return (temperature, bias) of a client's affine scaling."""
+    return choice.temperature, choice.share * fitted.bias
+
+
+def doubts(
+    logits: Tensor, offsets: Tensor, temperature: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (entropy of the calibrated predictive, the part of it due to uncertain weights)."""
+    each = curves.scaled(curves.log_softmax(logits.double() + offsets), temperature, bias)
+    mean = each.logsumexp(0) - np.log(each.shape[0])
+    inside = -(each.exp() * each).sum(-1).mean(0)
+    shown = curves.scaled(curves.predictive(logits, offsets), temperature, bias)
+    entropy = -(shown.exp() * shown).sum(-1)
+    return entropy, (-(mean.exp() * mean).sum(-1) - inside).clamp(min=0)
+
+
+def numbers(half: ClientHalf, state: Any, broadcast: Any, x: Tensor) -> tuple[Tensors, Tensors]:
+    """Return (parameters, buffers) of the personal model: those that `predict` passes through the
+    network.
+    """
+    seen: list[Tensors] = []
+    model, watching = copy(half.model), copy(half)
+
+    def forward(
+        params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensors]:
+        seen.append({**params, **buffers})
+        return half.model.forward(params, buffers, x, train, mask)
+
+    model.forward = forward  # type: ignore[method-assign]
+    watching.model = model
+    with torch.no_grad():
+        watching.predict("personal", state, broadcast, x, {})
+    if len(seen) != 1:
+        raise BayflowerError(
+            f"the personal model is {len(seen)} networks, not one; it cannot be exported"
+        )
+    names = half.model.shapes
+    return {name: seen[0][name] for name in names}, {
+        name: value for name, value in seen[0].items() if name not in names
+    }
+
+
+def decide(
+    own: Held, total: Held, posteriors: tuple[str, ...], how: str
+) -> tuple[curves.Chosen, Choice]:
+    """Return what a client uses, from its own table and everyone's; sets hold every class and no
+    alarm sounds until their thresholds are known.
+    """
+    chosen = curves.choose(own.table, int(own.rows), total.table, int(total.rows), posteriors, how)
+    scales = {
+        name: torch.tensor(chosen.scale if name == chosen.posterior else 0.0, dtype=torch.float64)
+        for name in posteriors
+    }
+    return chosen, Choice(
+        scales,
+        torch.tensor(chosen.temperature, dtype=torch.float64),
+        torch.tensor(chosen.share, dtype=torch.float64),
+        torch.zeros(len(own.scores), dtype=torch.int64),
+        {name: torch.tensor(torch.inf, dtype=torch.float64) for name in ALARMS},
+    )
+
+
+def thresholds(measured: Tensor) -> Tensors:
+    """Return the thresholds of alarms from the measures of held-out samples (N, 3); with fewer than
+    20 samples their largest.
+    """
+    if not len(measured):
+        return {name: torch.tensor(torch.inf, dtype=torch.float64) for name in ALARMS}
+    level = UNUSUAL if len(measured) >= 20 else 1.0
+    return {
+        name: torch.quantile(measured[:, place].double().cpu(), level)
+        for place, name in enumerate(ALARMS)
+    }
+
+
+def added(parts: list[Any]) -> Any:
+    """Return the sum of trees."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = map_tree(torch.add, total, part)
+    return total
+
+
+def pieces(data: Batch) -> list[Batch]:
+    """Return the samples in pieces of one pass; one empty piece if there are none."""
+    starts = range(0, max(len(data.y), 1), PIECE)
+    return [Batch(*(tensor[start : start + PIECE] for tensor in data)) for start in starts]
+
+
+def over(data: Batch, fn: Callable[[Batch], Any]) -> Any:
+    """Return the sum of fn over the pieces of one client's samples."""
+    with torch.no_grad():
+        return added([fn(part) for part in pieces(data)])
+
+
+def fit_alone(uncertain: Uncertain, state: Any, broadcast: Any, train: Batch) -> Fitted:
+    """Return one client's model with its posteriors."""
+    with torch.no_grad():
+        params, buffers = uncertain.numbers(state, broadcast, train.x[:1])
+        labels, seen = added([uncertain.see(params, buffers, part) for part in pieces(train)])
+        return uncertain.fit(params, buffers, broadcast, labels, seen)
+
+
+def hold_alone(uncertain: Uncertain, fitted: Fitted, held: Batch | None) -> Held:
+    """Return the table of one client's held-out samples."""
+    if held is None:
+        return uncertain.nothing_held()
+    found: Held = over(held, partial(uncertain.hold, fitted))
+    return to(found, "cpu")
+
+
+def score_alone(
+    uncertain: Uncertain, fitted: Fitted, own: Held, total: Held, held: Batch | None, how: str
+) -> Held:
+    """Return the table and the histogram of one client's held-out samples."""
+    if held is None:
+        return own
+    _, choice = decide(own, total, tuple(uncertain.kinds), how)
+    there = to(choice, held.y.device)
+    scores: Tensor = over(held, partial(uncertain.score, fitted, there))
+    return own._replace(scores=scores.cpu())
+
+
+def settled(
+    uncertain: Uncertain,
+    fitted: Fitted,
+    own: Held,
+    total: Held,
+    held: Batch | None,
+    how: str,
+    coverage: float,
+) -> tuple[curves.Chosen, Choice]:
+    """Return everything that one client uses, thresholds of sets and alarms included."""
+    chosen, choice = decide(own, total, tuple(uncertain.kinds), how)
+    lowest = conformal.threshold(own.scores, total.scores, coverage, how)
+    choice = choice._replace(lowest=lowest)
+    if held is None:
+        return chosen, choice
+    there = to(choice, held.y.device)
+    with torch.no_grad():
+        found = [uncertain.measures(fitted, there, part) for part in pieces(held)]
+    return chosen, choice._replace(alarms=thresholds(torch.cat(found)))
+
+
+def judge_alone(
+    uncertain: Uncertain, fitted: Fitted, choice: Choice, tests: Mapping[str, Batch]
+) -> dict[str, Judged]:
+    """Return one client's tallies on each of `tests`."""
+    found = {}
+    for name, data in tests.items():
+        there = to(choice, data.y.device)
+        one = over(data, partial(uncertain.judge, fitted, there))
+        found[name] = to(one, "cpu")
+    return found
