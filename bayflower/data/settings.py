@@ -33,6 +33,7 @@ READINGS = ("r1", "r2", "r3")
 SCENARIOS = ("feature", "quantity", "label")
 CALIBRATIONS = ("shrunk", "client", "global", "off")
 SETS = ("marginal", "class")
+CALIBRATION_SETTINGS = ("calibration", "calibration_share", "calibration_rows", "coverage", "sets")
 
 
 @dataclass(frozen=True)

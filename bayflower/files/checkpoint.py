@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import Limits, Run
+from ..data import DataSettings
+from ..data.settings import CALIBRATION_SETTINGS
 from ..errors import ConfigError
 from ..tree import Tensors, flatten, unflatten
 from .atomic import below, load_tensors, save_tensors
@@ -37,6 +39,12 @@ FREE = {
     "download",
     *(field.name for field in fields(Limits)),
 }  # may differ
+
+
+BEFORE_CALIBRATION = {
+    **{name: DataSettings.__dataclass_fields__[name].default for name in CALIBRATION_SETTINGS},
+    "calibration": "off",
+}
 
 
 class Checkpoint(NamedTuple):
@@ -99,10 +107,12 @@ def read(folder: Path) -> Checkpoint | None:
     clients = {int(client): below(tensors, f"client/{client}") for client in facts["clients"]}
     records = [RoundRecord(record) for record in facts["records"]]
     server, roster = below(tensors, "server"), facts.get("roster", {})
+    # runs from before there was calibration held no samples out
+    config = {**BEFORE_CALIBRATION, **facts["config"]}
     return Checkpoint(
         facts["run"],
         facts["round"],
-        facts["config"],
+        config,
         server,
         clients,
         records,

@@ -31,6 +31,7 @@ from ..files.store import DiskStore
 from ..networks.model import Model
 from ..networks.papers import build
 from ..rounds import solo
+from ..rounds.calibrated import save_total
 from ..rounds.halves import Halves, make_halves
 from ..rounds.result import result
 from ..settings import with_pairs
@@ -220,6 +221,8 @@ def serve_method(
     )
     assert strategy.outcome is not None
     engine = os.environ.get("BAYFLOWER_ENGINE", "flower")
+    if strategy.outcome.calibrated:
+        save_total(folder, strategy.outcome.calibrated)
     write_json(
         folder / "result.json",
         result(run, engine, strategy.roster.summary(run.data.dataset), halves, strategy.outcome),

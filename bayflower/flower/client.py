@@ -29,7 +29,7 @@ from ..rounds import solo
 from ..tree import Tensors, digest, flatten, to, unflatten
 from ..wire.hello import ClientInfo, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
-from . import records
+from . import calibrating, records
 
 log = logging.getLogger("bayflower")
 # keys in the header of every message to a client
@@ -188,7 +188,8 @@ def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDic
 def evaluate_reply(
     message: Message, head: dict[str, Any], site: Site, formats: tuple[str, ...] = ()
 ) -> RecordDict:
-    """Return the test of every view after the last round; a duplicate gets the saved reply.
+    """Return the test of every view after the last round, and what a request to calibrate asks
+    for; a duplicate gets the saved reply.
 
     If the client keeps its state on disk, the personal model is saved beside it.
     """
@@ -201,19 +202,32 @@ def evaluate_reply(
         "client": site.client,
         "round": int(head["round"]),
     }
+    order, sums = None, {}
+    if "calibration" in head:
+        order = calibrating.Order.read(head["calibration"])
+        if order.stage != "hold":
+            sums = records.arrays(message, records.CALIBRATION)
     cause = " ".join(
         [
             digest(broadcast),
             digest(state),
             *(str(head[name]) for name in ("seed", "purpose", "instructions")),
+            *([str(head["calibration"]), digest(sums)] if order else []),
         ]
     )
     done = site.store.load_test(head["run"], site.client)
     if done is not None and (done.round, done.cause) == (keys["round"], cause):
         return test_records(done)
     adapted = solo.adapt(half, state, broadcast, site.data.train, head["purpose"], **keys)
-    views = solo.test(half, adapted, broadcast, site.data.test, **keys)
-    if isinstance(site.store, DiskStore):
+    views: dict[str, Any] = {}
+    said: Tensors = {}
+    taken = None
+    if order is None or order.stage == "hold":
+        views = solo.test(half, adapted, broadcast, site.data.test, **keys)
+    if order is not None:
+        ours = {"seed": keys["seed"], "client": site.client}
+        said, taken = calibrating.answer(order, half, adapted, broadcast, site.data, sums, **ours)
+    if isinstance(site.store, DiskStore) and (views or taken):
         folder = site.store.folder(head["run"], site.client) / "personal"
         end: dict[str, Any] = {
             "method": head["method"],
@@ -225,13 +239,13 @@ def evaluate_reply(
         }
         end |= {
             "new": site.new,
-            "tally": views["personal"],
+            "tally": views.get("personal"),
+            "taken": taken,
             "dataset": str(site.origin.get("dataset", "")),
         }
         save_personal(folder, {**end, "scaling": site.scaling() if site.scaling else None}, formats)
-    done = Saved(
-        keys["round"], cause, {}, {}, flat_tallies(views), numbers_of_test(views["personal"])
-    )
+    numbers = numbers_of_test(views["personal"]) if views else {}
+    done = Saved(keys["round"], cause, {}, said, flat_tallies(views), numbers)
     try:
         site.store.save_test(head["run"], site.client, done)
     # with a full disk the server still gets the test result
@@ -241,13 +255,13 @@ def evaluate_reply(
 
 
 def test_records(done: Saved) -> RecordDict:
-    """Return the saved reply to a test request as records."""
-    return RecordDict(
-        {
-            records.TALLY: records.to_arrays(done.tally),
-            records.METRICS: MetricRecord(dict(done.numbers)),
-        }
-    )
+    """Return the saved reply to a test request, or to one to calibrate, as records."""
+    content = RecordDict({records.METRICS: MetricRecord(dict(done.numbers))})
+    if done.tally:
+        content[records.TALLY] = records.to_arrays(done.tally)
+    if done.update:
+        content[records.CALIBRATION] = records.to_arrays(done.update)
+    return content
 
 
 def numbers_of_test(tally: Tally) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from ..tree import Tensors
 from ..wire.hello import MAX_CLIENT, ClientInfo, from_header, is_whole
 from . import records
 
@@ -59,6 +60,8 @@ class Request(NamedTuple):
     round: int
     config: ConfigRecord
     test: bool
+    order: str = ""  # to calibrate, and everyone's sums so far
+    sums: Tensors = {}
 
 
 class NodeHistory:

@@ -20,6 +20,7 @@ from ..metrics import Tally, possible, zero
 from ..tree import Shapes, Tensors, flatten, matching
 from ..wire.protocol import (
     BROADCAST,
+    CALIBRATION,
     HEADER,
     METRICS,
     NUM_EXAMPLES,
@@ -34,6 +35,7 @@ MOST_VIEWS = 8  # cap on the models that a client tests
 MOST_AXES = 16  # cap on the axes of an array
 __all__ = [
     "BROADCAST",
+    "CALIBRATION",
     "HEADER",
     "METRICS",
     "NUM_EXAMPLES",
@@ -100,8 +102,10 @@ def block(array: Array) -> np.ndarray:
 
 
 def only_arrays(message: Message) -> ArrayRecord:
-    """Return the message's only ArrayRecord, whatever its name."""
-    found = list(message.content.array_records.values())
+    """Return the message's only ArrayRecord, whatever its name, beside sums of calibration."""
+    found = [
+        record for name, record in message.content.array_records.items() if name != CALIBRATION
+    ]
     if len(found) != 1:
         raise WireError(f"the message must have one ArrayRecord, got {len(found)}")
     return found[0]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from ..config import Limits, Training, make_instructions
@@ -21,8 +21,10 @@ from ..files.journal import Journal
 from ..files.records import Views
 from ..maths.exact import Total
 from ..methods import Method
+from ..rounds.calibrated import Calibrated
 from ..wire.protocol import request_header
 from . import records, replies
+from .calibrating import Calibrator
 from .exchange import LOST, Request, reason, stream
 from .roster import Roster
 from .wrapped import Form
@@ -96,7 +98,11 @@ class Round:
                 instructions=instructions,
             )
             head |= roster.notices(client)
+            if request.order:
+                head["calibration"] = request.order
             content = content_for(client, head, request.config, request.round)
+            if request.sums:
+                content[records.CALIBRATION] = records.to_arrays(request.sums)
             self.sent[client] = records.num_bytes(content)
             yield Message(content, dst_node_id=member.node, message_type=request.kind, ttl=ttl)
 
@@ -186,10 +192,14 @@ class Round:
         return found
 
     def tallies(
-        self, incoming: Iterable[Message], keep_metrics: bool
+        self,
+        incoming: Iterable[Message],
+        keep_metrics: bool,
+        calibrator: Calibrator | None = None,
     ) -> tuple[Views, Views, list[RecordDict]]:
         """Return the test results by view of the training clients and of the new clients, and the
-        metrics of the training clients' replies.
+        metrics of the training clients' replies. `calibrator` gets what the replies say of
+        calibration.
         """
         metrics: list[RecordDict] = []
         views: Views = {}
@@ -201,12 +211,53 @@ class Round:
             except Exception as error:  # as above
                 self.fault(reply, error)
                 continue
+            if calibrator is not None:
+                self.hear(reply, client, calibrator)
             target = new if self.facts.roster.members[client].new else views
             if target is views and keep_metrics:
                 metrics.append(replies.metrics_of(reply))
             for view, tally in tallies.items():
                 target.setdefault(view, {})[client] = tally
         return views, new, metrics
+
+    def calibrate(self, incoming: Iterable[Message], calibrator: Calibrator) -> None:
+        """Hand the replies to a request to calibrate to `calibrator`."""
+        expected = self.expected()
+        for reply in incoming:
+            try:
+                client = replies.sender(reply, expected)
+            except Exception as error:  # as above
+                self.fault(reply, error)
+                continue
+            self.hear(reply, client, calibrator)
+
+    def calibrated(
+        self, grid: Grid, timeout: float, retries: int, calibrator: Calibrator
+    ) -> Calibrated | None:
+        """Return the uncertainty of the clients that this round tested, after two more requests to
+        each; None if no training client could be calibrated.
+        """
+        roster = self.facts.roster
+        if not calibrator.tables or roster.common is None:
+            return None
+        for _ in range(2):
+            calibrator.close()
+            request = self.request._replace(test=False, config=ConfigRecord())
+            request = request._replace(order=calibrator.order(), sums=calibrator.sums())
+            asked = Round(self.facts, self.form, self.half, self.state, request)
+            asked.calibrate(asked.exchange(grid, timeout, retries), calibrator)
+        new = {client for client, member in roster.members.items() if member.new}
+        return calibrator.result(new, roster.common.num_classes)
+
+    def hear(self, reply: Message, client: int, calibrator: Calibrator) -> None:
+        """Hand what a reply says of calibration to `calibrator`."""
+        member, common = self.facts.roster.members[client], self.facts.roster.common
+        assert common is not None
+        try:
+            flat = records.arrays(reply, records.CALIBRATION)
+            calibrator.hear(flat, client, member.new, member.facts, common.num_classes)
+        except Exception as error:  # as above
+            self.fault(reply, error)
 
     def fault(self, reply: Message, error: Exception) -> None:
         """Report why a reply was not used."""

@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from .. import methods, metrics
 from ..config import STRATEGY_GROUPS, Run, parse
 from ..contract import ServerHalf
+from ..data import DataSettings
 from ..errors import BayflowerError, ConfigError
 from ..files.checkpoint import Checkpoint, server_state
 from ..files.journal import Journal
@@ -27,6 +28,7 @@ from ..networks.model import Anatomy
 from ..rounds import schedule
 from ..tree import Tensors
 from . import records, wrapped
+from .calibrating import Calibrator
 from .exchange import Request
 from .roster import Change, Membership, Roster
 from .round import Round, RunFacts
@@ -68,26 +70,20 @@ class BayflowerStrategy(Strategy):
         wait: float | None = None,
         roll: Membership | None = None,
         resume: Checkpoint | None = None,
+        calibration: str = "off",
         parsed: Run | None = None,
         **settings: Any,
     ) -> None:
         row = methods.get(self.method)
-        if not 0 < fraction_train <= 1:
-            raise ConfigError(
-                f"fraction_train must be in (0, 1], got {fraction_train}; 1 means every client in "
-                "every round"
-            )
-        if not 0 <= fraction_evaluate <= 1:
-            raise ConfigError(
-                f"fraction_evaluate must be in [0, 1], got {fraction_evaluate}; 0 means no test "
-                "after the last round"
-            )
+        schedule.check(fraction_train, fraction_evaluate)
         if weighted_by_key != records.NUM_EXAMPLES:
             raise ConfigError(
                 f"weighted_by_key must be {records.NUM_EXAMPLES!r}, got {weighted_by_key!r}; a "
                 "method defines its own weights"
             )
         self.row, self.seed = row, seed
+        data = DataSettings(calibration=calibration) if parsed is None else parsed.data
+        self.calibrator = Calibrator(data) if data.calibrated else None
         if parsed is None:
             parsed = parse(self.method, settings, among=STRATEGY_GROUPS)
         self.training, self.options, self.limits = parsed.training, parsed.options, parsed.limits
@@ -164,6 +160,7 @@ class BayflowerStrategy(Strategy):
         tested = self.aggregate_evaluate(num_rounds, asked.exchange(grid, timeout, self.retries))
         if tested is not None:
             result.evaluate_metrics_clientapp[num_rounds] = tested
+        self._calibrate(grid, timeout)
         if self.progress:
             self.progress(self.records)
         self.roll = self.roster.membership()
@@ -201,7 +198,7 @@ class BayflowerStrategy(Strategy):
         `evaluate_metrics_aggr_fn`.
         """
         keep = self.evaluate_metrics_aggr_fn is not None
-        views, new, numbers = self._now().tallies(replies, keep)
+        views, new, numbers = self._now().tallies(replies, keep, self._calibrating)
         faults = tuple(self.faults)
         self.outcome = Outcome(self.records, views, new, self.state, {}, faults)
         if not self.fraction_evaluate:
@@ -381,9 +378,22 @@ class BayflowerStrategy(Strategy):
             seed=self.seed,
             least=self.min_evaluate_nodes if self.fraction_evaluate else 0,
         )
-        request = Request(chosen, MessageType.EVALUATE, round, config, True)
+        order = self._calibrating.order() if self._calibrating else ""
+        request = Request(chosen, MessageType.EVALUATE, round, config, True, order)
         self._round = Round(self._facts(), self.form, self._half(), self.state, request)
         return self._round
+
+    @property
+    def _calibrating(self) -> Calibrator | None:
+        """Return who collects what is needed to calibrate; None inside another strategy."""
+        return self.calibrator if self._driven else None
+
+    def _calibrate(self, grid: Grid, timeout: float) -> None:
+        """Calibrate the clients that were tested, with two more requests to each."""
+        if self._calibrating and self.outcome:
+            found = self._now().calibrated(grid, timeout, self.retries, self._calibrating)
+            faults = tuple(self.faults)
+            self.outcome = self.outcome._replace(calibrated=found, faults=faults)
 
     def _ask(
         self,

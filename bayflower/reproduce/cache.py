@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import groups, parse
+from ..data.settings import CALIBRATION_SETTINGS
 from ..files.atomic import write_json
 from ..methods import get
 from .data import images_to_keep, pooled, with_folder
@@ -47,12 +48,7 @@ SILENT = frozenset(
         "client_states",
         "method",
         "keep",
-        # published protocols hold nothing out for calibration
-        "calibration",
-        "calibration_share",
-        "calibration_rows",
-        "coverage",
-        "sets",
+        *CALIBRATION_SETTINGS,  # published protocols hold nothing out
     }
 )
 Say = Callable[[str], None]

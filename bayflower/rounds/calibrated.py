@@ -141,7 +141,7 @@ def group(clients: Mapping[int, One], how: str, coverage: float) -> dict[str, An
     """Return the numbers of some clients: each form of the model on the test samples and on shifted
     ones, and what each client uses.
     """
-    tests = [name for name in next(iter(clients.values())).judged if name != TEST]
+    tests = sorted(name for name in next(iter(clients.values())).judged if name != TEST)
     return {
         "forms": forms(clients, TEST),
         "shifted": {name: forms(clients, name) for name in tests},
@@ -197,8 +197,9 @@ def per_client(client: int, one: One, how: str, coverage: float) -> dict[str, An
     held = max(one.rows, conformal.ENOUGH) if how == "shrunk" else one.rows
     low, high = conformal.interval(held, number, coverage)
     nll = {
-        form: float(tally.nll) / number if number else None
-        for form, tally in judged.tallies.items()
+        form: float(judged.tallies[form].nll) / number if number else None
+        for form in FORMS
+        if form in judged.tallies
     }
     return {
         "client": client,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..errors import ConfigError
 from .sampling import choose
 
 EVALUATION = 2**30  # added to the round when clients are sampled for a test
@@ -35,3 +36,17 @@ def checkpoint_due(round: int, every: int, last: int) -> bool:
     = never.
     """
     return every > 0 and (round % every == 0 or round == last)
+
+
+def check(fraction_train: float, fraction_evaluate: float) -> None:
+    """Raise if a share of clients is impossible."""
+    if not 0 < fraction_train <= 1:
+        raise ConfigError(
+            f"fraction_train must be in (0, 1], got {fraction_train}; 1 means every client in "
+            "every round"
+        )
+    if not 0 <= fraction_evaluate <= 1:
+        raise ConfigError(
+            f"fraction_evaluate must be in [0, 1], got {fraction_evaluate}; 0 means no test "
+            "after the last round"
+        )

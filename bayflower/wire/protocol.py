@@ -9,7 +9,11 @@ To a client ("train", "evaluate"):   broadcast   ArrayRecord   the method's Broa
                                                                was used (sent only if a later reply
                                                                of this client was not used);
                                                                returned: true if the client rejoins
-                                                               after it was dropped from the totals
+                                                               after it was dropped from the totals;
+                                                               calibration: the order to calibrate
+                                     calibration ArrayRecord   everyone's sums so far, with a
+                                                               request to calibrate
+                                                               (`flower/calibrating.py`)
 From a client ("train"):             update      ArrayRecord   the method's Update
                                      tally       ArrayRecord   test results by view, if the request
                                                                asked for a test
@@ -40,6 +44,7 @@ from ..tree import Shapes
 
 PROTOCOL = 1
 BROADCAST, UPDATE, TALLY, METRICS, HEADER = "broadcast", "update", "tally", "metrics", "bayflower"
+CALIBRATION = "calibration"
 NUM_EXAMPLES, TRAIN_LOSS = "num-examples", "train-loss"
 CHUNK_BYTES = 5_242_880  # Flower cuts an array's data into chunks of this size
 ID_BYTES = 64  # an object is named by its SHA-256 in hexadecimal

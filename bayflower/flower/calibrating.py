@@ -1,0 +1,289 @@
+"""Calibration in messages: three requests after the last round, each with everyone's sums so far.
+
+    request    carries                        the reply holds
+    hold       nothing (it rides on the test) the client's table of held-out NLL
+    score      everyone's table               the client's histogram of calibrated scores
+    judge      everyone's table and histogram what the client uses, and its tallies
+
+The sums of training clients add up exactly, so replies may come in any order. A client that does
+not answer, or whose sums are impossible, is left out of them and reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import metrics
+from ..calibration import conformal, curves, trust
+from ..calibration.curves import Chosen
+from ..contract import ClientHalf
+from ..data import DataSettings
+from ..errors import WireError
+from ..rounds import uncertain
+from ..rounds.calibrated import Calibrated, One, Taken, tests_of
+from ..rounds.uncertain import Held, Judged, Uncertain
+from ..tree import Tensors, flatten, matching, unflatten
+
+STAGES = ("hold", "score", "judge")
+MOST_POSTERIORS = 8
+MOST_TESTS = 8
+MOST_TEXT = 4096  # bytes
+
+
+# -- the client ------------------------------------------------------------------------------------
+class Order:
+    """What the server asks of a client; `read` checks what came with a message."""
+
+    def __init__(self, stage: str, how: str, coverage: float, sets: str) -> None:
+        self.stage, self.how, self.coverage, self.sets = stage, how, coverage, sets
+
+    def text(self) -> str:
+        """Return the order for a message's header."""
+        return json.dumps([self.stage, self.how, self.coverage, self.sets])
+
+    @classmethod
+    def read(cls, text: Any) -> Order:
+        """Return the order in a header; raise if it is none."""
+        try:
+            stage, how, coverage, sets = json.loads(text)
+            settings = DataSettings(calibration=how, coverage=coverage, sets=sets)
+        except (TypeError, ValueError) as error:
+            raise WireError(f"the order to calibrate cannot be read: {error}") from None
+        if stage not in STAGES or not settings.calibrated:
+            raise WireError(f"the order to calibrate must be one of {STAGES}, got {stage!r}")
+        return cls(stage, how, float(coverage), sets)
+
+
+def answer(
+    order: Order,
+    half: ClientHalf,
+    adapted: Any,
+    broadcast: Any,
+    data: Any,
+    sums: Tensors,
+    *,
+    seed: int,
+    client: int,
+) -> tuple[Tensors, Taken | None]:
+    """Return (what the client replies, what it takes home if this was the last request)."""
+    known = Uncertain(half, order.sets == "class")
+    fitted = uncertain.fit_alone(known, adapted, broadcast, data.train)
+    own = uncertain.hold_alone(known, fitted, data.held)
+    if order.stage == "hold":
+        return {"rows": own.rows, "table": own.table}, None
+    scores = {"scores": sums.get("scores", known.nothing_held().scores)}
+    total = matching({**sums, **scores}, known.nothing_held())
+    own = uncertain.score_alone(known, fitted, own, total, data.held, order.how)
+    if order.stage == "score":
+        return {"scores": own.scores}, None
+    chosen, choice = uncertain.settled(
+        known, fitted, own, total, data.held, order.how, order.coverage
+    )
+    judged = uncertain.judge_alone(
+        known, fitted, choice, tests_of(data.test, seed=seed, client=client)
+    )
+    one = One(int(own.rows), chosen, judged, choice)
+    taken = Taken(
+        known.kinds, known.layer, fitted, choice, one, order.how, order.coverage, int(total.rows)
+    )
+    said = {"rows": own.rows, "chosen": as_vector(chosen, known.kinds)}
+    said["kinds"] = torch.tensor(list(json.dumps(known.kinds).encode()), dtype=torch.uint8)
+    return {**said, **flatten(judged, "judged")}, taken
+
+
+def as_vector(chosen: Chosen, kinds: Mapping[str, Any]) -> Tensor:
+    """Return what a client uses as numbers; −1 stands for a number that is not known."""
+    place = list(kinds).index(chosen.posterior) if chosen.posterior else -1
+    held = [chosen.point, chosen.gated, chosen.calibrated, *(chosen.fitted.get(k) for k in kinds)]
+    numbers = [float(place), chosen.scale, chosen.temperature, chosen.share]
+    return torch.tensor(
+        [*numbers, *(-1.0 if one is None else one for one in held)], dtype=torch.float64
+    )
+
+
+def from_vector(vector: Tensor, kinds: Mapping[str, Any]) -> Chosen:
+    """Return what a client uses; raise if it cannot be."""
+    names = list(kinds)
+    if vector.shape != (7 + len(names),) or not bool(torch.isfinite(vector).all()):
+        raise WireError("the numbers of what the client uses are missing or not finite")
+    place, scale, temperature, share, *held = vector.tolist()
+    if not (
+        place in range(-1, len(names))
+        and 0 <= scale <= max(curves.SCALES)
+        and 0 < temperature <= 2 * curves.HIGHEST
+        and 0 <= share <= 1
+    ):
+        raise WireError("the numbers of what the client uses are impossible")
+    known = [None if one < 0 else one for one in held]
+    fitted = {name: one for name, one in zip(names, known[3:], strict=True) if one is not None}
+    posterior = names[int(place)] if place >= 0 else ""
+    return Chosen(posterior, scale, temperature, share, known[0], known[1], known[2], fitted)
+
+
+# -- the server ------------------------------------------------------------------------------------
+class Calibrator:
+    """What the server collects over the three requests."""
+
+    def __init__(self, settings: DataSettings) -> None:
+        self.settings, self.stage = settings, STAGES[0]
+        self.tables: dict[int, tuple[Tensor, Tensor]] = {}  # rows and table by training client
+        self.scores: dict[int, Tensor] = {}
+        self.ones: dict[int, One] = {}
+        self.kinds: dict[str, tuple[str, str]] = {}
+
+    def order(self) -> str:
+        """Return the order of the present stage, for a message's header."""
+        s = self.settings
+        return Order(self.stage, s.calibration, s.coverage, s.sets).text()
+
+    def hear(self, flat: Tensors, client: int, new: bool, sizes: Any, num_classes: int) -> None:
+        """Take a client's reply; raise if it is impossible for a client of these `sizes`."""
+        if self.stage == "hold":
+            rows, table = self._table(flat, sizes.train_size)
+            if not new:
+                self.tables[client] = rows, table
+        elif self.stage == "score":
+            scores = self._scores(flat, client, num_classes, new)
+            if not new:
+                self.scores[client] = scores
+        else:
+            self.ones[client] = self._one(flat, sizes, num_classes)
+
+    def close(self) -> None:
+        """End a stage. Tables of another shape than most clients' are left out of the sums."""
+        if self.stage == "hold" and self.tables:
+            shapes = Counter(tuple(table.shape) for _, table in self.tables.values())
+            usual = shapes.most_common(1)[0][0]
+            self.tables = {
+                client: pair for client, pair in self.tables.items() if pair[1].shape == usual
+            }
+        if self.stage != STAGES[-1]:
+            self.stage = STAGES[STAGES.index(self.stage) + 1]
+
+    def sums(self) -> Tensors:
+        """Return everyone's sums so far."""
+        found = {
+            "rows": uncertain.added([rows for rows, _ in self.tables.values()]),
+            "table": uncertain.added([table for _, table in self.tables.values()]),
+        }
+        if self.scores:
+            found["scores"] = uncertain.added(list(self.scores.values()))
+        return found
+
+    def result(self, new: set[int], num_classes: int) -> Calibrated | None:
+        """Return the uncertainty of all clients that answered; None if there is none."""
+        clients = {client: one for client, one in self.ones.items() if client not in new}
+        if not clients:
+            return None
+        others = {client: one for client, one in self.ones.items() if client in new}
+        by_class = self.settings.sets == "class"
+        blank = uncertain.nothing_held(len(self.kinds), num_classes, by_class)
+        total = unflatten(Held, {**flatten(blank), **self.sums()})
+        return Calibrated(clients, others, total, self.kinds)
+
+    # -- checks ------------------------------------------------------------------------------------
+    def _table(self, flat: Tensors, most: int) -> tuple[Tensor, Tensor]:
+        if set(flat) != {"rows", "table"}:
+            raise WireError(f"calibration needs rows and table, got {str(sorted(flat))[:80]}")
+        rows, table = flat["rows"], flat["table"]
+        step = len(curves.SCALES)
+        fits = (
+            rows.shape == ()
+            and table.ndim == 3
+            and table.shape[1:] == (len(curves.SHARES), curves.FINEST)
+            and (table.shape[0] - 1) % step == 0
+            and table.shape[0] <= 1 + step * MOST_POSTERIORS
+            and rows.dtype == table.dtype == torch.int64
+        )
+        if not fits:
+            raise WireError("the table of held-out NLL has a shape or dtype that cannot be")
+        number = int(rows)
+        if not 0 <= number <= min(self.settings.calibration_rows, most + number):
+            raise WireError(
+                f"it claims {number} held-out samples; calibration_rows allows "
+                f"{self.settings.calibration_rows}"
+            )
+        worst = int(700 * curves.UNIT) + 1
+        if bool((table < 0).any()) or bool((table > number * worst).any()):
+            raise WireError("the table of held-out NLL has impossible values")
+        return rows, table
+
+    def _scores(self, flat: Tensors, client: int, num_classes: int, new: bool) -> Tensor:
+        groups = num_classes if self.settings.sets == "class" else 1
+        scores = flat.get("scores")
+        if scores is None or scores.shape != (groups, conformal.BINS):
+            raise WireError("the histogram of scores is missing or has another shape")
+        if scores.dtype != torch.int64 or bool((scores < 0).any()):
+            raise WireError("the histogram of scores has impossible values")
+        if not new and int(scores.sum()) != int(self.tables[client][0]):
+            raise WireError("the histogram counts other samples than the table")
+        return scores
+
+    def _one(self, flat: Tensors, sizes: Any, num_classes: int) -> One:
+        try:
+            text = bytes(flat["kinds"][:MOST_TEXT].to(torch.uint8).tolist()).decode()
+            kinds = {str(k): (str(a), str(b)) for k, (a, b) in json.loads(text).items()}
+            rows, vector = int(flat["rows"]), flat["chosen"].double()
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise WireError(f"what the client uses cannot be read: {error}") from None
+        if len(kinds) > MOST_POSTERIORS or not 0 <= rows <= self.settings.calibration_rows:
+            raise WireError("what the client uses is impossible")
+        chosen = from_vector(vector, kinds)
+        judged = read_judged(flat, num_classes, sizes.test_size)
+        self.kinds = self.kinds or kinds
+        return One(rows, chosen, judged)
+
+
+def read_judged(flat: Tensors, num_classes: int, test_size: int) -> dict[str, Judged]:
+    """Return a client's tallies by test; raise if its test samples cannot give them."""
+    tests = sorted({name.split("/")[1] for name in flat if name.startswith("judged/")})
+    if "test" not in tests or len(tests) > MOST_TESTS:
+        raise WireError(f"the tallies must be of at most {MOST_TESTS} tests, got {len(tests)}")
+    found = {}
+    for test in tests:
+        own = {
+            name.split("/", 2)[2]: leaf
+            for name, leaf in flat.items()
+            if name.startswith(f"judged/{test}/")
+        }
+        forms = sorted({name.split("/")[1] for name in own if name.startswith("tallies/")})
+        if not set(forms) <= set(uncertain.FORMS) or "calibrated" not in forms:
+            raise WireError(f"the forms of a model must be among {uncertain.FORMS}")
+        flat_judged = matching_judged(own, forms, num_classes)
+        for form in forms:
+            tally, one = flat_judged.tallies[form], flat_judged.trusts[form]
+            number = int(tally.num_examples)
+            if not metrics.possible(tally) or not trust.possible(one, number):
+                raise WireError(f"the tallies of {form!r} on {test!r} are inconsistent")
+            if number > 2 * test_size:
+                raise WireError(f"the tallies of {form!r} count more samples than the client has")
+        found[test] = flat_judged
+    return dict(sorted(found.items(), key=lambda item: item[0] != "test"))
+
+
+def matching_judged(flat: Tensors, forms: list[str], num_classes: int) -> Judged:
+    """Return the tallies of these forms; raise if names, shapes or dtypes are others."""
+    blank, empty = metrics.zero(num_classes), trust.zero()
+    tallies = {form: matching(under(flat, f"tallies/{form}/"), blank) for form in forms}
+    trusts = {form: matching(under(flat, f"trusts/{form}/"), empty) for form in forms}
+    alarms = under(flat, "alarms/")
+    right = all(
+        leaf.shape == () and leaf.dtype == torch.int64 and int(leaf) >= 0
+        for leaf in alarms.values()
+    )
+    if not right or set(alarms) != set(uncertain.ALARMS):
+        raise WireError("the counts of alarms are missing or impossible")
+    if len(forms) * (len(blank) + len(empty)) + len(alarms) != len(flat):
+        raise WireError("the tallies have names that are not expected")
+    return Judged(tallies, trusts, alarms)
+
+
+def under(flat: Tensors, prefix: str) -> Tensors:
+    """Return the tensors whose names begin with `prefix`, without it."""
+    return {name[len(prefix) :]: leaf for name, leaf in flat.items() if name.startswith(prefix)}
