@@ -37,6 +37,7 @@ SMALL = {
     "new_client_epochs": 3,
     "rounds": 2,
     "evaluate_every": 1,
+    "calibration": "off",  # tests of calibration switch it on
     "stacking": "yes",
 }
 PEACE = {  # of `whole_run`

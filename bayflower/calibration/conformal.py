@@ -7,7 +7,8 @@ WIDTH logits. The threshold is the lower edge of the bin that holds the score of
 order and tree of aggregation. Beyond n samples there is no such score: the set holds every class.
 
 The promise: if new samples are like the held-out ones (exchangeable), a set holds the true class
-with probability at least `coverage`. A set may be empty: then no class is likely enough.
+with probability at least `coverage`; with calibration=shrunk, about `coverage`. A set may be empty:
+then no class is likely enough.
 """
 
 from __future__ import annotations
@@ -57,36 +58,48 @@ def threshold(own: Tensor, total: Tensor, coverage: float, how: str) -> Tensor:
     """Return the lowest bin that a set takes in, int64 of the histograms' leading shape.
 
     `how`: client (own scores), global (everyone's), shrunk (own, filled up with everyone's to
-    ENOUGH samples).
+    ENOUGH samples, and between two scores instead of at the lower one).
     """
+    if how != "shrunk":
+        return lowest_bin(own if how == "client" else total, coverage)
     mine, everyone = own.double(), total.double()
     number, others = mine.sum(-1, keepdim=True), everyone.sum(-1, keepdim=True)
-    if how == "client":
-        counts = mine
-    elif how == "global":
-        counts = everyone
-    else:
-        filled = (ENOUGH - number).clamp(min=0) * everyone / others.clamp(min=1)
-        counts = mine + torch.where(others > 0, filled, torch.zeros_like(filled))
-    return lowest_bin(counts, coverage)
+    filled = (ENOUGH - number).clamp(min=0) * everyone / others.clamp(min=1)
+    return between_bins(mine + filled, coverage)
 
 
 def lowest_bin(counts: Tensor, coverage: float) -> Tensor:
-    """Return the bin that holds the score of rank (n + 1)·coverage from above, rounded up; 0 (every
-    class) where there are too few samples.
+    """Return the bin that holds the score of rank ⌈(n + 1)·coverage⌉ from above; 0 (every class)
+    where there are too few samples.
     """
-    number = counts.sum(-1, keepdim=True)
-    wanted = rank(number, coverage)
-    from_above = counts.flip(-1).cumsum(-1)
-    reached = from_above >= wanted - 1e-9
+    number = counts.sum(-1, keepdim=True).double()
+    wanted = torch.ceil((number + 1) * coverage - 1e-9)
+    reached = counts.double().flip(-1).cumsum(-1) >= wanted
     place = BINS - 1 - reached.long().argmax(-1)
     return torch.where(reached.any(-1), place, torch.zeros_like(place))
 
 
-def rank(number: Tensor, coverage: float) -> Tensor:
-    """Return ⌈(n + 1)·coverage⌉, not rounded where n is not whole (filled-up samples)."""
-    wanted = (number + 1) * coverage
-    return torch.where(number == number.round(), torch.ceil(wanted - 1e-9), wanted)
+def between_bins(counts: Tensor, coverage: float) -> Tensor:
+    """Return the bin at rank (n + 1)·coverage, between the two scores beside it; 0 (every class)
+    where there are too few samples. Rounding the rank up would cover more than promised.
+    """
+    found = []
+    for one in counts.reshape(-1, BINS):
+        places = one.nonzero()[:, 0].flip(0)
+        mass = one[places]
+        ranks = mass.cumsum(0) - mass / 2 + 0.5
+        wanted = (float(one.sum()) + 1) * coverage
+        after = int((ranks < wanted - 1e-9).sum())
+        if after == len(places):
+            found.append(0)
+        elif after == 0:
+            found.append(int(places[0]))
+        else:
+            low, high = float(ranks[after - 1]), float(ranks[after])
+            share = (wanted - low) / (high - low)
+            at = float(places[after - 1]) * (1 - share) + float(places[after]) * share
+            found.append(math.floor(at + 1e-9))
+    return torch.tensor(found, dtype=torch.int64).reshape(counts.shape[:-1])
 
 
 def sets(log_probs: Tensor, lowest: Tensor) -> Tensor:

@@ -1,16 +1,22 @@
-"""The gate and temperature scaling, from one table of held-out NLL that adds up over clients.
+"""The gate and affine scaling, from tables of held-out NLL that add up over clients.
 
 A *form* of a model is the point (its weights as they are) or one of its posteriors at a scale. The
 predictive of a posterior at scale s is the mean of softmax(f + s·d) over offsets d of the logits f,
-so s = 0 is the point and s = 1 the posterior as it was fitted. Affine scaling then gives
-softmax(log p / T + h·b): a temperature T, and a share h of the bias b, which moves the mean
-prediction towards the classes that the client's training data have.
+so s = 0 is the point and s = 1 the posterior as it was fitted. Calibrated it is
 
-    table[form, h, T] = Σ over held-out samples of −log p_y, in units of 2^-20, as whole numbers
+    p = (1 − e) softmax(log p / T + h·b) + e / K
 
-A table adds up in any order without rounding. A client chooses on its own table, on everyone's, or
-between both: own + STRENGTH · everyone / number of everyone's samples. So a client with few samples
-follows the others, and one with many its own.
+with a temperature T, a share h of the bias b, which moves the mean prediction towards the classes
+that the client's training data have, and e = 1 / (n + STRENGTH + 2) for n held-out samples: nobody
+can claim more certainty than as many samples can show.
+
+    raw[form, 0] = Σ over held-out samples of l = −log p_y, uncalibrated; raw[form, 1] = Σ (l − l of
+    the point)²;     table[form, h, T] = Σ l, calibrated;        in units of 2^-20, as whole numbers
+
+The sums have no rounding in any order. A client chooses on its own sums, on everyone's, or between
+both: own + STRENGTH · everyone / number of everyone's samples. So a client with few samples follows
+the others, and one with many its own. The gate: a posterior is used only where it is better than
+the point by MARGIN and by one standard error.
 """
 
 from __future__ import annotations
@@ -28,7 +34,8 @@ FINEST = 27  # temperatures
 SMOOTHING = 10.0  # samples that the model's own mean prediction counts for in the bias
 LOWEST, HIGHEST = 0.1, 10.0
 UNIT = 2.0**20
-STRENGTH = 100.0  # held-out samples that everyone's table counts for beside a client's own
+STRENGTH = 30.0  # held-out samples that everyone's table counts for beside a client's own
+WORST = 700.0  # nats a sample
 MARGIN = 0.002  # nats a sample by which a posterior must be better than the point
 
 
@@ -80,29 +87,54 @@ def bias_of(classes: Tensor, predicted: Tensor) -> Tensor:
     return found - found.mean()
 
 
-def table(
-    logits: Tensor, offsets: Mapping[str, Tensor], bias: Tensor, y: Tensor, mask: Tensor
-) -> Tensor:
-    """Return the table (forms, shares, temperatures) of some held-out samples, int64; runs under
-    vmap.
-    """
+def doubtful(log_probs: Tensor, floor: Tensor) -> Tensor:
+    """Return the log-probabilities mixed with a share `floor` of even ones."""
+    share = torch.log(floor / log_probs.shape[-1]).expand_as(log_probs)
+    return torch.logaddexp(log_probs + torch.log1p(-floor), share)
+
+
+def floor_of(rows: Tensor | int) -> Tensor:
+    """Return the share of even probabilities for as many held-out samples."""
+    return 1 / (torch.as_tensor(rows, dtype=torch.float64) + STRENGTH + 2)
+
+
+def tables(
+    logits: Tensor,
+    offsets: Mapping[str, Tensor],
+    bias: Tensor,
+    floor: Tensor,
+    y: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the sums (raw, table) of some held-out samples, int64; runs under vmap."""
     every = [log_softmax(logits.double())]
     for delta in offsets.values():
         every += [predictive(logits, scale * delta) for scale in SCALES]
-    return torch.stack(
-        [torch.stack([row(one, share * bias, y, mask) for share in SHARES]) for one in every]
+    losses = torch.stack([loss(one, y) for one in every])
+    squares = (losses - losses[0]).square()
+    raw = torch.stack([summed(losses, mask), summed(squares, mask)], -1)
+    return raw, torch.stack(
+        [torch.stack([row(one, share * bias, floor, y, mask) for share in SHARES]) for one in every]
     )
 
 
-def row(log_probs: Tensor, bias: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+def loss(log_probs: Tensor, y: Tensor) -> Tensor:
+    """Return −log p_y of each sample; a probability that is not finite counts as the worst."""
+    place = y.clamp(0, log_probs.shape[-1] - 1).expand(log_probs.shape[:-1])[..., None]
+    found = -log_probs.gather(-1, place)[..., 0]
+    return torch.nan_to_num(found, nan=WORST, posinf=WORST).clamp(0, WORST)
+
+
+def summed(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum over samples (the last axis) in units, int64."""
+    return ((values * UNIT).round().long() * (mask != 0)).sum(-1)
+
+
+def row(log_probs: Tensor, bias: Tensor, floor: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """Return the summed NLL at every temperature, in units, int64 (T,)."""
     heat = temperatures().to(log_probs.device)
-    cold = log_probs[None] / heat[:, None, None] + bias
-    place = y.clamp(0, log_probs.shape[-1] - 1)[None, :, None].expand(len(heat), -1, -1)
-    nll = cold.logsumexp(-1) - cold.gather(-1, place)[..., 0]
-    # a probability that is not finite counts as the worst there is
-    nll = torch.nan_to_num(nll, nan=700.0, posinf=700.0).clamp(0, 700)
-    return ((nll * UNIT).round().long() * (mask != 0)).sum(-1)
+    cold = (log_probs[None] / heat[:, None, None] + bias).log_softmax(-1)
+    return summed(loss(doubtful(cold, floor), y), mask)
 
 
 class Chosen(NamedTuple):
@@ -119,45 +151,53 @@ class Chosen(NamedTuple):
     fitted: dict[str, float]  # and of each posterior as it was fitted
 
 
-def choose(
-    own: Tensor, rows: int, total: Tensor, total_rows: int, posteriors: Sequence[str], how: str
-) -> Chosen:
-    """Return what a client uses, from its own table and everyone's, each with its number of
-    samples; `how` is client, global or shrunk.
+class Sums(NamedTuple):
+    """What held-out samples say: their number, and the sums of all forms."""
+
+    rows: int
+    raw: Tensor  # (forms, 2)
+    table: Tensor  # (forms, shares, temperatures)
+
+
+def choose(own: Sums, total: Sums, posteriors: Sequence[str], how: str) -> Chosen:
+    """Return what a client uses, from its own sums and everyone's; `how` is client, global or
+    shrunk.
     """
-    mine, everyone = own.double() / UNIT, total.double() / UNIT
-    curve, weight = mine, float(rows)
     if how == "global":
-        curve, weight = everyone, float(total_rows)
-    elif how == "shrunk" and total_rows:
-        curve, weight = mine + STRENGTH * everyone / total_rows, rows + STRENGTH
-    known, one = forms(posteriors), neutral()
+        weight, mine, others = float(total.rows), 0.0, 1.0
+    else:
+        mine, others = 1.0, 0.0
+        if how == "shrunk" and total.rows:
+            others = STRENGTH / total.rows
+        weight = own.rows + others * total.rows
+    known = forms(posteriors)
     if not weight:
         return Chosen("", 0.0, 1.0, 0.0, None, None, None, {})
-    level = curve[:, 0, one] / weight
-    best = int(level.argmin())
-    if float(level[0] - level[best]) < MARGIN:
-        best = 0
-    floors = curve[best].amin(-1) / weight
+    raw = (mine * own.raw.double() + others * total.raw.double()) / UNIT / weight
+    curve = (mine * own.table.double() + others * total.table.double()) / UNIT / weight
+    gain = raw[0, 0] - raw[:, 0]
+    error = ((raw[:, 1] - gain.square()).clamp(min=0) / weight).sqrt()
+    passed = (gain >= MARGIN) & (gain >= error)
+    best = int(torch.where(passed, gain, -torch.inf).argmax()) if bool(passed.any()) else 0
+    floors = curve[best].amin(-1)
     side = int(floors.argmin())
     if float(floors[0] - floors[side]) < MARGIN:
         side = 0
     heat = lowest(curve[best, side])
-
-    def held(form: int, share: int, temperature: float) -> float | None:
-        return between(mine[form, share] / rows, temperature) if rows else None
-
+    level = own.raw[:, 0].double() / UNIT / max(own.rows, 1)
+    mean = own.table[best, side].double() / UNIT / max(own.rows, 1)
+    held = own.rows > 0
     return Chosen(
         *known[best],
         heat,
         SHARES[side],
-        held(0, 0, 1.0),
-        held(best, 0, 1.0),
-        held(best, side, heat),
+        float(level[0]) if held else None,
+        float(level[best]) if held else None,
+        between(mean, heat) if held else None,
         {
-            name: float(mine[place, 0, one]) / rows
+            name: float(level[place])
             for place, (name, scale) in enumerate(known)
-            if scale == 1.0 and rows
+            if scale == 1.0 and held
         },
     )
 

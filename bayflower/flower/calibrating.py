@@ -73,10 +73,10 @@ def answer(
 ) -> tuple[Tensors, Taken | None]:
     """Return (what the client replies, what it takes home if this was the last request)."""
     known = Uncertain(half, order.sets == "class")
-    fitted = uncertain.fit_alone(known, adapted, broadcast, data.train)
+    fitted = uncertain.fit_alone(known, adapted, broadcast, data.train, data.num_held)
     own = uncertain.hold_alone(known, fitted, data.held)
     if order.stage == "hold":
-        return {"rows": own.rows, "table": own.table}, None
+        return {"rows": own.rows, "raw": own.raw, "table": own.table}, None
     scores = {"scores": sums.get("scores", known.nothing_held().scores)}
     total = matching({**sums, **scores}, known.nothing_held())
     own = uncertain.score_alone(known, fitted, own, total, data.held, order.how)
@@ -132,7 +132,7 @@ class Calibrator:
 
     def __init__(self, settings: DataSettings) -> None:
         self.settings, self.stage = settings, STAGES[0]
-        self.tables: dict[int, tuple[Tensor, Tensor]] = {}  # rows and table by training client
+        self.tables: dict[int, Tensors] = {}  # rows, raw and table by training client
         self.scores: dict[int, Tensor] = {}
         self.ones: dict[int, One] = {}
         self.kinds: dict[str, tuple[str, str]] = {}
@@ -145,9 +145,9 @@ class Calibrator:
     def hear(self, flat: Tensors, client: int, new: bool, sizes: Any, num_classes: int) -> None:
         """Take a client's reply; raise if it is impossible for a client of these `sizes`."""
         if self.stage == "hold":
-            rows, table = self._table(flat, sizes.train_size)
+            self._check_tables(flat)
             if not new:
-                self.tables[client] = rows, table
+                self.tables[client] = flat
         elif self.stage == "score":
             scores = self._scores(flat, client, num_classes, new)
             if not new:
@@ -158,20 +158,17 @@ class Calibrator:
     def close(self) -> None:
         """End a stage. Tables of another shape than most clients' are left out of the sums."""
         if self.stage == "hold" and self.tables:
-            shapes = Counter(tuple(table.shape) for _, table in self.tables.values())
+            shapes = Counter(tuple(one["table"].shape) for one in self.tables.values())
             usual = shapes.most_common(1)[0][0]
             self.tables = {
-                client: pair for client, pair in self.tables.items() if pair[1].shape == usual
+                client: one for client, one in self.tables.items() if one["table"].shape == usual
             }
         if self.stage != STAGES[-1]:
             self.stage = STAGES[STAGES.index(self.stage) + 1]
 
     def sums(self) -> Tensors:
         """Return everyone's sums so far."""
-        found = {
-            "rows": uncertain.added([rows for rows, _ in self.tables.values()]),
-            "table": uncertain.added([table for _, table in self.tables.values()]),
-        }
+        found: Tensors = uncertain.added(list(self.tables.values()))
         if self.scores:
             found["scores"] = uncertain.added(list(self.scores.values()))
         return found
@@ -188,31 +185,32 @@ class Calibrator:
         return Calibrated(clients, others, total, self.kinds)
 
     # -- checks ------------------------------------------------------------------------------------
-    def _table(self, flat: Tensors, most: int) -> tuple[Tensor, Tensor]:
-        if set(flat) != {"rows", "table"}:
-            raise WireError(f"calibration needs rows and table, got {str(sorted(flat))[:80]}")
-        rows, table = flat["rows"], flat["table"]
+    def _check_tables(self, flat: Tensors) -> None:
+        if set(flat) != {"rows", "raw", "table"}:
+            raise WireError(f"calibration needs rows, raw and table, got {str(sorted(flat))[:80]}")
+        rows, raw, table = flat["rows"], flat["raw"], flat["table"]
         step = len(curves.SCALES)
         fits = (
             rows.shape == ()
             and table.ndim == 3
             and table.shape[1:] == (len(curves.SHARES), curves.FINEST)
+            and raw.shape == (table.shape[0], 2)
             and (table.shape[0] - 1) % step == 0
             and table.shape[0] <= 1 + step * MOST_POSTERIORS
-            and rows.dtype == table.dtype == torch.int64
+            and rows.dtype == raw.dtype == table.dtype == torch.int64
         )
         if not fits:
-            raise WireError("the table of held-out NLL has a shape or dtype that cannot be")
-        number = int(rows)
-        if not 0 <= number <= min(self.settings.calibration_rows, most + number):
-            raise WireError(
-                f"it claims {number} held-out samples; calibration_rows allows "
-                f"{self.settings.calibration_rows}"
-            )
-        worst = int(700 * curves.UNIT) + 1
-        if bool((table < 0).any()) or bool((table > number * worst).any()):
-            raise WireError("the table of held-out NLL has impossible values")
-        return rows, table
+            raise WireError("the tables of held-out NLL have a shape or dtype that cannot be")
+        number, most = int(rows), self.settings.calibration_rows
+        if not 0 <= number <= most:
+            raise WireError(f"it claims {number} held-out samples; calibration_rows allows {most}")
+        worst = number * (int(curves.WORST * curves.UNIT) + 1)
+        values = torch.cat([table.flatten(), raw[:, 0]])
+        square = int(worst * curves.WORST) + number
+        if bool((values < 0).any() | (values > worst).any()) or bool(
+            (raw[:, 1] < 0).any() | (raw[:, 1] > square).any()
+        ):
+            raise WireError("the tables of held-out NLL have impossible values")
 
     def _scores(self, flat: Tensors, client: int, num_classes: int, new: bool) -> Tensor:
         groups = num_classes if self.settings.sets == "class" else 1
@@ -221,7 +219,7 @@ class Calibrator:
             raise WireError("the histogram of scores is missing or has another shape")
         if scores.dtype != torch.int64 or bool((scores < 0).any()):
             raise WireError("the histogram of scores has impossible values")
-        if not new and int(scores.sum()) != int(self.tables[client][0]):
+        if not new and int(scores.sum()) != int(self.tables[client]["rows"]):
             raise WireError("the histogram counts other samples than the table")
         return scores
 

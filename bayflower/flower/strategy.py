@@ -160,7 +160,9 @@ class BayflowerStrategy(Strategy):
         tested = self.aggregate_evaluate(num_rounds, asked.exchange(grid, timeout, self.retries))
         if tested is not None:
             result.evaluate_metrics_clientapp[num_rounds] = tested
-        self._calibrate(grid, timeout)
+        if self.calibrator and self.outcome:
+            found = self._now().calibrated(grid, timeout, self.retries, self.calibrator)
+            self.outcome = self.outcome._replace(calibrated=found, faults=tuple(self.faults))
         if self.progress:
             self.progress(self.records)
         self.roll = self.roster.membership()
@@ -198,7 +200,7 @@ class BayflowerStrategy(Strategy):
         `evaluate_metrics_aggr_fn`.
         """
         keep = self.evaluate_metrics_aggr_fn is not None
-        views, new, numbers = self._now().tallies(replies, keep, self._calibrating)
+        views, new, numbers = self._now().tallies(replies, keep, self.calibrator)
         faults = tuple(self.faults)
         self.outcome = Outcome(self.records, views, new, self.state, {}, faults)
         if not self.fraction_evaluate:
@@ -246,6 +248,7 @@ class BayflowerStrategy(Strategy):
         """Prepare a round inside another strategy, which runs in place of our `start`."""
         if self._driven:
             return
+        self.calibrator = None
         if why := wrapped.refusal(self.row):
             raise ConfigError(f"{why}; use {self.row.title} without a wrapper")
         if self.half is None:
@@ -378,22 +381,10 @@ class BayflowerStrategy(Strategy):
             seed=self.seed,
             least=self.min_evaluate_nodes if self.fraction_evaluate else 0,
         )
-        order = self._calibrating.order() if self._calibrating else ""
+        order = self.calibrator.order() if self.calibrator else ""
         request = Request(chosen, MessageType.EVALUATE, round, config, True, order)
         self._round = Round(self._facts(), self.form, self._half(), self.state, request)
         return self._round
-
-    @property
-    def _calibrating(self) -> Calibrator | None:
-        """Return who collects what is needed to calibrate; None inside another strategy."""
-        return self.calibrator if self._driven else None
-
-    def _calibrate(self, grid: Grid, timeout: float) -> None:
-        """Calibrate the clients that were tested, with two more requests to each."""
-        if self._calibrating and self.outcome:
-            found = self._now().calibrated(grid, timeout, self.retries, self._calibrating)
-            faults = tuple(self.faults)
-            self.outcome = self.outcome._replace(calibrated=found, faults=faults)
 
     def _ask(
         self,

@@ -153,6 +153,7 @@ class Calibration:
                         take(states, place),
                         take(broadcast, place) if fused.per_client else broadcast,
                         fused.stack.alone(client),
+                        fused.stack.held_size(client),
                     )
                     for place, client in enumerate(chunk)
                 ]
@@ -162,8 +163,9 @@ class Calibration:
         with torch.no_grad():
             numbers = vmap(self.uncertain.numbers, in_dims=(0, axis, 0))(states, broadcast, x)
             labels, seen = self.over(fused.stack.train, chunk, self._see, *numbers)
-            return vmap(self.uncertain.fit, in_dims=(0, 0, axis, 0, 0))(
-                *numbers, broadcast, labels, seen
+            rows = fused.stack.held.size[fused.stack.index(chunk)]
+            return vmap(self.uncertain.fit, in_dims=(0, 0, axis, 0, 0, 0))(
+                *numbers, broadcast, labels, seen, rows
             )
 
     def _see(self, params: Any, buffers: Any, batch: Batch) -> Any:

@@ -146,6 +146,7 @@ class Classes(NamedTuple):
     variance: Tensor  # (D,)
     prior: Tensor  # (K,) log of the classes' shares
     known: Tensor  # (K,) 1 for a class with a mean
+    dimension: Tensor  # how many independent coordinates the D correlated ones are worth
 
 
 def class_gaussians(seen: Seen) -> Classes:
@@ -158,17 +159,31 @@ def class_gaussians(seen: Seen) -> Classes:
     variance = within + FLOOR * within.mean() + 1e-12
     classes = seen.classes.shape[0]
     prior = torch.log((seen.classes + 0.5) / (seen.number + 0.5 * classes))
-    return Classes(means, variance, prior, known)
+    return Classes(means, variance, prior, known, worth(seen, means, variance))
+
+
+def worth(seen: Seen, means: Tensor, variance: Tensor) -> Tensor:
+    """Return D² / |R|² for the correlations R of features within classes: D if they are
+    independent, 1 if they all say the same.
+    """
+    number = variance.numel()
+    if not seen.gram.shape[-1]:
+        return variance.new_ones(())
+    gram = seen.gram[:number, :number]
+    within = (gram - (means * seen.classes[:, None]).T @ means) / seen.number.clamp(min=1)
+    root = variance.sqrt()
+    return number**2 / (within / root / root[:, None]).square().sum().clamp(min=number)
 
 
 def generative(found: Classes, origin: str) -> Posterior:
     """Return class Gaussians as another model of the classes; a class without a mean has the
-    others' mean.
+    others' mean. Correlated coordinates count as few as they are worth.
     """
     known = found.known[:, None]
     middle = (found.means * known).sum(0) / known.sum().clamp(min=1)
     means = found.means * known + middle * (1 - known)
-    tensors = {"means": means, "variance": found.variance, "prior": found.prior}
+    wide = found.variance * found.variance.numel() / found.dimension.clamp(min=1)
+    tensors = {"means": means, "variance": wide, "prior": found.prior}
     return Posterior("classes", tensors, origin)
 
 
@@ -260,13 +275,7 @@ def sampled_logits(
     return torch.stack(found)
 
 
-def module_logits(
-    network: torch.nn.Module,
-    params: Tensors,
-    x: Tensor,
-    std: Tensors,
-    shapes: dict[str, torch.Size],
-) -> Tensor:
+def module_logits(network: torch.nn.Module, params: Tensors, x: Tensor, std: Tensors) -> Tensor:
     """Return what `sampled_logits` does for a plain module that holds its own numbers."""
     found = []
     ordered = sorted(std.items())

@@ -94,7 +94,7 @@ def take_home(
     `total` None from its own held-out samples alone.
     """
     uncertain = Uncertain(half, settings.sets == "class")
-    fitted = fit_alone(uncertain, adapted, broadcast, data.train)
+    fitted = fit_alone(uncertain, adapted, broadcast, data.train, data.num_held)
     own = hold_alone(uncertain, fitted, data.held)
     how = settings.calibration if total is not None else "client"
     everyone = own if total is None else total

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch import Tensor
 from .. import metrics
 from ..contract import ClientHalf, Purpose, Survey, Work
 from ..data import ClientData, batches
+from ..errors import BayflowerError
 from ..networks.model import Batch
-from ..tree import map_tree
+from ..tree import Tensors, map_tree
 
 CHUNK = 1024  # test samples in one forward pass
 
@@ -30,6 +32,11 @@ class Samples(NamedTuple):
     train: Batch
     test: Batch
     held: Batch | None = None  # training samples held out for calibration
+
+    @property
+    def num_held(self) -> int:
+        """Return the number of samples held out for calibration."""
+        return 0 if self.held is None else len(self.held.y)
 
 
 class Trained(NamedTuple):
@@ -188,6 +195,33 @@ def pick(data: Batch, rows: np.ndarray) -> Batch:
     """Return the samples at `rows`."""
     index = torch.as_tensor(rows, device=data.y.device)
     return Batch(data.x[index], data.y[index], data.mask[index])
+
+
+def numbers(half: ClientHalf, state: Any, broadcast: Any, x: Tensor) -> tuple[Tensors, Tensors]:
+    """Return (parameters, buffers) of the personal model: those that `predict` passes through the
+    network.
+    """
+    seen: list[Tensors] = []
+    model, watching = copy(half.model), copy(half)
+
+    def forward(
+        params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensors]:
+        seen.append({**params, **buffers})
+        return half.model.forward(params, buffers, x, train, mask)
+
+    model.forward = forward  # type: ignore[method-assign]
+    watching.model = model
+    with torch.no_grad():
+        watching.predict("personal", state, broadcast, x, {})
+    if len(seen) != 1:
+        raise BayflowerError(
+            f"the personal model is {len(seen)} networks, not one; it cannot be exported"
+        )
+    names = half.model.shapes
+    return {name: seen[0][name] for name in names}, {
+        name: value for name, value in seen[0].items() if name not in names
+    }
 
 
 def detach(tree: Any) -> Any:

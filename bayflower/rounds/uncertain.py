@@ -14,7 +14,6 @@ held-out samples leaves a client. Everything but `decide` runs under `torch.func
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,15 +24,16 @@ from torch import Tensor
 from .. import metrics
 from ..calibration import conformal, curves, trust
 from ..contract import ClientHalf
-from ..errors import BayflowerError
 from ..maths import laplace
 from ..networks.last import forward_last, last_layer
 from ..networks.model import Batch
 from ..tree import Tensors, map_tree, to
+from .solo import numbers as numbers
 
 PIECE = 128  # samples in one pass
 UNUSUAL = 0.95  # share of held-out samples that stay below the thresholds of alarms
 FORMS = ("point", "fitted", "posterior", "calibrated")
+NOTHING = 1e-9  # below it a measure is rounding
 ALARMS = ("entropy", "information", "distance")
 
 
@@ -41,7 +41,8 @@ class Held(NamedTuple):
     """What held-out samples say, as whole numbers that add up over clients."""
 
     rows: Tensor
-    table: Tensor  # (forms, shares, temperatures), see calibration/curves.py
+    raw: Tensor  # (forms, 2), see calibration/curves.py
+    table: Tensor  # (forms, shares, temperatures)
     scores: Tensor  # (1 or K, bins), see calibration/conformal.py
 
 
@@ -60,6 +61,7 @@ class Fitted(NamedTuple):
     posteriors: dict[str, Tensors]
     classes: laplace.Classes | None  # of the client's own training features
     bias: Tensor  # (K,), see calibration/curves.py
+    floor: Tensor  # share of even probabilities
 
 
 class Choice(NamedTuple):
@@ -126,13 +128,17 @@ class Uncertain:
         broadcast: Any,
         labels: Labels,
         seen: laplace.Seen | None,
+        rows: Tensor,
     ) -> Fitted:
-        """Return the model with its posteriors, in float64."""
+        """Return the model with its posteriors, in float64; `rows` is the number of held-out
+        samples.
+        """
         found = self.half.posterior(params, broadcast, seen, self.layer)
         self.kinds = {name: (one.kind, one.origin) for name, one in found.items()}
         tensors = {name: one.tensors for name, one in found.items()}
         classes = laplace.class_gaussians(seen) if seen is not None else None
-        return Fitted(params, buffers, tensors, classes, curves.bias_of(*labels))
+        bias = curves.bias_of(*labels)
+        return Fitted(params, buffers, tensors, classes, bias, curves.floor_of(rows))
 
     def outputs(self, fitted: Fitted, x: Tensor) -> Outputs:
         """Return what the model says of some samples."""
@@ -156,9 +162,10 @@ class Uncertain:
     def hold(self, fitted: Fitted, batch: Batch) -> Held:
         """Return what a batch of held-out samples adds; no scores yet."""
         out = self.outputs(fitted, batch.x)
+        scaling = (fitted.bias, fitted.floor)
         return Held(
             (batch.mask != 0).sum(),
-            curves.table(out.logits, out.offsets, fitted.bias, batch.y, batch.mask),
+            *curves.tables(out.logits, out.offsets, *scaling, batch.y, batch.mask),
             self.nothing_held(batch.y.device).scores,
         )
 
@@ -170,7 +177,7 @@ class Uncertain:
     def calibrated(self, fitted: Fitted, choice: Choice, out: Outputs) -> Tensor:
         """Return the calibrated log-probabilities."""
         gated = curves.predictive(out.logits, mixed(out, choice))
-        return curves.scaled(gated, *affine(fitted, choice))
+        return curves.doubtful(curves.scaled(gated, *affine(fitted, choice)), fitted.floor)
 
     def nothing_held(self, device: torch.device | str = "cpu") -> Held:
         """Return what no samples say; known after the first `fit`."""
@@ -215,6 +222,7 @@ def nothing_held(
     blank: dict[str, Any] = {"dtype": torch.int64, "device": device}
     return Held(
         torch.zeros((), **blank),
+        torch.zeros(forms, 2, **blank),
         torch.zeros(forms, len(curves.SHARES), curves.FINEST, **blank),
         torch.zeros(classes if by_class else 1, conformal.BINS, **blank),
     )
@@ -247,40 +255,14 @@ def doubts(
     return entropy, (-(mean.exp() * mean).sum(-1) - inside).clamp(min=0)
 
 
-def numbers(half: ClientHalf, state: Any, broadcast: Any, x: Tensor) -> tuple[Tensors, Tensors]:
-    """Return (parameters, buffers) of the personal model: those that `predict` passes through the
-    network.
-    """
-    seen: list[Tensors] = []
-    model, watching = copy(half.model), copy(half)
-
-    def forward(
-        params: Tensors, buffers: Tensors, x: Tensor, train: bool, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensors]:
-        seen.append({**params, **buffers})
-        return half.model.forward(params, buffers, x, train, mask)
-
-    model.forward = forward  # type: ignore[method-assign]
-    watching.model = model
-    with torch.no_grad():
-        watching.predict("personal", state, broadcast, x, {})
-    if len(seen) != 1:
-        raise BayflowerError(
-            f"the personal model is {len(seen)} networks, not one; it cannot be exported"
-        )
-    names = half.model.shapes
-    return {name: seen[0][name] for name in names}, {
-        name: value for name, value in seen[0].items() if name not in names
-    }
-
-
 def decide(
     own: Held, total: Held, posteriors: tuple[str, ...], how: str
 ) -> tuple[curves.Chosen, Choice]:
     """Return what a client uses, from its own table and everyone's; sets hold every class and no
     alarm sounds until their thresholds are known.
     """
-    chosen = curves.choose(own.table, int(own.rows), total.table, int(total.rows), posteriors, how)
+    sums = [curves.Sums(int(held.rows), held.raw, held.table) for held in (own, total)]
+    chosen = curves.choose(sums[0], sums[1], posteriors, how)
     scales = {
         name: torch.tensor(chosen.scale if name == chosen.posterior else 0.0, dtype=torch.float64)
         for name in posteriors
@@ -301,10 +283,10 @@ def thresholds(measured: Tensor) -> Tensors:
     if not len(measured):
         return {name: torch.tensor(torch.inf, dtype=torch.float64) for name in ALARMS}
     level = UNUSUAL if len(measured) >= 20 else 1.0
-    return {
-        name: torch.quantile(measured[:, place].double().cpu(), level)
-        for place, name in enumerate(ALARMS)
-    }
+    found = torch.quantile(measured.double().cpu(), level, dim=0)
+    # a measure that is zero up to rounding says nothing: the point has no information
+    found = torch.where(found > NOTHING, found, torch.inf)
+    return dict(zip(ALARMS, found.unbind(), strict=True))
 
 
 def added(parts: list[Any]) -> Any:
@@ -327,12 +309,15 @@ def over(data: Batch, fn: Callable[[Batch], Any]) -> Any:
         return added([fn(part) for part in pieces(data)])
 
 
-def fit_alone(uncertain: Uncertain, state: Any, broadcast: Any, train: Batch) -> Fitted:
-    """Return one client's model with its posteriors."""
+def fit_alone(uncertain: Uncertain, state: Any, broadcast: Any, train: Batch, rows: int) -> Fitted:
+    """Return one client's model with its posteriors; `rows` is the number of its held-out
+    samples.
+    """
     with torch.no_grad():
         params, buffers = uncertain.numbers(state, broadcast, train.x[:1])
         labels, seen = added([uncertain.see(params, buffers, part) for part in pieces(train)])
-        return uncertain.fit(params, buffers, broadcast, labels, seen)
+        number = torch.tensor(rows, device=train.y.device)
+        return uncertain.fit(params, buffers, broadcast, labels, seen, number)
 
 
 def hold_alone(uncertain: Uncertain, fitted: Fitted, held: Batch | None) -> Held:

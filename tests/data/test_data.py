@@ -88,7 +88,9 @@ def check_federation(federation: Federation, given: DataSettings) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in PARTITIONS if kind != "natural"])
 def test_digits(kind: str) -> None:
-    given = DataSettings(num_clients=6, new_clients=2, partition=kind, test_fraction=0.25)
+    given = DataSettings(
+        num_clients=6, new_clients=2, partition=kind, test_fraction=0.25, calibration="off"
+    )
     federation = load_federation(given, 3)
     check_federation(federation, given)
     assert federation.input_shape == (1, 8, 8)
@@ -145,7 +147,9 @@ def test_new_clients_are_any_of_the_partition() -> None:
 
 
 def test_keep_takes_a_uniform_share() -> None:
-    federation = load_federation(DataSettings(num_clients=3, partition="iid", keep=0.5), 0)
+    federation = load_federation(
+        DataSettings(num_clients=3, partition="iid", keep=0.5, calibration="off"), 0
+    )
     labels = np.concatenate([np.concatenate([d.y_train, d.y_test]) for d in federation.clients])
     assert len(labels) == 899 == federation.partition["kept"]
     assert federation.partition["pooled"] == 1797
@@ -248,7 +252,7 @@ def test_synthetic_offsets_grow_with_the_client() -> None:
     ],
 )
 def test_synthetic_scenarios(scenario: str, sizes: list[int], shares: list[float]) -> None:
-    given = DataSettings(dataset="synthetic", scenario=scenario)
+    given = DataSettings(dataset="synthetic", scenario=scenario, calibration="off")
     federation = load_federation(given, 1)
     check_federation(federation, given)
     assert federation.input_shape == (30,)
@@ -291,3 +295,22 @@ def test_data_imports_neither_flower_nor_heavy_packages() -> None:
                 "pickle",
                 "torchvision",
             }, path
+
+
+def test_held_out_samples_are_training_samples() -> None:
+    given = {"num_clients": 4, "partition": "iid"}
+    off = load_federation(DataSettings(**given, calibration="off"), 2)
+    on = load_federation(DataSettings(**given, calibration_share=0.25, calibration_rows=80), 2)
+    for before, after in zip(off.clients, on.clients, strict=True):
+        count = min(int(0.25 * len(before.y_train) + 0.5), 80)
+        assert len(after.y_held) == count > 0
+        both = np.concatenate([after.x_held, after.x_train])
+        assert np.array_equal(both, before.x_train)
+        assert np.array_equal(np.concatenate([after.y_held, after.y_train]), before.y_train)
+        assert np.array_equal(after.x_test, before.x_test)
+    assert on.partition["calibration_sizes"] == [len(one.y_held) for one in on.clients]
+    tuned = load_federation(DataSettings(**given, validation=0.2), 2)
+    assert all(one.y_held is None for one in tuned.clients)
+    for wrong in ({"calibration": "yes"}, {"calibration_share": 1.0}, {"coverage": 0.0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            DataSettings(**wrong)

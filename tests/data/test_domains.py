@@ -87,7 +87,13 @@ def test_femnist_by_writer(tmp_path, below):
     wanted = np.random.default_rng(0).integers(0, 256, (14, 784))[0].reshape(28, 28)
     assert np.array_equal(source.x[np.flatnonzero(source.client == 1)[0]], wanted)
     federation = load_federation(
-        DataSettings(dataset="femnist", data_dir=str(tmp_path), partition="natural", num_clients=3),
+        DataSettings(
+            dataset="femnist",
+            data_dir=str(tmp_path),
+            partition="natural",
+            num_clients=3,
+            calibration="off",
+        ),
         0,
     )
     assert sorted(len(one.y_train) + len(one.y_test) for one in federation.clients) == [11, 12, 14]

@@ -115,7 +115,12 @@ def test_natural_clients_and_the_test_mark(tmp_path: Path) -> None:
     arrays = table()
     path = str(write(tmp_path, **arrays))
     given = DataSettings(
-        dataset=path, partition="natural", num_clients=3, test_fraction=0.0, min_size=2
+        dataset=path,
+        partition="natural",
+        num_clients=3,
+        test_fraction=0.0,
+        min_size=2,
+        calibration="off",
     )
     federation = load_federation(given, 0)
     assert federation.partition["natural_clients"] == [0, 1, 2]

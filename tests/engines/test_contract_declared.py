@@ -9,7 +9,7 @@ from test_contract import Bench
 
 from bayflower.contract import ClientHalf, ServerHalf
 from bayflower.methods import METHODS
-from bayflower.tree import flatten
+from bayflower.rounds.uncertain import Uncertain
 
 NAMES = tuple(METHODS)
 
@@ -66,18 +66,21 @@ def test_a_plain_loop_has_steps_of_its_loss_alone(bench):
         assert half.step is ClientHalf.step
 
 
-def test_a_posterior_is_finite_and_names_parameters(bench):
-    client, params = bench.clients[0], bench.params
+def test_posteriors_are_finite_and_have_a_name_and_an_origin(bench):
+    client, half = bench.clients[0], bench.client
     broadcast = bench.server.broadcast(bench.state, client)
-    found = bench.client.posterior(params, bench.buffers, broadcast, bench.data[client].train)
-    if found is None:
-        assert type(bench.client).posterior is ClientHalf.posterior
-        return
-    assert found.kind in ("sampled", "linear")
-    assert found.origin
-    assert set(found.std) <= set(params)
-    assert found.std
-    for name, value in flatten(found.std).items():
-        assert value.shape == params[name].shape
-        assert bool(torch.isfinite(value).all())
-        assert bool((value >= 0).all())
+    uncertain = Uncertain(half, by_class=False)
+    data = bench.data[client].train
+    _, seen = uncertain.see(bench.params, bench.buffers, data)
+    assert seen is not None
+    found = half.posterior(bench.params, broadcast, seen, uncertain.layer)
+    assert "laplace" in found
+    assert (type(half).posterior is ClientHalf.posterior) == (set(found) == {"laplace"})
+    for name, one in found.items():
+        assert one.kind in ("kronecker", "diagonal", "classes", "sampled"), name
+        assert one.origin
+        assert one.tensors
+        for value in one.tensors.values():
+            assert bool(torch.isfinite(value).all()), name
+    bare = half.posterior(bench.params, broadcast, None, None)
+    assert {one.kind for one in bare.values()} <= {"sampled"}
