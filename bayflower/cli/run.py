@@ -87,10 +87,12 @@ def run(
     if as_json:
         print(json.dumps(result))
         return
-    from ..report.text import result_table
+    from ..report.text import result_table, uncertainty_table
 
     console = Console()
     console.print(result_table(result))
+    if (more := uncertainty_table(result)) is not None:
+        console.print(more)
     for line in [*([result["remark"]] if result["remark"] else []), *result["faults"][-5:]]:
         console.print(f"note: {line}", style="yellow", markup=False)
     console.print(f"written: {folder / 'result.json'}", markup=False)
@@ -179,10 +181,12 @@ def compare(
     if as_json:
         print(json.dumps(results))
         return
-    from ..report.text import comparison_table
+    from ..report.text import comparison_table, uncertainty_comparison
 
     console = Console()
     console.print(comparison_table(results))
+    if (more := uncertainty_comparison(results)) is not None:
+        console.print(more)
     for result in results:
         if result["remark"]:
             console.print(f"note: {result['remark']}", style="yellow", markup=False)

@@ -12,7 +12,7 @@ import numpy as np
 from ..config import parse
 from ..data import load_federation
 from ..errors import BayflowerError, ConfigError
-from . import figures, page, panels, special
+from . import figures, page, panels, special, uncertainty
 from .collect import Found, Group, group, read, same_data
 
 FEATURES = ("auto", "all", "none")
@@ -83,6 +83,7 @@ def sections_of(
         (f"{head}New clients{more}", page.summary(some, "new_clients")),
         (f"{head}Over rounds{more}", page.figures(figures.curves(some))),
         (f"{head}Clients{more}", page.figures([*figures.clients(some), *figures.fairness(some)])),
+        (f"{head}Uncertainty{more}", uncertainty.section(some)),
         (f"{head}Calibration{more}", page.figures(panels.reliability(some))),
         (f"{head}What the methods show{more}", page.figures(shown) + text),
         (f"{head}Bytes and seconds{more}", page.figures(panels.costs(some))),
@@ -100,6 +101,7 @@ def class_counts(run: Found, data_dir: str = "") -> list[list[int]] | None:
     where the data are not at hand.
     """
     config = {key: value for key, value in run.result["config"].items() if key != "method"}
+    config.setdefault("calibration", "off")  # runs from before held no samples out
     try:
         settings = parse(
             run.result["method"],

@@ -79,6 +79,73 @@ def result_table(result: dict[str, Any]) -> Table:
     return grid
 
 
+FORMS = {
+    "point": "point",
+    "fitted": "posterior as fitted",
+    "posterior": "posterior in use",
+    "calibrated": "calibrated",
+}
+
+
+def uncertainty_table(result: dict[str, Any]) -> Table | None:
+    """Return the uncertainty of the personal models: a row a form; None without calibration."""
+    said = result.get("uncertainty")
+    if not said:
+        return None
+    rows, promise = said["clients"]["per_client"], 100 * said["coverage"]
+    used = sum(row["posterior"] is not None for row in rows)
+    grid = bare_table(
+        f"uncertainty, calibrated on {said['rows']} held-out samples ({said['calibration']})",
+        f"a posterior is used by {used} of {len(rows)} clients, withheld from the others because "
+        f"it would not help; sets promise {promise:.0f} %; AUROC: how well doubt finds errors",
+    )
+    heads = ("form", "accuracy", "NLL", "Brier", "ECE", "AUROC", "covered", "classes a set")
+    for column in heads:
+        grid.add_column(column, justify="left" if column == "form" else "right", no_wrap=True)
+    for form, name in FORMS.items():
+        if block := said["clients"]["forms"].get(form):
+            grid.add_row(
+                name,
+                percent(block["accuracy"]),
+                number(block["nll"]),
+                number(block["brier"]),
+                percent(block["ece"]),
+                percent(block["error_auroc"]),
+                percent(block.get("coverage")),
+                number(block.get("set_size"), 2),
+            )
+    return grid
+
+
+def uncertainty_comparison(results: list[dict[str, Any]]) -> Table | None:
+    """Return one row a method: the point and the calibrated model; None without calibration."""
+    known = [result for result in results if result.get("uncertainty")]
+    if not known:
+        return None
+    said = known[0]["uncertainty"]
+    grid = bare_table(
+        f"uncertainty, calibrated on {said['rows']} held-out samples ({said['calibration']})",
+        f"point → calibrated; ECE and AUROC in %; sets promise {100 * said['coverage']:.0f} %; "
+        "posterior: clients that use one",
+    )
+    for column in ("method", "NLL", "ECE", "AUROC", "covered", "set", "posterior"):
+        grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for result in known:
+        clients = result["uncertainty"]["clients"]
+        point, shown = clients["forms"]["point"], clients["forms"]["calibrated"]
+        used = sum(row["posterior"] is not None for row in clients["per_client"])
+        grid.add_row(
+            result["method"],
+            f"{number(point['nll'])} → {number(shown['nll'])}",
+            f"{percent(point['ece'])} → {percent(shown['ece'])}",
+            f"{percent(point['error_auroc'])} → {percent(shown['error_auroc'])}",
+            percent(shown["coverage"]),
+            number(shown["set_size"], 2),
+            f"{used} of {len(clients['per_client'])}",
+        )
+    return grid
+
+
 def comparison_table(results: list[dict[str, Any]]) -> Table:
     """Return one row a method: the personal model, and what it cost."""
     first = results[0]

@@ -172,6 +172,7 @@ def forms(clients: Mapping[int, One], test: str) -> dict[str, Any]:
         found[form] = {
             **{key: summary[key] for key in SHOWN},
             **trusts,
+            "reliability": summary["reliability"]["top_label"],
             "worst_client_nll": max(
                 (row["nll"] for row in summary["per_client"] if row["nll"] is not None),
                 default=None,

@@ -192,7 +192,12 @@ def test_torchvision_reads_what_the_npz_holds(unpacked: Path) -> None:
 
 def test_pfedvmp_protocol_on_fashion_mnist(unpacked: Path) -> None:
     given = DataSettings(
-        dataset="fmnist", data_dir=str(unpacked), num_clients=50, keep=0.25, beta=0.3
+        dataset="fmnist",
+        data_dir=str(unpacked),
+        num_clients=50,
+        keep=0.25,
+        beta=0.3,
+        calibration="off",
     )
     federation = load_federation(given, 0)
     check_federation(federation, given)
@@ -202,7 +207,11 @@ def test_pfedvmp_protocol_on_fashion_mnist(unpacked: Path) -> None:
 
 def test_heart_with_missing_values(unpacked: Path) -> None:
     given = DataSettings(
-        dataset="heart", data_dir=str(unpacked), partition="natural", num_clients=4
+        dataset="heart",
+        data_dir=str(unpacked),
+        partition="natural",
+        num_clients=4,
+        calibration="off",
     )
     federation = load_federation(given, 0)
     check_federation(federation, given)
