@@ -72,7 +72,7 @@ figure svg { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 6px 10px; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
-th { font-weight: 600; }
+th { font-weight: 600; white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child, .left td, .left th { text-align: left; }
 td.best { font-weight: 700; }
 svg text { fill: var(--ink); font-size: 12px; font-family: inherit; }
