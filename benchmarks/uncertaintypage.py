@@ -1,0 +1,283 @@
+"""The page results/uncertainty.md from the runs of `uncertainty.py`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from uncertainty import DATASETS, read
+
+FORMS = ("point", "fitted", "posterior", "calibrated")
+NAMES = {
+    "digits": "digits (scikit-learn), 10 clients, Dirichlet 0.3",
+    "heart": "UCI heart disease, 4 hospitals",
+    "wisdm": "WISDM accelerometers, 36 people",
+    "brca": "TCGA-BRCA, 6 regions, event or not as two classes",
+    "fmnist": "Fashion-MNIST, a fifth of it, 10 clients, Dirichlet 0.3",
+    "officecaltech": "Office-Caltech-10 at 64×64, 4 domains",
+}
+# quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom
+STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 19: 2.093, 29: 2.045}
+Run = dict[str, Any]
+
+
+def write_page(path: Path) -> None:
+    """Write the page beside the runs."""
+    runs = read(path)
+    by_data: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for run in sorted(runs, key=lambda one: one["seed"]):
+        by_data[run["dataset"]][run["method"]].append(run)
+    parts = [head(runs), short(by_data)]
+    for dataset in DATASETS:
+        if dataset in by_data:
+            parts += [section(dataset, by_data[dataset])]
+    parts.append(defaults(by_data))
+    target = path.with_suffix(".md")
+    target.write_text("\n\n".join(parts) + "\n")
+    print(f"written: {target}, {len(runs)} runs")
+
+
+def head(runs: Sequence[Run]) -> str:
+    """Return what was run, on what."""
+    devices = Counter(run["device"] for run in runs)
+    commits = Counter(run["commit"] for run in runs)
+    return f"""# Uncertainty on real data
+
+Every method with its default settings, `benchmarks/uncertainty.py`: {len(runs)} runs, seeds
+{", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))}; devices
+{", ".join(f"{name} ({number})" for name, number in devices.most_common())}; commits
+{", ".join(f"{name} ({number})" for name, number in commits.most_common())}. Numbers are those of
+the last round on each client's own test samples. *point*: the personal model; *fitted*: with the
+Laplace approximation of its last layer as it was fitted; *posterior*: with what passed the gate;
+*calibrated*: with affine scaling too. Differences are paired by seed and client; ± is the 95 %
+interval over seeds and clients together. ECE has ten bins, pooled over clients, mean over seeds;
+*by chance* is the ECE that a perfectly calibrated model with the same confidences and as many
+samples would have on average. Sets promise 90 %."""
+
+
+def numbers(runs: Sequence[Run], form: str, key: str) -> list[float]:
+    """Return a number of a form from every run that has it."""
+    blocks = [run["uncertainty"]["clients"]["forms"].get(form, {}) for run in runs]
+    return [block[key] for block in blocks if block.get(key) is not None]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, NaN of nothing."""
+    return statistics.fmean(values) if values else math.nan
+
+
+def differences(runs: Sequence[Run], form: str) -> list[float]:
+    """Return NLL of a form minus NLL of the point, a seed and client each."""
+    return [
+        row["nll"][form] - row["nll"]["point"]
+        for run in runs
+        for row in run["uncertainty"]["clients"]["per_client"]
+        if row["nll"].get(form) is not None
+    ]
+
+
+def interval(values: Sequence[float]) -> float:
+    """Return half the 95 % interval of the mean."""
+    if len(values) < 2:
+        return math.nan
+    known = max((df for df in STUDENT if df <= len(values) - 1), default=1)
+    student = STUDENT[known] if len(values) <= 30 else 1.96
+    return student * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def by_chance(run: Run) -> float:
+    """Return the expected ECE of a calibrated model with this run's confidences."""
+    bars = run["uncertainty"]["clients"]["forms"]["calibrated"]["reliability"]
+    total = sum(bar["count"] for bar in bars)
+    return sum(
+        bar["count"]
+        / total
+        * math.sqrt(2 / math.pi * bar["confidence"] * (1 - bar["confidence"]) / bar["count"])
+        for bar in bars
+        if bar["count"]
+    )
+
+
+def outside(runs: Sequence[Run]) -> list[tuple[int, dict[str, Any]]]:
+    """Return the (seed, client's row) whose covered samples lie outside their interval."""
+    return [
+        (run["seed"], row)
+        for run in runs
+        for row in run["uncertainty"]["clients"]["per_client"]
+        if not row["covered_low"] <= row["covered"] <= row["covered_high"]
+    ]
+
+
+def verdicts(methods: dict[str, list[Run]]) -> dict[str, list[str]]:
+    """Return by kind what falls short."""
+    found: dict[str, list[str]] = {"nll": [], "ece": [], "cover": [], "clients": [], "auroc": []}
+    for method, runs in methods.items():
+        gaps = differences(runs, "posterior")
+        if mean(gaps) - interval(gaps) > 0.01:
+            found["nll"].append(f"{method} (+{mean(gaps):.3f} ± {interval(gaps):.3f})")
+        ece = mean(numbers(runs, "calibrated", "ece"))
+        if ece > 0.05:
+            chance = mean([by_chance(run) for run in runs])
+            found["ece"].append(f"{method} ({100 * ece:.1f} %, by chance {100 * chance:.1f} %)")
+        coverage = mean(numbers(runs, "calibrated", "coverage"))
+        if not 0.88 <= coverage <= 0.93:
+            found["cover"].append(f"{method} ({100 * coverage:.1f} %)")
+        for seed, row in outside(runs):
+            found["clients"].append(
+                f"{method} seed {seed} client {row['client']}: {row['covered']} of "
+                f"{row['num_examples']} ({row['covered_low']}–{row['covered_high']})"
+            )
+        before = mean(numbers(runs, "point", "error_auroc"))
+        after = mean(numbers(runs, "calibrated", "error_auroc"))
+        if after < before - 0.005:
+            found["auroc"].append(f"{method} ({100 * before:.1f} → {100 * after:.1f})")
+    return found
+
+
+def short(by_data: dict[str, dict[str, list[Run]]]) -> str:
+    """Return the summary: means over methods, and how many fall short."""
+    lines = [
+        "## In short",
+        "",
+        "Means over methods. *hurts*: methods whose posterior in use is worse than the point by "
+        "more than 0.01 nats beyond the interval. *clients*: client runs whose sets cover fewer or "
+        "more test samples than the 99 % interval allows.",
+        "",
+        "| data | NLL point | fitted | posterior | calibrated | ECE point | calibrated | by chance "
+        "| covered | set | AUROC point | calibrated | hurts | ECE > 5 % | not 88–93 % | clients |",
+        "|---|" + "---|" * 15,
+    ]
+    for dataset, methods in ((name, by_data[name]) for name in DATASETS if name in by_data):
+        every = [run for runs in methods.values() for run in runs]
+        said = verdicts(methods)
+        rows = sum(len(run["uncertainty"]["clients"]["per_client"]) for run in every)
+        cells = [f"{mean(numbers(every, form, 'nll')):.3f}" for form in FORMS]
+        cells += [f"{100 * mean(numbers(every, f, 'ece')):.1f}" for f in ("point", "calibrated")]
+        cells.append(f"{100 * mean([by_chance(run) for run in every]):.1f}")
+        cells.append(f"{100 * mean(numbers(every, 'calibrated', 'coverage')):.1f}")
+        cells.append(f"{mean(numbers(every, 'calibrated', 'set_size')):.2f}")
+        for form in ("point", "calibrated"):
+            cells.append(f"{100 * mean(numbers(every, form, 'error_auroc')):.1f}")
+        cells += [f"{len(said[key])} of {len(methods)}" for key in ("nll", "ece", "cover")]
+        cells.append(f"{len(said['clients'])} of {rows}")
+        lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def section(dataset: str, methods: dict[str, list[Run]]) -> str:
+    """Return the tables of one data set."""
+    some = next(iter(methods.values()))[0]
+    rows = Counter(run["uncertainty"]["rows"] for runs in methods.values() for run in runs)
+    lines = [
+        f"## {NAMES[dataset]}",
+        "",
+        f"{some['rounds']} rounds, network {some['model']['name']}, "
+        f"{rows.most_common(1)[0][0]} held-out samples.",
+        "",
+        "| method | accuracy | calibrated | NLL point | fitted | posterior | calibrated "
+        "| posterior − point | calibrated − point | Brier point | calibrated | ECE point "
+        "| calibrated | covered | set | AUROC point | calibrated | uses a posterior |",
+        "|---|" + "---|" * 17,
+    ]
+    for method, runs in sorted(methods.items()):
+        cells = [f"{100 * mean(numbers(runs, f, 'accuracy')):.1f}" for f in ("point", "calibrated")]
+        cells += [f"{mean(numbers(runs, form, 'nll')):.3f}" for form in FORMS]
+        for form in ("posterior", "calibrated"):
+            gaps = differences(runs, form)
+            cells.append(f"{mean(gaps):+.3f} ± {interval(gaps):.3f}")
+        cells += [f"{mean(numbers(runs, f, 'brier')):.3f}" for f in ("point", "calibrated")]
+        cells += [f"{100 * mean(numbers(runs, f, 'ece')):.1f}" for f in ("point", "calibrated")]
+        cells.append(f"{100 * mean(numbers(runs, 'calibrated', 'coverage')):.1f}")
+        cells.append(f"{mean(numbers(runs, 'calibrated', 'set_size')):.2f}")
+        for form in ("point", "calibrated"):
+            cells.append(f"{100 * mean(numbers(runs, form, 'error_auroc')):.1f}")
+        used = Counter(
+            row["posterior"] or "none"
+            for run in runs
+            for row in run["uncertainty"]["clients"]["per_client"]
+        )
+        cells.append(", ".join(f"{name} {count}" for name, count in used.most_common()))
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *shortfalls(methods), "", *shifts(methods)])
+
+
+def shortfalls(methods: dict[str, list[Run]]) -> list[str]:
+    """Return what falls short in words."""
+    said = verdicts(methods)
+    words = {
+        "nll": "Posterior in use worse than the point by more than 0.01 nats beyond the interval",
+        "ece": "ECE above 5 % after calibration",
+        "cover": "Pooled coverage outside 88 to 93 %",
+        "clients": "Clients outside their 99 % interval",
+        "auroc": "Doubt of the calibrated model finds errors worse than that of the point",
+    }
+    return [f"* {words[key]}: {'; '.join(said[key]) or 'none'}." for key in words]
+
+
+def shifts(methods: dict[str, list[Run]]) -> list[str]:
+    """Return the table of shifted samples: means over methods."""
+    every = [run for runs in methods.values() for run in runs]
+    tests: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for run in every:
+        block = run["uncertainty"]["clients"]
+        tests.setdefault("as they are", []).append((block["forms"], block["alarms"]["test"]))
+        for name, forms in block["shifted"].items():
+            tests.setdefault(name, []).append((forms, block["alarms"][name]))
+        if run.get("other_site"):
+            other = run["other_site"]
+            tests.setdefault("other site", []).append((other["forms"], other["alarms"]))
+    lines = [
+        "Shifted samples, means over methods and seeds; alarms in % of samples:",
+        "",
+        "| samples | accuracy | NLL point | posterior | calibrated | ECE point | calibrated "
+        "| covered | entropy alarms | information | distance |",
+        "|---|" + "---|" * 10,
+    ]
+    for name, found in tests.items():
+
+        def of(form: str, key: str, found: Any = found) -> float:
+            return mean([f[form][key] for f, _ in found if f.get(form, {}).get(key) is not None])
+
+        cells = [f"{100 * of('point', 'accuracy'):.1f}"]
+        cells += [f"{of(form, 'nll'):.3f}" for form in ("point", "posterior", "calibrated")]
+        cells += [f"{100 * of(form, 'ece'):.1f}" for form in ("point", "calibrated")]
+        cells.append(f"{100 * of('calibrated', 'coverage'):.1f}")
+        for alarm in ("entropy", "information", "distance"):
+            rates = [alarms[alarm] for _, alarms in found if alarms.get(alarm) is not None]
+            cells.append(f"{100 * mean(rates):.1f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def defaults(by_data: dict[str, dict[str, list[Run]]]) -> str:
+    """Return the accuracy of every method with default settings, and its gap to local training."""
+    known = [name for name in DATASETS if name in by_data]
+    methods = sorted({method for name in known for method in by_data[name]})
+    lines = [
+        "## Default settings",
+        "",
+        "Accuracy of the personal model in %, the worst client's in brackets, and the difference "
+        "to local training in points, paired by seed. **Bold**: more than two points below local "
+        "training; docs/methods.md says why.",
+        "",
+        "| method | " + " | ".join(known) + " |",
+        "|---|" + "---|" * len(known),
+    ]
+    for method in methods:
+        cells = []
+        for name in known:
+            runs = by_data[name].get(method)
+            if not runs:
+                cells.append("–")
+                continue
+            local = {run["seed"]: run["accuracy"] for run in by_data[name].get("local", [])}
+            gaps = [r["accuracy"] - local[r["seed"]] for r in runs if r["seed"] in local]
+            accuracy, worst = (mean([run[key] for run in runs]) for key in ("accuracy", "worst"))
+            text = f"{100 * accuracy:.1f} ({100 * worst:.0f}) {100 * mean(gaps):+.1f}"
+            cells.append(f"**{text}**" if mean(gaps) < -0.02 else text)
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
