@@ -1,7 +1,8 @@
 """A run's settings: parsed once, checked once, frozen. Unknown keys and wrong types are errors.
 
 All settings share one flat name space (`--set sigma2=15`, `--run-config "sigma2=15"`): those of the
-run, the data, local training, the limits and the method.
+run, the data, local training, the limits and the method. `preset=paper` stands for several: the
+values of the method's paper, which its Config holds.
 """
 
 from __future__ import annotations
@@ -287,6 +288,7 @@ def make_instructions(training: Training, options: Any) -> str:
     )
 
 
+PRESET = "preset"  # the key that names a preset
 STRATEGY_GROUPS = ("training", "options", "limits")  # groups that a Flower Strategy accepts
 
 
@@ -301,23 +303,33 @@ def groups(method: str) -> dict[str, type]:
     }
 
 
+def names(method: str) -> set[str]:
+    """Return the keys that `parse` takes for a method: its settings, and `preset`."""
+    return {PRESET} | {
+        field.name for kind in groups(method).values() for field in dataclasses.fields(kind)
+    }
+
+
 def parse(
     method: str,
     values: Mapping[str, Any] | None = None,
     among: tuple[str, ...] = (),
 ) -> Run:
-    """Return the run described by `values`, with defaults for the rest. Texts are converted. With
-    `among`, only settings of these groups are allowed.
+    """Return the run described by `values`, with those of its `preset`, if it names one, and
+    defaults for the rest. Texts are converted. With `among`, only settings of these groups are
+    allowed.
     """
-    row, kinds = methods.get(method), groups(method)
+    kinds, given = groups(method), dict(values or {})
     known = {
         field.name: group
         for group, kind in kinds.items()
         if not among or group in among
         for field in dataclasses.fields(kind)
     }
+    start = methods.get(method).start(given.pop(PRESET, None))
+    usual = {name: value for name, value in start.items() if name in known}
     chosen: dict[str, dict[str, Any]] = {group: {} for group in kinds}
-    for key, value in {**row.defaults, **(values or {})}.items():
+    for key, value in {**usual, **given}.items():
         name = key.replace("-", "_")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -369,14 +381,16 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(**{name: convert(name, value, hints[name]) for name, value in values.items()})
 
 
-def describe(method: str) -> list[tuple[str, str, Any, str]]:
-    """Return (group, name, default, meaning) of every setting of `method`."""
-    row = methods.get(method)
+def describe(method: str, preset: str | None = None) -> list[tuple[str, str, Any, str]]:
+    """Return (group, name, default, meaning) of every setting of `method`; with a preset its
+    values in place of the defaults.
+    """
+    usual = methods.get(method).start(preset)
     return [
         (
             group,
             field.name,
-            row.defaults.get(field.name, field.default),
+            usual.get(field.name, field.default),
             meanings(kind).get(field.name, ""),
         )
         for group, kind in groups(method).items()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
 
+PAPER = "paper"  # the preset with the values of a method's paper
+
 if TYPE_CHECKING:
     from .contract import ClientHalf, ServerHalf
 
@@ -34,6 +36,23 @@ class Method:
     def config(self) -> type:
         """Return the class of the method's settings."""
         return import_module(f"bayflower.strategies.{self.stem}").Config
+
+    @property
+    def presets(self) -> dict[str, dict[str, Any]]:
+        """Return settings by the name of a preset. Every method has `paper`; it is empty where
+        the method's defaults are the paper's values or the paper states none.
+        """
+        return {PAPER: {}, **vars(self.config).get("presets", {})}
+
+    def start(self, preset: str | None = None) -> dict[str, Any]:
+        """Return the values of a preset and those in which the row differs from its stem; all
+        other settings start at their defaults.
+        """
+        if preset and preset not in self.presets:
+            raise ConfigError(
+                f"preset {preset!r} is not known for {self.name}; known: {', '.join(self.presets)}"
+            )
+        return {**(self.presets[preset] if preset else {}), **self.defaults}
 
     @property
     def server(self) -> type[ServerHalf]:

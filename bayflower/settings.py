@@ -8,6 +8,8 @@ from typing import Any
 
 from .errors import ConfigError
 
+Presets = dict[str, dict[str, Any]]  # settings by name, by the name of the preset
+
 
 def setting(default: Any, meaning: str) -> Any:
     """Return a field of a settings class; `bayflower settings` shows its meaning."""
@@ -36,3 +38,18 @@ def with_pairs(
             raise ConfigError(f"setting {key!r} was given twice; give it once")
         found[name] = value
     return found
+
+
+def paper(
+    optimizer: str, lr: float, batch_size: int, local_epochs: int, **others: Any
+) -> dict[str, dict[str, Any]]:
+    """Return the preset `paper`: how a method's paper trains clients, and its other settings."""
+    return {
+        "paper": {
+            "optimizer": optimizer,
+            "lr": lr,
+            "batch_size": batch_size,
+            "local_epochs": local_epochs,
+            **others,
+        }
+    }

@@ -8,7 +8,7 @@ import typer
 
 from .. import __version__
 from .. import methods as table
-from .options import AsJson
+from .options import AsJson, Preset
 from .terminal import show
 
 
@@ -37,6 +37,7 @@ def settings(
         bool,
         typer.Option("--run-config", help="print the run-config table for a Flower app instead"),
     ] = False,
+    preset: Preset = None,
     as_json: AsJson = False,
 ) -> None:
     """List every setting of a method with its default; set them with `--set KEY=VALUE`.
@@ -52,7 +53,7 @@ def settings(
 
     rows = [
         {"group": group, "name": name, "default": default, "meaning": text}
-        for group, name, default, text in describe(method)
+        for group, name, default, text in describe(method, preset)
     ]
     show(rows, ("group", "name", "default", "meaning"), as_json)
 

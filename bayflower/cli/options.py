@@ -58,6 +58,15 @@ Sets = Annotated[
 ]
 
 
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        help="start from these settings instead of the defaults; paper = the values of each "
+        "method's paper, training included; --set and other options come on top"
+    ),
+]
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 

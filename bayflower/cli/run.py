@@ -11,7 +11,19 @@ import typer
 from rich.console import Console
 
 from .. import methods as table
-from .options import AsJson, Clients, Dataset, Engine, MaxFused, Port, Rounds, Seed, Sets, Verbose
+from .options import (
+    AsJson,
+    Clients,
+    Dataset,
+    Engine,
+    MaxFused,
+    Port,
+    Preset,
+    Rounds,
+    Seed,
+    Sets,
+    Verbose,
+)
 from .terminal import bar, bars, check_folder, quiet_logs, values
 
 
@@ -27,6 +39,7 @@ def run(
     seed: Seed = None,
     max_fused: MaxFused = None,
     sets: Sets = None,
+    preset: Preset = None,
     out: Annotated[
         Path | None, typer.Option(help="folder for result.json [runs/METHOD-DATASET-SEED]")
     ] = None,
@@ -55,7 +68,13 @@ def run(
 
     quiet_logs(verbose)
     given = values(
-        sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed, max_fused=max_fused
+        sets,
+        dataset=dataset,
+        num_clients=clients,
+        rounds=rounds,
+        seed=seed,
+        max_fused=max_fused,
+        preset=preset,
     )
     chosen = parse(method, given)
     folder = (
@@ -113,6 +132,7 @@ def compare(
     seed: Seed = None,
     max_fused: MaxFused = None,
     sets: Sets = None,
+    preset: Preset = None,
     out: Annotated[Path, typer.Option(help="folder; each method gets one below it")] = Path(
         "runs/compare"
     ),
@@ -131,23 +151,22 @@ def compare(
 
     Example: `bayflower compare fedmap fedavg local --dataset synthetic --rounds 50`
     """
-    import dataclasses
-
-    from ..config import groups, parse
+    from ..config import names, parse
     from ..engines import prepare, run_to_result, run_under_flower
 
     quiet_logs(verbose)
     given = values(
-        sets, dataset=dataset, num_clients=clients, rounds=rounds, seed=seed, max_fused=max_fused
+        sets,
+        dataset=dataset,
+        num_clients=clients,
+        rounds=rounds,
+        seed=seed,
+        max_fused=max_fused,
+        preset=preset,
     )
-    known = {
-        method: {
-            field.name for kind in groups(method).values() for field in dataclasses.fields(kind)
-        }
-        for method in methods
-    }
+    known = {method: names(method) for method in methods}
     for key in given:
-        if not any(key in names for names in known.values()):
+        if not any(key in keys for keys in known.values()):
             parse(methods[0], {key: given[key]})  # raises with a hint
     runs = {
         method: parse(method, {key: value for key, value in given.items() if key in known[method]})

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
-from .options import AsJson, DataDir, Device
+from .options import AsJson, DataDir, Device, Preset
 from .reproduce import pairs, parts, say
 from .terminal import values
 
@@ -64,6 +64,7 @@ def tune(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="fix a setting; it is not tuned"),
     ] = None,
+    preset: Preset = None,
     data_dir: DataDir = "data",
     device: Device = "auto",
     out: Annotated[
@@ -87,7 +88,9 @@ def tune(
             "bayflower tune --table fedmap-1"
         )
     logging.getLogger("bayflower").setLevel(logging.ERROR)
-    given = values(sets, dataset=dataset, rounds=rounds, data_dir=data_dir, device=device)
+    given = values(
+        sets, dataset=dataset, rounds=rounds, data_dir=data_dir, device=device, preset=preset
+    )
     only, (place, count) = pairs(where or []), parts(part)
     found = {}
     if table:

@@ -21,8 +21,12 @@ Departs:
         above rounding, count as spread.
   E-P6  a class without a centroid (all of them in round 1) has no penalty.
   E-P10 the features are what the head gets (the CNN: 512 after LeakyReLU); `features` sets their
-  number. E-P12 a class with fewer than `min_count` samples is not sent: with one sample its mean is
-  that sample's feature. A client that never trained fits its head, the base frozen.
+  number. E-P13 [eq. 9] is weighted by `weight`, not by xi alone (`xi_rule=fixed`). The mean over D
+  coordinates makes the pull on a feature 2 xi/D; xi = 50 was chosen for D = 512, and is 16 times as
+  strong for D = 32. And where centroids hardly differ between classes, as in the first rounds, the
+  pull draws all features to one point, from which small clients do not come back. E-P12 a class
+  with fewer than `min_count` samples is not sent: one sample's mean is that sample's feature. A
+  client that never trained fits its head, the base frozen.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ from ..tree import Shapes, Tensors, flatten, map_tree, shapes
 from . import fedper
 from .fedavg import State
 
+DIMENSION = 512  # features of the network for which the paper chose xi
+
 
 class Client(fedper.Client):
     """Owns its head; trains with features pulled to their centroids, and sends what it saw of each
@@ -64,7 +70,23 @@ class Client(fedper.Client):
             params, work.buffers, batch.x, train=True, mask=batch.mask
         )
         nll = self.model.mean_nll(logits, batch.y, batch.mask)
-        return nll + self.config.xi * self.pull(self.features(features, work), work, batch), buffers
+        return nll + self.weight(work) * self.pull(self.features(features, work), work, batch), (
+            buffers
+        )
+
+    def weight(self, work: Work) -> Tensor | float:
+        """Return what the pull is multiplied by: xi, or xi · D/512 · B/M (E-P13). M is the mean
+        square of the known centroids' coordinates, B its part that differs between classes.
+        """
+        if self.config.xi_rule == "fixed":
+            return self.config.xi
+        centroids, known = work.memo.centroids, work.memo.known
+        share = known.to(centroids.dtype)[:, None] / known.sum().clamp(min=1)
+        middle = (share * centroids).sum(0)
+        between = (share * (centroids - middle).square()).mean(1).sum()
+        whole = between + middle.square().mean()
+        size = self.config.xi * centroids.shape[1] / DIMENSION
+        return size * between / whole.clamp(min=torch.finfo(whole.dtype).tiny)
 
     def pull(self, features: Tensor, work: Work, batch: Batch) -> Tensor:
         """Return the mean squared distance to the centroids, of samples whose class has one."""

@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
 from .. import methods
-from ..config import Run, groups, parse
+from ..config import Run, names, parse
 from ..data import DataSettings, client_scaling, describe, load_client, num_classes
 from ..errors import BayflowerError, ConfigError
 from ..files import checkpoint, journal
@@ -50,7 +50,8 @@ APP_KEYS = {
     "min_nodes": "clients to wait for before the first round; default num_clients + new_clients",
     "wait": "timeout in seconds for these clients to connect",
     "timeout": "timeout in seconds for the replies of a round",
-    "set": "any other settings, as KEY=VALUE KEY=VALUE; see `bayflower settings METHOD`",
+    "set": "any other settings, as KEY=VALUE KEY=VALUE; see `bayflower settings METHOD`; "
+    "preset=paper takes the values of each method's paper",
 }
 # settings with their own key in a run-config; all others go into `set`
 USUAL = (
@@ -68,13 +69,8 @@ def run_of(config: Mapping[str, Any], method: str) -> Run:
     """Return the settings of `method` in a run-config; settings of other methods of the run are
     ignored.
     """
-    known = {field.name for kind in groups(method).values() for field in dataclasses.fields(kind)}
-    elsewhere = {
-        field.name
-        for name in methods.METHODS
-        for kind in groups(name).values()
-        for field in dataclasses.fields(kind)
-    }
+    known = names(method)
+    elsewhere = {key for other in methods.METHODS for key in names(other)}
     given = {
         key.replace("-", "_"): value
         for key, value in config.items()

@@ -94,6 +94,17 @@ def initial(
     return {name: value.to(dtype) for name, value in params.items()}
 
 
+def centred(params: Tensors, mean: Tensor) -> Tensors:
+    """Return the parameters with another last bias, such that the output's mean is `mean` (O,)
+    where the input is N(0, 1).
+    """
+    inputs = params["1.weight.mean"].shape[0]
+    zero = params["1.weight.mean"].new_zeros(inputs)
+    now = forward(params, Gauss(zero, torch.ones_like(zero))).mean
+    name = f"{LAYERS[-1]}.bias.mean"
+    return {**params, name: params[name] + mean.to(now) - now}
+
+
 def unsoftplus(value: float) -> float:
     """Return x with softplus(x) = value > 0."""
     return value + math.log(-math.expm1(-value))

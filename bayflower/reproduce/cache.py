@@ -4,8 +4,9 @@ A new run is one JSON file in the working folder, there as a whole or not at all
 reproduce --collect` moves it to a file beside that folder which has one run a line, one file a
 paper. Both are read; where both have a run, the working folder's counts.
 
-The hash covers the method and every setting that differs from its default and decides the numbers.
-A file also holds the whole configuration: if a default has changed since, the run is not used.
+The hash covers the method and every setting that differs from its default and decides the numbers;
+for a default that has changed, the earlier one in `pinned.toml` counts. A file also holds the whole
+configuration: if a default that is not pinned has changed since, the run is not used.
 The number of the data set's samples here is part of the name, so that runs on a part of a data set
 are never taken for runs on the whole.
 """
@@ -29,7 +30,7 @@ from ..data.settings import CALIBRATION_SETTINGS
 from ..files.atomic import write_json
 from ..methods import get
 from .data import images_to_keep, pooled, with_folder
-from .tables import Spec
+from .tables import Spec, pinned
 
 FORMAT = 1
 # the files of collected runs, beside the working folder; `ours`: runs that no paper's table needs
@@ -56,13 +57,15 @@ Say = Callable[[str], None]
 
 @cache
 def defaults(method: str) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return (the default of every setting of a method, the names that are bounds on replies)."""
+    """Return (the default of every setting of a method, or what is pinned for it; the names that
+    are bounds on replies).
+    """
     found = {
         item.name: item.default
         for kind in groups(method).values()
         for item in dataclasses.fields(kind)
     }
-    return {**found, **get(method).defaults}, frozenset(
+    return {**found, **pinned(method), **get(method).defaults}, frozenset(
         item.name for item in dataclasses.fields(groups(method)["limits"])
     )
 

@@ -5,7 +5,8 @@ What a file says under `usual` holds for every table that does not say it itself
 are the table's, then its column's, its row's, and those of the form (`quick` or `full`) that its
 method has. Its method is named by its row or column; where neither names one, the method does not
 exist here and the cell says "not yet". In the form `full` a row takes the values that `bayflower
-tune --table` chose for it, where `papers/tuned` has a file for the table.
+tune --table` chose for it, where `papers/tuned` has a file for the table. Where nothing is stated,
+`pinned.toml` counts: defaults of earlier versions, with which the runs were made.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..methods import get
 
 PAPERS = Path(__file__).parent / "papers"
+PINNED = Path(__file__).parent / "pinned.toml"
 FORMS = ("full", "quick")
 OURS = "ours"  # the kind of a table that no paper has
 # the folder of chosen values in that of the papers; the entry that is no row
@@ -74,8 +77,9 @@ class Spec:
     settings: tuple[tuple[str, Any], ...]
 
     def values(self) -> dict[str, Any]:
-        """Return the settings by name."""
-        return dict(self.settings)
+        """Return the settings by name, with those that are pinned for the method."""
+        start = pinned(self.method) if self.runner == "engine" else {}
+        return {**start, **dict(self.settings)}
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,21 @@ def settings_of(method: str) -> frozenset[str]:
             *(item.name for kind in groups(method).values() for item in dataclasses.fields(kind)),
         }
     )
+
+
+@cache
+def all_pinned() -> dict[str, dict[str, Any]]:
+    """Return what `pinned.toml` says, by method."""
+    return tomllib.loads(PINNED.read_text())
+
+
+def pinned(method: str) -> dict[str, Any]:
+    """Return the values that tables use for a method where they state none: defaults of earlier
+    versions, less those in which its row of the table of methods differs.
+    """
+    row = get(method)
+    values = all_pinned().get(row.stem, {})
+    return {name: value for name, value in values.items() if name not in row.defaults}
 
 
 @cache

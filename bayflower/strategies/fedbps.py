@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_choices
 from ..maths.bits import pack_bits
 from ..maths.curvature import Kind
-from ..settings import setting
+from ..settings import Presets, paper, setting
 from ..shown import Heading
 from ..tree import Tensors
 from .fedavg import averaged, weighted
@@ -58,6 +58,10 @@ Statistics = Literal["local", "average"]
 @dataclass(frozen=True)
 class Config:
     """What the user sets for FedBPS."""
+
+    presets: ClassVar[Presets] = paper(
+        "sgd", 0.01, 128, 5, momentum=0.9, weight_decay=5e-4, personal_share=0.7
+    )
 
     personal_share: float = setting(
         0.7, "share p of the entries that are personal; 0 is FedAvg, 1 is local training"

@@ -33,14 +33,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_choices
-from ..settings import setting
+from ..settings import Presets, paper, setting
 from ..shown import Heading
 from ..tree import Tensors
 from .fedavg import summed, weighted
@@ -52,6 +52,9 @@ BIN = 256  # powers of two in one exponent bin
 @dataclass(frozen=True)
 class Config:
     """What the user sets for FedMAP."""
+
+    # the paper states none of these; they are those of the authors' code
+    presets: ClassVar[Presets] = paper("adam", 0.001, 64, 5, sigma2=15.0)
 
     sigma2: float = setting(
         100.0, "variance of the prior around gamma; small = similar clients, large = independent"

@@ -29,14 +29,16 @@ Departs:
   E-N10 f has D outputs; `site=scalar` is the paper's single one, with which all coordinates of z
   stay equal for ever. E-N11 z has D numbers and an NPN maps them to the classifier's weights. The
   f-layer and the NPN are no part of the user's network: they are made here (seeded by the initial
-  model) and sent with it.
+  model) and sent with it. E-N16 the paper does not say where the NPN starts. Near 0, KL_theta is a
+  weight decay of np_weight/epsilon on the classifier until the NPN has caught up; here it starts at
+  the initial classifier (`npn_start=zero`: near 0).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,12 +48,13 @@ from ..errors import ConfigError, check_choices
 from ..maths import npn
 from ..maths.gaussian import Diagonal, product
 from ..maths.tilted import NODES, Backend
-from ..settings import setting
+from ..settings import Presets, paper, setting
 from ..shown import Heading, Mark, Picture
 from ..tree import Tensors, digest
 from .fedavg import averaged, summed, weighted
 
 Site = Literal["vector", "scalar"]
+Start = Literal["classifier", "zero"]
 EXTRA = "fednp."  # what the names of the f-layer and the NPN begin with
 
 SHOWN = 200  # coordinates of z in the picture of the last state
@@ -60,6 +63,17 @@ SHOWN = 200  # coordinates of z in the picture of the last state
 @dataclass(frozen=True)
 class Config:
     """What the user sets for FedNP."""
+
+    # images; speech has 16 latent numbers and 0.001. Where the NPN starts the paper does not say.
+    presets: ClassVar[Presets] = paper(
+        *("sgd", 0.01, 128, 10),
+        weight_decay=1e-5,
+        latent=10,
+        np_weight=0.01,
+        moments="thm2",
+        site="scalar",
+        npn_start="zero",
+    )
 
     latent: int = setting(10, "D, numbers in the latent z (16 for speech, 1 for the toy problem)")
     moments: Backend = setting(
@@ -88,6 +102,11 @@ class Config:
         "their mean, as in the paper, which makes all D coordinates of z equal",
     )
     npn_hidden: int = setting(10, "width of the natural-parameter network's hidden layer")
+    npn_start: Start = setting(
+        "classifier",
+        "what the natural-parameter network predicts before the first round: classifier = the "
+        "initial classifier; zero = almost 0, which KL_theta then pulls the classifier to",
+    )
 
     def __post_init__(self) -> None:
         for name, least in (("latent", 1), ("nodes", 3), ("npn_hidden", 1)):
@@ -168,6 +187,8 @@ class Server(ServerHalf):
         layers = npn.initial(
             config.latent, config.npn_hidden, head.numel(), config.epsilon, generator, torch.float64
         )
+        if config.npn_start == "classifier":
+            layers = npn.centred(layers, head.detach().cpu().double().reshape(-1))
         extra = {
             "f.weight": f,
             "f.bias": torch.zeros(config.latent, dtype=torch.float64),

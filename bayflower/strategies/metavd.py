@@ -19,8 +19,7 @@ NeurIPS): dropout posteriors by a hypernetwork.
     psi ← psi + eta Σ g^m (∂h/∂psi)ᵀ Delta^m,   e^m ← e^m + eta (∂h/∂e^m)ᵀ Delta^m
                                                 (Algorithm 1)
 
-`posterior=hyper` is MetaVD; `global` is the paper's VD, `own` its EnsembleVD (beliefs.py). `base`
-is what the add-on rides on.
+`posterior=hyper` is MetaVD; `global` is VD, `own` EnsembleVD (beliefs.py). They extend `base`.
 
 Departs:
   E-V1, E-V2  no further 1/M in [eq. 5], where weights already sum to 1, nor in the step of psi; g^m
@@ -52,7 +51,7 @@ from ..contract import Statistic, Sum
 from ..errors import ConfigError, check_choices
 from ..maths import beliefs, dropout
 from ..maths.beliefs import Belief
-from ..settings import setting
+from ..settings import Presets, paper, setting
 from ..shown import Heading, Picture
 from ..tree import Tensors, digest, flatten, matching
 from . import reptile
@@ -68,6 +67,10 @@ MASK, STEP = "mask/layer", "log_alpha_step"
 @dataclass(frozen=True)
 class Config:
     """What the user sets for MetaVD and its ablations."""
+
+    presets: ClassVar[Presets] = paper(
+        "sgd", 0.02, 64, 5, clip_norm=5.0, kl_weight=10.0, server_lr=0.9, server_momentum=0.9
+    )
 
     base: Base = setting("reptile", "method that MetaVD extends; fedavg: no adaptation")
     posterior: Posterior = setting(

@@ -33,8 +33,8 @@ Departs:
   E-P8  [eq. 10] fixes relative weights only: [eq. 12] is FedAvg by S_n.
   E-P9  one Gaussian a class, not a product of mixtures; labels are known.
   E-P11 the sum is at least N_k alpha I, so Cholesky exists; float64, and weights beyond its range
-fall back on eigenvalues. E-P1, E-P3, E-P10 and E-P12 are the client's. A class that nobody sent
-keeps its centroid.
+fall back on eigenvalues. E-P1, E-P3, E-P10, E-P12 and E-P13 are the client's. A class that nobody
+sent keeps its centroid.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,11 +53,12 @@ from ..maths.classmessages import ClassMessage, blank, received, roots, shrunk, 
 from ..maths.classwise import class_sums, from_triangle, to_triangle
 from ..maths.gaussian import solve_precision, solve_without_waiting
 from ..networks.model import Anatomy
-from ..settings import setting
+from ..settings import Presets, paper, setting
 from ..shown import Heading
 from ..tree import Tensors, upload
 from . import fedper
 
+Rule = Literal["separated", "fixed"]
 Centroid = Literal["precision", "diag", "count_mean", "mean"]
 DIVERGED = (
     "the clients' features or the precisions of their classes are not finite: training has "
@@ -70,7 +71,14 @@ AT_ONCE = 16  # matrices that are solved together
 class Config:
     """What the user sets for pFedVMP."""
 
-    xi: float = setting(50.0, "weight of the loss that pulls features to class centroids; 0 = none")
+    presets: ClassVar[Presets] = paper("sgd", 0.01, 10, 1, xi=50.0, xi_rule="fixed", alpha=1.0)
+
+    xi: float = setting(20.0, "weight of the loss that pulls features to class centroids; 0 = none")
+    xi_rule: Rule = setting(
+        "separated",
+        "what xi is multiplied by: separated = D/512 for D features, times the share of the "
+        "centroids' mean square that differs between classes; fixed = 1, as in the paper (D = 512)",
+    )
     alpha: float = setting(1.0, "precision in directions in which a client's features do not vary")
     centroid: Centroid = setting(
         "precision",

@@ -28,6 +28,30 @@ def test_golden_layers(golden):
     torch.testing.assert_close(found.var, case["sigmoid_var"], rtol=2e-5, atol=1e-9)
 
 
+def test_a_centred_network_predicts_its_target():
+    """At z ~ N(0, 1) the mean is the target; computed coordinate by coordinate. Only the last bias
+    differs.
+    """
+    plain = npn.initial(3, 4, 5, 0.1, torch.Generator().manual_seed(0), F64)
+    target = torch.linspace(-2, 2, 5, dtype=F64)
+    found = npn.centred(plain, target)
+    assert {name for name in plain if not torch.equal(plain[name], found[name])} == {"2.bias.mean"}
+    for i in range(5):
+        mean = float(found["2.bias.mean"][i])
+        for j in range(4):
+            # z has mean 0 and variance 1: the unit's input has mean b and variance Σ (s + m²) + s_b
+            var = math.log1p(math.exp(float(found["1.bias.rho"][j]))) + sum(
+                math.log1p(math.exp(float(found["1.weight.rho"][k, j])))
+                + float(found["1.weight.mean"][k, j]) ** 2
+                for k in range(3)
+            )
+            unit = 1 / (
+                1 + math.exp(-float(found["1.bias.mean"][j]) / math.sqrt(1 + math.pi / 8 * var))
+            )
+            mean += unit * float(found["2.weight.mean"][j, i])
+        assert mean == pytest.approx(float(target[i]), abs=1e-12)
+
+
 def test_golden_kl_theta(golden):
     case = golden["fednp_kl_theta"]
     mean, var, target = (torch.tensor(case[key], dtype=F64) for key in ("mu", "s", "theta"))

@@ -17,6 +17,7 @@ from bayflower.clients.fednp import Client
 from bayflower.config import Training
 from bayflower.contract import Survey
 from bayflower.errors import ConfigError
+from bayflower.maths import npn
 from bayflower.maths.exact import Total
 from bayflower.maths.gaussian import Diagonal
 from bayflower.networks.model import Anatomy, Batch, Model
@@ -274,6 +275,31 @@ def test_a_factor_that_is_not_finite_leaves_the_old_one():
     after, sent = client.finish(states[0], work, data)
     assert_same_bits(after.factor, states[0].factor)
     assert float(sent.change.precision) == 0.0
+
+
+@pytest.mark.parametrize("start", ["classifier", "zero"])
+def test_what_the_network_predicts_before_the_first_round(start):
+    """With npn_start=classifier it predicts the initial classifier, so KL_theta pulls nowhere; with
+    zero it is almost 0 and pulls by np_weight/epsilon (E-N16).
+    """
+    model = build("mlp", (4,), 3)
+    params, buffers = model.initial(0, dtype=F64)
+    half = Server(Config(npn_start=start), model.anatomy)
+    state = half.init(params, buffers, ())
+    layers = {
+        name.removeprefix("fednp.npn."): value
+        for name, value in state.extra.items()
+        if name.startswith("fednp.npn.")
+    }
+    z = npn.Gauss(torch.zeros(10, dtype=F64), torch.ones(10, dtype=F64))
+    weight = params["head.weight"].clone().requires_grad_()
+    kl = npn.kl_theta(npn.forward(layers, z), weight.reshape(-1), half.config.epsilon)
+    (pull,) = torch.autograd.grad(kl, weight)
+    if start == "classifier":
+        torch.testing.assert_close(pull, torch.zeros_like(pull), rtol=0, atol=1e-12)
+    else:
+        torch.testing.assert_close(pull, weight.detach() / 0.1, rtol=0, atol=0.2)
+        assert float(pull.abs().max()) > 1
 
 
 def test_a_head_of_two_layers_is_refused():

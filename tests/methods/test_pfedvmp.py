@@ -14,6 +14,7 @@ from conftest import assert_same_bits, small, small_prepared
 from vmpplain import Oracle, aggregated, finished, halves
 
 from bayflower.clients import pfedvmp as client_half
+from bayflower.contract import Work
 from bayflower.errors import ConfigError
 from bayflower.maths.exact import Total
 from bayflower.rounds import solo
@@ -28,6 +29,27 @@ CHOSEN = {
     "momentum": 0.5,
     "dtype": "float64",
 }
+
+
+def test_the_weight_of_the_pull_where_classes_cannot_be_told_apart():
+    """Without centroids, with one, or with equal ones the pull is off; with opposite ones it is the
+    paper's for 512 features (E-P13).
+    """
+    _, client, state = halves(512, 3, xi=50.0)
+    one = torch.randn(512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def weight(*centroids: torch.Tensor) -> float:
+        rows, known = torch.zeros(3, 512, dtype=torch.float64), torch.zeros(3, dtype=torch.bool)
+        for k, centroid in enumerate(centroids):
+            rows[k], known[k] = centroid, True
+        return float(client.weight(Work({}, {}, state._replace(centroids=rows, known=known))))
+
+    assert weight() == 0
+    assert weight(one) == 0
+    assert weight(one, one, one) == pytest.approx(0, abs=1e-12)
+    assert weight(one, -one) == pytest.approx(50)
+    assert weight(1e-3 * one, -1e-3 * one) == pytest.approx(50)  # whatever the features' size
+    assert weight(one, torch.zeros_like(one)) == pytest.approx(25)
 
 
 # -- golden --------------------------------------------------------------------------------------
@@ -118,7 +140,8 @@ def test_golden_base(golden):
 @pytest.mark.parametrize(
     "config",
     [
-        {"min_count": 1},
+        {"min_count": 1, "xi": 50.0},
+        {"min_count": 1, "xi_rule": "fixed"},
         {"min_count": 3, "prior_precision": 0.8},
         {"min_count": 2, "centroid": "diag", "diag_floor": 0.02, "prior_precision": 0.5},
         {"min_count": 3, "centroid": "count_mean", "prior_precision": 0.5},
@@ -127,8 +150,8 @@ def test_golden_base(golden):
     ],
 )
 def test_three_rounds_equal_the_oracle(config):
-    """Every term of [eq. 9], [eq. 11], [eq. 12] and [eq. 13], and both views, on clients of unequal
-    size with absent and single classes.
+    """Every term of [eq. 9] with both rules for xi (E-P13), [eq. 11], [eq. 12] and [eq. 13], and
+    both views, on clients of unequal size with absent and single classes.
     """
     prepared = small_prepared("pfedvmp", **{"model": "mlp", **CHOSEN, **config})
     oracle, (server, half, _, initial) = Oracle(prepared), prepared.halves

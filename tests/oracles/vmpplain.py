@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from typing import Any
 
 import numpy as np
@@ -101,11 +102,24 @@ class Oracle:
             for i, row in enumerate(rows):
                 if int(y[row]) in self.centroids:
                     distance = (z[i] - torch.as_tensor(self.centroids[int(y[row])])) ** 2
-                    loss = loss + self.options.xi * distance.sum() / z.shape[1] / len(rows)
+                    loss = loss + self.weight() * distance.sum() / z.shape[1] / len(rows)
             stepper.zero_grad()
             loss.backward()
             stepper.step()
         return module
+
+    def weight(self) -> float:
+        """What multiplies the pull (E-P13): the variance of the centroids between classes over
+        their mean square, coordinate by coordinate, and the features over 512.
+        """
+        if self.options.xi_rule == "fixed":
+            return self.options.xi
+        columns = list(
+            zip(*(centroid.tolist() for centroid in self.centroids.values()), strict=True)
+        )
+        between = sum(statistics.pvariance(column) for column in columns)
+        whole = sum(value**2 for column in columns for value in column) / len(columns[0])
+        return self.options.xi * len(columns) / 512 * between / whole
 
     def round(self, round: int) -> None:
         """One round: [eq. 9], [eq. 11], [eq. 12], [eq. 13]."""
