@@ -153,14 +153,14 @@ ROWS = (
         "reptile",
         "Reptile",
         "Nichol et al. 2018, arXiv 1803.02999",
-        "FedAvg with a server rate, and a step of adaptation before each test",
+        "FedAvg with a server rate, and some steps of adaptation before each test",
     ),
     Method(
         "maml",
         "maml",
         "MAML",
         "Finn et al. 2017, ICML",
-        "an initialisation from which one step adapts; second-order meta-gradients",
+        "an initialisation from which a few steps adapt; second-order meta-gradients",
     ),
     Method(
         "perfedavg",

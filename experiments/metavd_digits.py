@@ -93,8 +93,10 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     from bayflower.config import parse
     from bayflower.engines import prepare, run_to_result
+    from bayflower.reproduce.tables import pinned
 
-    result = run_to_result(prepare(parse(cell["method"], cell["settings"]), "fused"))
+    values = {**pinned(cell["method"]), **cell["settings"]}  # the defaults of its time
+    result = run_to_result(prepare(parse(cell["method"], values), "fused"))
     last = result["rounds"][-1]
     blocks = {
         view: {key: block[key] for key in ("accuracy", "nll", "ece", "ece_allclass", "mce")}

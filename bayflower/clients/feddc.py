@@ -16,7 +16,8 @@ off before averaging.
 The update carries theta_i+ + h_i.
 
 Departs: g_i holds the factor 1/(K eta) of the paper's last term, K of its own round. With an
-adaptive optimiser that is a step per unit of rate, no gradient; SGD is what the term is made for.
+adaptive optimiser that is a step per unit of rate, no gradient, and far larger; so the term
+is left out then (`dc_pace=always` keeps it).
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Client(feddyn.Client):
             (params[name] + value - memo.params[name]).square().sum()
             for name, value in memo.drift.items()
         ]
-        extra = self.config.dc_alpha / 2 * sum(terms[1:], terms[0]) + inner(memo.apart, params)
+        extra = self.config.dc_alpha / 2 * sum(terms[1:], terms[0])
+        if self.config.dc_pace == "always" or self.training.optimizer == "sgd":
+            extra = extra + inner(memo.apart, params)
         return self.model.mean_nll(logits, batch.y, batch.mask) + extra, buffers
 
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:

@@ -20,16 +20,18 @@ compared; the mean of g_i is weighted like that of w.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError
+from ..errors import ConfigError, check_choices
 from ..settings import setting
 from ..tree import Tensors
 from . import fedavg
+
+Pace = Literal["sgd", "always"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,14 @@ class Config:
         0.01, "strength of the penalty that ties a client's model to the global one less its drift"
     )
 
+    dc_pace: Pace = setting(
+        "sgd",
+        "when the loss has the term <theta, g_i − g>: sgd = only with optimizer=sgd, for which a "
+        "round's change over its steps and rate is a gradient; always = with every optimiser",
+    )
+
     def __post_init__(self) -> None:
+        check_choices(self)
         if not 0 <= self.dc_alpha < float("inf"):
             raise ConfigError(f"dc_alpha must be finite and not negative, got {self.dc_alpha}")
 

@@ -13,8 +13,9 @@ learner and no clients.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ..settings import setting
+from ..settings import Presets, setting
 from . import reptile
 from .reptile import check_meta
 
@@ -23,14 +24,17 @@ from .reptile import check_meta
 class Config:
     """What the user sets for MAML; `lr` is the rate of the outer step."""
 
-    inner_lr: float = setting(0.02, "learning rate of inner steps and of adaptation before a test")
+    # MetaVD's paper, which compares with it
+    presets: ClassVar[Presets] = {"paper": {"adapt_steps": 1, "inner_lr": 0.02}}
+
+    inner_lr: float = setting(0.1, "learning rate of inner steps and of adaptation before a test")
     inner_steps: int = setting(1, "inner steps on the support set")
     server_lr: float = setting(
         1.0, "step size of the global model towards the clients' average; 1 = the average"
     )
     server_momentum: float = setting(0.0, "momentum of the global model's step; 0 = none")
     adapt_steps: int = setting(
-        1, "steps on the client's training data before a test; 0 = test the global model"
+        10, "steps on the client's training data before a test; 0 = test the global model"
     )
 
     def __post_init__(self) -> None:

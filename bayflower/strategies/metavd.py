@@ -62,15 +62,14 @@ Posterior = Literal["hyper", "global", "own"]
 Weighting = Literal["variance", "alpha"]
 Ood = Literal["mean", "deterministic"]
 MASK, STEP = "mask/layer", "log_alpha_step"
+AUTHORS = {"kl_weight": 10.0, "server_lr": 0.9, "server_momentum": 0.9, "adapt_steps": 1}
 
 
 @dataclass(frozen=True)
 class Config:
     """What the user sets for MetaVD and its ablations."""
 
-    presets: ClassVar[Presets] = paper(
-        "sgd", 0.02, 64, 5, clip_norm=5.0, kl_weight=10.0, server_lr=0.9, server_momentum=0.9
-    )
+    presets: ClassVar[Presets] = paper("sgd", 0.02, 64, 5, clip_norm=5.0, inner_lr=0.02, **AUTHORS)
 
     base: Base = setting("reptile", "method that MetaVD extends; fedavg: no adaptation")
     posterior: Posterior = setting(
@@ -109,7 +108,7 @@ class Config:
     drop_above: float = setting(0.0, "weights with a larger dropout rate are removed; 0 = none")
     drop_after: int = setting(150, "rounds before weights are removed")
     inner_lr: float = setting(
-        0.02, "base=maml, perfedavg: learning rate of inner steps and of adaptation before a test"
+        0.1, "base=maml, perfedavg: learning rate of inner steps and of adaptation before a test"
     )
     inner_steps: int = setting(1, "base=maml, perfedavg: inner steps on the support set")
     hf_delta: float = setting(0.01, "base=perfedavg: step length of the finite difference")
@@ -118,7 +117,7 @@ class Config:
     )
     server_momentum: float = setting(0.0, "momentum of the global model's step; 0 = none")
     adapt_steps: int = setting(
-        1, "steps on the client's training data before a test; 0 = test the global model"
+        10, "steps on the client's training data before a test; 0 = test the global model"
     )
 
     def __post_init__(self) -> None:

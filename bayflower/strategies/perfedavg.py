@@ -13,8 +13,9 @@ count alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ..settings import setting
+from ..settings import Presets, setting
 from . import reptile
 from .reptile import check_meta
 
@@ -23,7 +24,10 @@ from .reptile import check_meta
 class Config:
     """What the user sets for PerFedAvg; `lr` is the rate of the outer step."""
 
-    inner_lr: float = setting(0.02, "learning rate of inner steps and of adaptation before a test")
+    # MetaVD's paper, which compares with it
+    presets: ClassVar[Presets] = {"paper": {"adapt_steps": 1, "inner_lr": 0.02}}
+
+    inner_lr: float = setting(0.1, "learning rate of inner steps and of adaptation before a test")
     inner_steps: int = setting(1, "inner steps on the support set")
     hf_delta: float = setting(
         0.01,
@@ -35,7 +39,7 @@ class Config:
     )
     server_momentum: float = setting(0.0, "momentum of the global model's step; 0 = none")
     adapt_steps: int = setting(
-        1, "steps on the client's training data before a test; 0 = test the global model"
+        10, "steps on the client's training data before a test; 0 = test the global model"
     )
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ import torch
 
 from ..contract import Sum
 from ..errors import ConfigError
-from ..settings import setting
+from ..settings import Presets, setting
 from ..tree import Tensors
 from . import fedavg
 
@@ -35,12 +35,15 @@ from . import fedavg
 class Config:
     """What the user sets for Reptile."""
 
+    # MetaVD's paper, which compares with it
+    presets: ClassVar[Presets] = {"paper": {"adapt_steps": 1}}
+
     server_lr: float = setting(
         1.0, "step size of the global model towards the clients' average; 1 = the average"
     )
     server_momentum: float = setting(0.0, "momentum of the global model's step; 0 = none")
     adapt_steps: int = setting(
-        1, "steps on the client's training data before a test; 0 = test the global model"
+        10, "steps on the client's training data before a test; 0 = test the global model"
     )
 
     def __post_init__(self) -> None:

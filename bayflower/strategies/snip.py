@@ -26,7 +26,7 @@ from torch import Tensor
 from ..contract import Statistic, Sum
 from ..errors import ConfigError, check_choices
 from ..maths import dropout
-from ..settings import setting
+from ..settings import Presets, setting
 from ..tree import Tensors, flatten, matching
 from . import reptile
 from .fedavg import summed, weighted
@@ -39,6 +39,9 @@ MASK, SENSITIVITY = "mask", "sensitivity"
 class Config:
     """What the user sets for SNIP."""
 
+    # MetaVD's paper, which compares with it
+    presets: ClassVar[Presets] = {"paper": {"adapt_steps": 1, "inner_lr": 0.02}}
+
     base: Base = setting("reptile", "method that clients train with; fedavg: no adaptation")
     prune_share: float = setting(
         0.7, "share of the layer's weights that are pruned after the first round"
@@ -47,7 +50,7 @@ class Config:
         "", "name of the linear layer that is pruned; empty = the last one before the head"
     )
     inner_lr: float = setting(
-        0.02, "base=maml, perfedavg: learning rate of inner steps and of adaptation before a test"
+        0.1, "base=maml, perfedavg: learning rate of inner steps and of adaptation before a test"
     )
     inner_steps: int = setting(1, "base=maml, perfedavg: inner steps on the support set")
     hf_delta: float = setting(0.01, "base=perfedavg: step length of the finite difference")
@@ -56,7 +59,7 @@ class Config:
     )
     server_momentum: float = setting(0.0, "momentum of the global model's step; 0 = none")
     adapt_steps: int = setting(
-        1, "steps on the client's training data before a test; 0 = test the global model"
+        10, "steps on the client's training data before a test; 0 = test the global model"
     )
 
     def __post_init__(self) -> None:

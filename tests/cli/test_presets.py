@@ -52,7 +52,11 @@ PAPERS = {
         "kl_weight": 10.0,
         "server_lr": 0.9,
         "server_momentum": 0.9,
+        "adapt_steps": 1,
+        "inner_lr": 0.02,
     },
+    "reptile": {"adapt_steps": 1},
+    **{name: {"adapt_steps": 1, "inner_lr": 0.02} for name in ("maml", "perfedavg", "snip")},
     "fedmap": {
         "optimizer": "adam",
         "lr": 0.001,

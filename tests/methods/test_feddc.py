@@ -8,8 +8,11 @@ import torch
 from conftest import small, small_prepared
 from plainsteps import LR, assert_equal, both, half_rounds, mean, numbers, plain_sgd, zeros
 
+from bayflower.clients.feddc import Memo
+from bayflower.contract import Work
 from bayflower.data import batches
 from bayflower.errors import ConfigError
+from bayflower.rounds import solo
 
 ALPHA = 0.3
 
@@ -43,6 +46,44 @@ def test_three_rounds_equal_plain_torch():
         w, pace, paces = mean(case, sent), mean(case, new), new
         assert_equal(state.params, w)
         assert_equal(state.pace, pace)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "when", "there"),
+    [
+        ("adam", "sgd", False),
+        ("rmsprop", "sgd", False),
+        ("sgd", "sgd", True),
+        ("adam", "always", True),
+    ],
+)
+def test_the_last_term_is_there_where_a_change_is_a_gradient(optimizer, when, there):
+    """The loss with and without g_i − g differs by Σ theta (g_i − g), summed number by number, or
+    not at all.
+    """
+    prepared = small_prepared("feddc", optimizer=optimizer, dc_pace=when, dtype="float64")
+    _, half, _, (params, buffers) = prepared.halves
+    data = prepared.federation.clients[0]
+    batch = solo.samples(data, torch.device("cpu"), torch.float64).train
+    generator = torch.Generator().manual_seed(0)
+    apart = {
+        name: torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        for name, value in params.items()
+    }
+    nothing = {name: torch.zeros_like(value) for name, value in params.items()}
+    (phase,) = half.phases("train")
+    losses = [
+        float(half.loss(params, Work(params, buffers, memo), batch, {}, phase)[0])
+        for memo in (Memo(params, nothing, apart), Memo(params, nothing, nothing))
+    ]
+    want = sum(
+        a * b
+        for name in params
+        for a, b in zip(
+            params[name].flatten().tolist(), apart[name].flatten().tolist(), strict=True
+        )
+    )
+    assert losses[0] - losses[1] == pytest.approx(want if there else 0, abs=1e-10)
 
 
 @pytest.mark.parametrize("model", ["mlp", "mlp-bn"])

@@ -34,6 +34,7 @@ SETTINGS = {
     "server_lr": ETA,
     "server_momentum": MU,
     "inner_lr": INNER,
+    "adapt_steps": 1,
     "hf_delta": DELTA,
     "alpha_rate": ALPHA_RATE,
     "kl_weight": KL,

@@ -1,0 +1,311 @@
+"""Every method with its default settings on six data sets, beside training alone.
+
+    python benchmarks/defaults.py --data-dir DATA --jobs 16 --device cuda
+
+DATA has heart.npz, wisdm.npz, brca.npz (y = days and event), fmnist.npz and officecaltech.npz;
+digits come with scikit-learn. Nothing is downloaded. A finished run is one line of `--results`; a
+second call does what is missing and writes `--page`. A line whose settings are not today's defaults
+is ignored. The sets of images run on `--device`, the others on a CPU core each.
+
+The difference to training alone is paired by seed. ± is half a 95 % interval of Student's t over
+seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bayflower.config import parse
+from bayflower.errors import BayflowerError
+from bayflower.methods import METHODS
+from bayflower.reproduce.cache import commit
+
+HERE = Path(__file__).parent / "results"
+ALONE = "local"  # what all others are compared with
+GAP = 2.0  # points below it that need an explanation
+# 97.5 % quantiles of Student's t by degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+SILENT = ("data_dir", "device", "dataset")  # settings that differ between machines
+
+
+class Data(NamedTuple):
+    """A data set: its title, its settings, and whether it consists of images."""
+
+    title: str
+    settings: dict[str, Any]
+    images: bool = False
+
+
+DATASETS = {
+    "fmnist": Data("Fashion-MNIST, 10 clients, Dir(0.3)", {"num_clients": 10}, True),
+    "officecaltech": Data(
+        "Office-Caltech, 4 domains", {"num_clients": 4, "partition": "natural"}, True
+    ),
+    "digits": Data("digits, 10 clients, Dir(0.3)", {"num_clients": 10}),
+    "wisdm": Data("WISDM, 36 people", {"num_clients": 36, "partition": "natural"}),
+    "brca": Data("TCGA-BRCA, event or not, 6 regions", {"num_clients": 6, "partition": "natural"}),
+    "heart": Data("heart disease, 4 hospitals", {"num_clients": 4, "partition": "natural"}),
+}
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    dataset: str
+    method: str
+    seed: int
+    rounds: int
+
+
+def settings_of(job: Job, data_dir: Path, device: str) -> dict[str, Any]:
+    """Return what is not a default: the data, the seed, the rounds, and that only the last round is
+    tested.
+    """
+    data = DATASETS[job.dataset]
+    named = {"wisdm": "wisdm.npz", "brca": "brca-event.npz"}.get(job.dataset)
+    return {
+        **data.settings,
+        "dataset": str(data_dir / named) if named else job.dataset,
+        "data_dir": str(data_dir),
+        "device": device if data.images else "cpu",
+        "rounds": job.rounds,
+        "seed": job.seed,
+        "evaluate_every": 0,
+        "checkpoint_every": 0,
+    }
+
+
+def about(job: Job) -> str:
+    """Return a hash of all settings of a run that decide its numbers."""
+    flat = parse(job.method, settings_of(job, Path(), "cpu")).flat()
+    kept = {key: value for key, value in flat.items() if key not in SILENT}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def events(data_dir: Path) -> None:
+    """Write brca-event.npz: the classes are whether an event was seen."""
+    source, made = data_dir / "brca.npz", data_dir / "brca-event.npz"
+    if source.exists() and not made.exists():
+        with np.load(source) as found:
+            y = found["y"][:, 1].astype(np.int64)
+            part = made.with_suffix(".part.npz")
+            np.savez(part, x=found["x"], y=y, test=found["test"], client=found["client"])
+        part.replace(made)
+
+
+def measure(job: Job, data_dir: Path, device: str) -> dict[str, Any]:
+    """Do a run and return its line."""
+    import torch
+
+    torch.set_num_threads(1)
+    from bayflower.engines import prepare, run_to_result
+
+    started = time.monotonic()
+    run = parse(job.method, settings_of(job, data_dir, device))
+    result = run_to_result(prepare(run, "fused"))
+    final = result["final"]["personal"]
+    return {
+        **job._asdict(),
+        "settings": about(job),
+        "accuracy": 100 * final["accuracy"],
+        "balanced": 100 * final["balanced_accuracy"],
+        "worst": 100 * final["worst_client_accuracy"],
+        "nll": final["nll"],
+        "ece": 100 * final["ece"],
+        "seconds": round(time.monotonic() - started, 2),
+        "device": result["device"],
+        "commit": commit(),
+    }
+
+
+def finished(path: Path) -> dict[Job, dict[str, Any]]:
+    """Return the lines of today's settings; a line that was cut off is left out."""
+    found = {}
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+            job = Job(*(line[name] for name in Job._fields))
+        except (ValueError, KeyError):
+            continue
+        if job.method in METHODS and job.dataset in DATASETS and line["settings"] == about(job):
+            found[job] = line
+    return found
+
+
+def run_missing(todo: list[Job], options: argparse.Namespace) -> int:
+    """Do the runs, several at a time, each written when it is done; return how many failed."""
+    failed = 0
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that are started below
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(measure, job, options.data_dir, options.device): job for job in todo}
+        for number, future in enumerate(as_completed(waiting), 1):
+            job = waiting[future]
+            words = f"{number}/{len(todo)} {job.dataset} {job.method} seed={job.seed}"
+            try:
+                line = future.result()
+            except BayflowerError as error:  # the other runs may still go
+                failed += 1
+                print(f"{words}: failed: {error}", flush=True)
+                continue
+            with options.results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{words}: {line['accuracy']:.1f} % in {line['seconds']:.0f} s", flush=True)
+    return failed
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    """Return mean ± half a 95 % interval; of one value the value."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return f"{mean:.{digits}f}"
+    factor = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    half = factor * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+
+
+class Row(NamedTuple):
+    """A method on a data set: its lines by seed, and how far they are from training alone."""
+
+    lines: list[dict[str, Any]]
+    differences: list[float]
+
+
+def rows_of(found: dict[Job, dict[str, Any]], dataset: str, rounds: int) -> dict[str, Row]:
+    """Return the methods on a data set that have runs."""
+    mine: dict[str, dict[int, dict[str, Any]]] = {}
+    for job, line in found.items():
+        if (job.dataset, job.rounds) == (dataset, rounds):
+            mine.setdefault(job.method, {})[job.seed] = line
+    alone = mine.get(ALONE, {})
+    return {
+        method: Row(
+            [mine[method][seed] for seed in sorted(mine[method])],
+            [
+                line["accuracy"] - alone[seed]["accuracy"]
+                for seed, line in sorted(mine[method].items())
+                if seed in alone
+            ],
+        )
+        for method in METHODS
+        if method in mine
+    }
+
+
+def page(found: dict[Job, dict[str, Any]], rounds: int) -> str:
+    """Return the page: the differences at a glance, what is far below, and a table a data set."""
+    tables = {name: rows_of(found, name, rounds) for name in DATASETS}
+    tables = {name: rows for name, rows in tables.items() if rows}
+    listed = ", ".join(map(str, sorted({job.seed for job in found if job.rounds == rounds})))
+    text = [
+        "# All methods with default settings",
+        "",
+        f"Written by `benchmarks/defaults.py`: {rounds} rounds, seeds {listed}. "
+        "Personal models of the last round on each client's test data, in percent. ± is half a "
+        "95 % interval over seeds. [Which methods stay below training alone, and why]"
+        "(../../docs/methods.md#default-settings).",
+        "",
+        "## Accuracy less that of training alone, paired by seed",
+        "",
+        "| method | " + " | ".join(tables) + " |",
+        "|---|" + "---|" * len(tables),
+    ]
+    far = []
+    for method in METHODS:
+        cells = []
+        for name, rows in tables.items():
+            row = rows.get(method)
+            if row is None or not row.differences:
+                cells.append("")
+                continue
+            below = statistics.mean(row.differences) < -GAP
+            cells.append(f"**{spread(row.differences)}**" if below else spread(row.differences))
+            far += [f"{method} on {name}"] if below else []
+        if any(cells):
+            text.append(f"| {method} | " + " | ".join(cells) + " |")
+    words = "; ".join(far) if far else "none"
+    text += ["", f"More than {GAP:g} points below training alone (bold): {words}.", ""]
+    for name, rows in tables.items():
+        text += [
+            f"## {DATASETS[name].title}",
+            "",
+            "| method | accuracy | balanced | worst client | NLL | less training alone | seeds |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for method, row in rows.items():
+            shown = [
+                spread([line[key] for line in row.lines])
+                for key in ("accuracy", "balanced", "worst")
+            ]
+            shown.append(spread([line["nll"] for line in row.lines], 3))
+            shown.append(spread(row.differences) if row.differences else "")
+            text.append(f"| {method} | {' | '.join(shown)} | {len(row.lines)} |")
+        text.append("")
+    return "\n".join(text)
+
+
+def chosen(text: str, known: Any, what: str) -> list[str]:
+    """Return names separated by commas, all if there are none."""
+    names = [name for name in text.split(",") if name] or list(known)
+    if wrong := [name for name in names if name not in known]:
+        raise SystemExit(f"{what} {wrong[0]!r} is not known; known: {', '.join(known)}")
+    return names
+
+
+def main() -> int:
+    """Do the missing runs and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--methods", default="", help="separated by commas [all]")
+    parser.add_argument("--datasets", default="", help="separated by commas [all]")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--device", default="auto", help="of the sets of images")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--results", type=Path, default=HERE / "defaults.jsonl")
+    parser.add_argument("--page", type=Path, default=HERE / "defaults.md")
+    parser.add_argument("--no-run", action="store_true", help="only write the page")
+    options = parser.parse_args()
+    options.data_dir = options.data_dir.resolve()
+    methods = chosen(options.methods, METHODS, "method")
+    datasets = chosen(options.datasets, DATASETS, "data set")
+    events(options.data_dir)
+    names = {"brca": "brca-event"}
+    for name in [name for name in datasets if name != "digits" and not options.no_run]:
+        path = options.data_dir / f"{names.get(name, name)}.npz"
+        if not path.exists():
+            raise SystemExit(
+                f"{path} is missing; name the folder by --data-dir, or other --datasets"
+            )
+    wanted = [
+        Job(name, method, seed, options.rounds)
+        for name in DATASETS
+        if name in datasets
+        for seed in range(options.seeds)
+        for method in methods
+    ]
+    found = finished(options.results)
+    todo = [] if options.no_run else [job for job in wanted if job not in found]
+    print(f"{len(wanted)} runs, {len(todo)} to do", flush=True)
+    failed = run_missing(todo, options) if todo else 0
+    options.page.parent.mkdir(parents=True, exist_ok=True)
+    options.page.write_text(page(finished(options.results), options.rounds))
+    print(f"written: {options.page}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
