@@ -1,0 +1,85 @@
+"""The table of default settings: finished runs are not done again, and its numbers are right."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import defaults
+from defaults import Job
+
+
+def line(job: Job, accuracy: float) -> dict:
+    shown = {"accuracy": accuracy, "balanced": accuracy, "worst": accuracy - 9, "nll": 0.5}
+    return {**job._asdict(), "settings": defaults.about(job), **shown}
+
+
+def test_mean_and_interval_are_students():
+    values = [91.0, 93.5, 92.0]
+    half = stats.t.ppf(0.975, 2) * np.std(values, ddof=1) / np.sqrt(3)
+    assert defaults.spread(values, 2) == f"{np.mean(values):.2f} ± {half:.2f}"
+    assert pytest.approx(defaults.STUDENT, abs=1e-3) == stats.t.ppf(0.975, np.arange(1, 10))
+    assert defaults.spread([91.0]) == "91.0"
+
+
+def test_differences_are_paired_by_seed():
+    """Seed 2 has no run of training alone and does not count; FedAvg is three points below."""
+    runs = [("local", 0, 90.0), ("local", 1, 80.0), ("fedavg", 0, 88.0), ("fedavg", 1, 76.0)]
+    found = {
+        (job := Job("digits", method, seed, 30)): line(job, accuracy)
+        for method, seed, accuracy in [*runs, ("fedavg", 2, 99.0), ("fedmap", 0, 89.0)]
+    }
+    rows = defaults.rows_of(found, "digits", 30)
+    assert list(rows) == ["fedmap", "fedavg", "local"]
+    assert rows["fedavg"].differences == [-2.0, -4.0]
+    text = defaults.page(found, 30)
+    assert "| fedavg | **-3.0 ± 12.7** |" in text
+    assert "| fedmap | -1.0 |" in text
+    assert "below training alone (bold): fedavg on digits." in text
+
+
+def test_only_runs_of_todays_settings_count(tmp_path):
+    path, job, other = tmp_path / "runs.jsonl", *(Job("digits", m, 0, 1) for m in ("local", "maml"))
+    lines = [json.dumps(line(job, 90.0)), json.dumps({**line(other, 90.0), "settings": "old"})]
+    path.write_text("\n".join([*lines, lines[0][:40]]))
+    assert list(defaults.finished(path)) == [job]
+    assert defaults.finished(tmp_path / "none") == {}
+
+
+def test_a_run_gives_a_line_and_the_page_is_written(tmp_path, monkeypatch):
+    results, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
+    job = Job("digits", "local", 0, 1)
+    results.write_text(json.dumps(defaults.measure(job, tmp_path, "cpu")) + "\n")
+    found = defaults.finished(results)[job]
+    assert 0 <= found["worst"] < found["accuracy"] <= 100
+    given = ["--datasets", "digits", "--methods", "local", "--seeds", "1", "--rounds", "1"]
+    paths = ["--data-dir", str(tmp_path), "--results", str(results), "--page", str(page)]
+    monkeypatch.setattr(sys, "argv", ["defaults.py", *given, *paths])
+    monkeypatch.setattr(defaults, "run_missing", lambda *_: pytest.fail("the run is there"))
+    assert defaults.main() == 0
+    assert f"| local | {found['accuracy']:.1f} |" in page.read_text()
+
+
+def test_wrong_names_and_missing_data_are_one_line(tmp_path, monkeypatch):
+    for given, words in (
+        (["--methods", "fedmip"], "method 'fedmip' is not known"),
+        (["--datasets", "heart", "--data-dir", str(tmp_path)], "heart.npz is missing"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["defaults.py", *given])
+        with pytest.raises(SystemExit, match=words):
+            defaults.main()
+
+
+def test_brca_has_two_classes(tmp_path):
+    y = np.array([[100.0, 1.0], [50.0, 0.0], [7.0, 1.0]])
+    np.savez(tmp_path / "brca.npz", x=np.zeros((3, 2)), y=y, test=np.zeros(3), client=np.arange(3))
+    defaults.events(tmp_path)
+    with np.load(tmp_path / "brca-event.npz") as made:
+        assert made["y"].tolist() == [1, 0, 1]
+        assert made["y"].dtype == np.int64
