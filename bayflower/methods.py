@@ -139,7 +139,7 @@ ROWS = (
         "FedAvg-FT",
         "McMahan et al. 2017, AISTATS",
         "FedAvg, fine-tuned on the client's data before each test",
-        {"finetune_epochs": 1},
+        {"finetune_epochs": 5},
     ),
     Method(
         "fedprox",

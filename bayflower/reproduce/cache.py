@@ -65,7 +65,7 @@ def defaults(method: str) -> tuple[dict[str, Any], frozenset[str]]:
         for kind in groups(method).values()
         for item in dataclasses.fields(kind)
     }
-    return {**found, **pinned(method), **get(method).defaults}, frozenset(
+    return {**found, **get(method).defaults, **pinned(method)}, frozenset(
         item.name for item in dataclasses.fields(groups(method)["limits"])
     )
 

@@ -193,12 +193,13 @@ def all_pinned() -> dict[str, dict[str, Any]]:
 
 
 def pinned(method: str) -> dict[str, Any]:
-    """Return the values that tables use for a method where they state none: defaults of earlier
-    versions, less those in which its row of the table of methods differs.
+    """Return the values that tables use for a method where they state none, defaults of earlier
+    versions: those of its halves less what its row of the table of methods sets, and its own.
     """
-    row = get(method)
-    values = all_pinned().get(row.stem, {})
-    return {name: value for name, value in values.items() if name not in row.defaults}
+    row, everything = get(method), all_pinned()
+    values = everything.get(row.stem, {})
+    halves = {name: value for name, value in values.items() if name not in row.defaults}
+    return {**halves, **everything.get(method, {})}
 
 
 @cache

@@ -168,7 +168,7 @@ def test_settings_are_checked():
         small("fedavg", finetune_epochs=-1)
     with pytest.raises(ConfigError, match="lr must be positive"):
         Training(lr=0)
-    assert small("fedavg-ft").options.finetune_epochs == 1
+    assert small("fedavg-ft").options.finetune_epochs == 5
     assert isinstance(Training(local_steps=3).phase("x"), Phase)
     assert Training(local_steps=3).phase("x").steps == 3
     assert isinstance(build("auto", (30,), 2), Model)
