@@ -5,7 +5,8 @@
 DATA has heart.npz, wisdm.npz, brca.npz (y = days and event), fmnist.npz and officecaltech.npz;
 digits come with scikit-learn. Nothing is downloaded. A finished run is one line of `--results`; a
 second call does what is missing and writes `--page`. A line whose settings are not today's defaults
-is ignored. The sets of images run on `--device`, the others on a CPU core each.
+is ignored. The sets of images run on `--device`, the others on a CPU core each. Half of `--jobs`
+are on the device while there is work for both.
 
 The difference to training alone is paired by seed. ± is half a 95 % interval of Student's t over
 seeds.
@@ -23,6 +24,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +52,11 @@ class Data(NamedTuple):
 
 
 DATASETS = {
-    "fmnist": Data("Fashion-MNIST, 10 clients, Dir(0.3)", {"num_clients": 10}, True),
+    "fmnist": Data(
+        "Fashion-MNIST, a quarter of it, 10 clients, Dir(0.3)",
+        {"num_clients": 10, "keep": 0.25},
+        True,
+    ),
     "officecaltech": Data(
         "Office-Caltech, 4 domains", {"num_clients": 4, "partition": "natural"}, True
     ),
@@ -157,14 +163,22 @@ def run_missing(todo: list[Job], options: argparse.Namespace) -> int:
             words = f"{number}/{len(todo)} {job.dataset} {job.method} seed={job.seed}"
             try:
                 line = future.result()
-            except BayflowerError as error:  # the other runs may still go
+            except Exception as error:  # the other runs may still go
                 failed += 1
-                print(f"{words}: failed: {error}", flush=True)
+                kind = "" if isinstance(error, BayflowerError) else f"{type(error).__name__}: "
+                print(f"{words}: failed: {kind}{error}", flush=True)
                 continue
             with options.results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"{words}: {line['accuracy']:.1f} % in {line['seconds']:.0f} s", flush=True)
     return failed
+
+
+def mixed(todo: list[Job]) -> list[Job]:
+    """Return runs on images and others in turn, so that a GPU and the cores are both busy."""
+    images = [job for job in todo if DATASETS[job.dataset].images]
+    others = [job for job in todo if not DATASETS[job.dataset].images]
+    return [job for pair in zip_longest(images, others) for job in pair if job is not None]
 
 
 def spread(values: list[float], digits: int = 1) -> str:
@@ -300,7 +314,7 @@ def main() -> int:
     found = finished(options.results)
     todo = [] if options.no_run else [job for job in wanted if job not in found]
     print(f"{len(wanted)} runs, {len(todo)} to do", flush=True)
-    failed = run_missing(todo, options) if todo else 0
+    failed = run_missing(mixed(todo), options) if todo else 0
     options.page.parent.mkdir(parents=True, exist_ok=True)
     options.page.write_text(page(finished(options.results), options.rounds))
     print(f"written: {options.page}")

@@ -76,6 +76,13 @@ def test_wrong_names_and_missing_data_are_one_line(tmp_path, monkeypatch):
             defaults.main()
 
 
+def test_images_and_others_take_turns():
+    todo = [Job(name, "local", seed, 1) for name in ("fmnist", "digits") for seed in range(3)]
+    found = defaults.mixed([*todo, Job("heart", "local", 0, 1)])
+    names = [job.dataset for job in found]
+    assert names == ["fmnist", "digits", "fmnist", "digits", "fmnist", "digits", "heart"]
+
+
 def test_brca_has_two_classes(tmp_path):
     y = np.array([[100.0, 1.0], [50.0, 0.0], [7.0, 1.0]])
     np.savez(tmp_path / "brca.npz", x=np.zeros((3, 2)), y=y, test=np.zeros(3), client=np.arange(3))
