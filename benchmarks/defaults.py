@@ -4,9 +4,9 @@
 
 DATA has heart.npz, wisdm.npz, brca.npz (y = days and event), fmnist.npz and officecaltech.npz;
 digits come with scikit-learn. Nothing is downloaded. A finished run is one line of `--results`; a
-second call does what is missing and writes `--page`. A line whose settings are not today's defaults
-is ignored. The sets of images run on `--device`, the others on a CPU core each. Half of `--jobs`
-are on the device while there is work for both.
+second call does what is missing and writes `--page`, and uncertainty.md beside it. A line whose
+settings are not today's defaults is ignored. The sets of images run on `--device`, the others on a
+CPU core each. Half of `--jobs` are on the device while there is work for both.
 
 The difference to training alone is paired by seed. ± is half a 95 % interval of Student's t over
 seeds.
@@ -34,6 +34,9 @@ from bayflower.config import parse
 from bayflower.errors import BayflowerError
 from bayflower.methods import METHODS
 from bayflower.reproduce.cache import commit
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import uncertainty
 
 HERE = Path(__file__).parent / "results"
 ALONE = "local"  # what all others are compared with
@@ -117,12 +120,16 @@ def measure(job: Job, data_dir: Path, device: str) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    from bayflower.engines import prepare, run_to_result
+    from bayflower.engines import execute, prepare
+    from bayflower.rounds.result import result as result_of
 
     started = time.monotonic()
     run = parse(job.method, settings_of(job, data_dir, device))
-    result = run_to_result(prepare(run, "fused"))
+    prepared = prepare(run, "fused")
+    outcome = execute(prepared)
+    result = result_of(run, "fused", prepared.federation, prepared.halves, outcome)
     final = result["final"]["personal"]
+    elsewhere = len(prepared.federation.input_shape) == 1  # tables
     return {
         **job._asdict(),
         "settings": about(job),
@@ -131,6 +138,9 @@ def measure(job: Job, data_dir: Path, device: str) -> dict[str, Any]:
         "worst": 100 * final["worst_client_accuracy"],
         "nll": final["nll"],
         "ece": 100 * final["ece"],
+        "model": result["model"]["name"],
+        "uncertainty": uncertainty.slim(result["uncertainty"]),
+        "other_site": uncertainty.other_site(prepared, outcome) if elsewhere else None,
         "seconds": round(time.monotonic() - started, 2),
         "device": result["device"],
         "commit": commit(),
@@ -316,8 +326,12 @@ def main() -> int:
     print(f"{len(wanted)} runs, {len(todo)} to do", flush=True)
     failed = run_missing(mixed(todo), options) if todo else 0
     options.page.parent.mkdir(parents=True, exist_ok=True)
-    options.page.write_text(page(finished(options.results), options.rounds))
-    print(f"written: {options.page}")
+    done = finished(options.results)
+    options.page.write_text(page(done, options.rounds))
+    titles = {name: data.title for name, data in DATASETS.items()}
+    beside = options.page.with_name("uncertainty.md")
+    beside.write_text(uncertainty.page(list(done.values()), titles))
+    print(f"written: {options.page}, {beside}")
     return 1 if failed else 0
 
 

@@ -1,156 +1,47 @@
-"""Uncertainty and defaults on real data: every method with its default settings on six data sets.
-
-    python benchmarks/uncertainty.py run --data-dir data --jobs 8 --datasets digits,heart
-    python benchmarks/uncertainty.py page
-
-`run` appends one line a run to results/uncertainty.jsonl and leaves out runs that are there. `page`
-writes results/uncertainty.md from it. The data sets are digits (scikit-learn), UCI heart disease,
-WISDM, TCGA-BRCA (event or not as two classes), Fashion-MNIST (a fifth of it) and Office-Caltech-10,
-read from --data-dir as .npz files; docs/data.md says how to get them.
-"""
+"""Uncertainty on real data: what a run of `defaults.py` keeps of it, and the page made of that."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import os
-import sys
-import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-RUNS = HERE / "results" / "uncertainty.jsonl"
-sys.path.insert(0, str(HERE.parent))
-DATASETS: dict[str, dict[str, Any]] = {
-    "digits": {"dataset": "digits", "num_clients": 10, "rounds": 30},
-    "heart": {"dataset": "heart", "partition": "natural", "num_clients": 4, "rounds": 30},
-    "wisdm": {"dataset": "wisdm.npz", "partition": "natural", "num_clients": 36, "rounds": 30},
-    "brca": {"dataset": "brca-event.npz", "partition": "natural", "num_clients": 6, "rounds": 30},
-    "fmnist": {"dataset": "fmnist", "num_clients": 10, "rounds": 20, "keep": 0.2},
-    "officecaltech": {
-        "dataset": "officecaltech",
-        "partition": "natural",
-        "num_clients": 4,
-        "rounds": 30,
-    },
-}
-NEEDED = {"fedbn": {"digits": "mlp-bn", "heart": "mlp-bn", "wisdm": "mlp-bn", "brca": "mlp-bn"}}
+FORMS = ("point", "fitted", "posterior", "calibrated")
+# quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom
+STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 19: 2.093, 29: 2.045}
+Run = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["run", "page"])
-    parser.add_argument("--methods", default="all", help="names joined by commas")
-    parser.add_argument("--datasets", default="all", help="names joined by commas")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--data-dir", default="data")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run later")
-    parser.add_argument("--out", type=Path, default=RUNS)
-    given = parser.parse_args()
-    if given.what == "page":
-        from uncertaintypage import write_page
-
-        write_page(given.out)
-        return
-    run_all(given)
+KEPT = ("accuracy", "nll", "ece", "coverage")  # of shifted samples
 
 
-def run_all(given: argparse.Namespace) -> None:
-    """Do the runs that are missing, several at a time."""
-    from bayflower.methods import METHODS
-
-    methods = sorted(METHODS) if given.methods == "all" else given.methods.split(",")
-    datasets = list(DATASETS) if given.datasets == "all" else given.datasets.split(",")
-    done = {(r["method"], r["dataset"], r["seed"]) for r in read(given.out)}
-    wanted = [
-        (method, dataset, seed)
-        for seed in range(given.seeds)
-        for dataset in datasets
-        for method in methods
-        if (method, dataset, seed) not in done
-    ]
-    begun = time.monotonic()
-    if "brca" in datasets:
-        two_classes(Path(given.data_dir))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    print(f"{len(wanted)} runs, {len(done)} done before")
-    context = multiprocessing.get_context("spawn")
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(given.jobs, mp_context=context) as pool, given.out.open("a") as file:
-        stop = time.time() + given.seconds
-        tasks = {
-            pool.submit(one_run, *key, given.device, given.data_dir, stop): key for key in wanted
-        }
-        for number, task in enumerate(as_completed(tasks), 1):
-            key = tasks[task]
-            try:
-                line = task.result()
-            except Exception as error:
-                print(f"{key}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-                continue
-            if line is None:
-                continue
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            forms = line["uncertainty"]["clients"]["forms"]
-            print(
-                f"{number}/{len(wanted)} {' '.join(map(str, key))}: {line['seconds']:.1f} s, "
-                f"accuracy {forms['point']['accuracy']:.3f}, NLL {forms['point']['nll']:.3f} → "
-                f"{forms['calibrated']['nll']:.3f}",
-                flush=True,
-            )
-    print(f"{time.monotonic() - begun:.0f} s")
-
-
-def one_run(
-    method: str, dataset: str, seed: int, device: str, data_dir: str, stop: float
-) -> dict[str, Any] | None:
-    """Return one run with default settings; None if it would begin too late."""
-    if time.time() > stop:
-        return None
-    import torch
-
-    torch.set_num_threads(1)
-    from bayflower.config import parse
-    from bayflower.engines import execute, prepare
-    from bayflower.reproduce.cache import commit
-    from bayflower.rounds.result import result
-
-    values = {**DATASETS[dataset], "seed": seed, "device": device, "data_dir": data_dir}
-    if values["dataset"].endswith(".npz"):
-        values["dataset"] = str(Path(data_dir) / values["dataset"])
-    if (model := NEEDED.get(method, {}).get(dataset)) is not None:
-        values["model"] = model
-    values |= {"evaluate_every": 0, "checkpoint_every": 0}
-    begun = time.perf_counter()
-    prepared = prepare(parse(method, values), "fused")
-    outcome = execute(prepared)
-    content = result(*prepared[:2], prepared.federation, prepared.halves, outcome)
-    personal = content["final"]["personal"]
+def slim(said: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a result's block "uncertainty" that the page needs."""
+    clients = said["clients"]
+    forms = {
+        form: {key: value for key, value in block.items() if key != "risk_coverage"}
+        for form, block in clients["forms"].items()
+    }
+    for form, block in forms.items():
+        if form != "calibrated":
+            del block["reliability"]
     return {
-        "method": method,
-        "dataset": dataset,
-        "seed": seed,
-        "rounds": values["rounds"],
-        "device": content["device"],
-        "seconds": time.perf_counter() - begun,
-        "commit": commit(),
-        "torch": content["versions"]["torch"],
-        "model": content["model"],
-        "accuracy": personal["accuracy"],
-        "worst": personal["worst_client_accuracy"],
-        "nll": personal["nll"],
-        "uncertainty": content["uncertainty"],
-        "other_site": other_site(prepared, outcome)
-        if dataset in ("heart", "wisdm", "brca")
-        else None,
-        "usage": content["usage"],
-        "remark": content["remark"],
+        "rows": said["rows"],
+        "clients": {
+            "forms": forms,
+            "shifted": {name: few(block) for name, block in clients["shifted"].items()},
+            "alarms": clients["alarms"],
+            "per_client": clients["per_client"],
+        },
+    }
+
+
+def few(forms: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of shifted samples that are kept."""
+    return {
+        form: {key: block[key] for key in KEPT if key in block} for form, block in forms.items()
     }
 
 
@@ -183,28 +74,228 @@ def other_site(prepared: Any, outcome: Any) -> dict[str, Any]:
         there = data[(place + 1) % len(data)].test
         judged = judge_alone(known, taken.fitted, taken.choice, {"test": there})
         found[one.client] = One(taken.one.rows, taken.one.chosen, judged)
-    return {"forms": forms(found, "test"), "alarms": rates(found, "test")}
+    return {"forms": few(forms(found, "test")), "alarms": rates(found, "test")}
 
 
-def two_classes(folder: Path) -> None:
-    """Write TCGA-BRCA with "event or not" as its two classes."""
-    import numpy as np
-
-    path = folder / "brca-event.npz"
-    if path.exists():
-        return
-    known = np.load(folder / "brca.npz")
-    event = known["y"][:, 1].astype(np.int64)
-    x = known["x"].astype(np.float32)
-    np.savez(path, x=x, y=event, client=known["client"], test=known["test"])
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the finished runs."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+def page(runs: Sequence[Run], titles: Mapping[str, str]) -> str:
+    """Return the page of some runs; `titles` names the data sets."""
+    by_data: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for run in sorted(runs, key=lambda one: one["seed"]):
+        if run.get("uncertainty"):
+            by_data[run["dataset"]][run["method"]].append(run)
+    known = {name: by_data[name] for name in titles if name in by_data}
+    parts = [head(runs), short(known)]
+    parts += [section(titles[name], methods) for name, methods in known.items()]
+    return "\n\n".join(parts) + "\n"
 
 
-if __name__ == "__main__":
-    main()
+def head(runs: Sequence[Run]) -> str:
+    """Return what was run, on what."""
+    devices = Counter(run["device"] for run in runs)
+    commits = Counter(run["commit"] for run in runs)
+    return f"""# Uncertainty on real data
+
+Every method with its default settings, `benchmarks/defaults.py`: {len(runs)} runs, seeds
+{", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))}; devices
+{", ".join(f"{name} ({number})" for name, number in devices.most_common())}; commits
+{", ".join(f"{name} ({number})" for name, number in commits.most_common())}. Numbers are those of
+the last round on each client's own test samples. *point*: the personal model; *fitted*: with the
+Laplace approximation of its last layer as it was fitted; *posterior*: with what passed the gate;
+*calibrated*: with affine scaling too. Differences are paired by seed and client; ± is the 95 %
+interval over seeds and clients together. ECE has ten bins, pooled over clients, mean over seeds;
+*by chance* is the ECE that a perfectly calibrated model with the same confidences and as many
+samples would have on average. Sets promise 90 %."""
+
+
+def numbers(runs: Sequence[Run], form: str, key: str) -> list[float]:
+    """Return a number of a form from every run that has it."""
+    blocks = [run["uncertainty"]["clients"]["forms"].get(form, {}) for run in runs]
+    return [block[key] for block in blocks if block.get(key) is not None]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, NaN of nothing."""
+    return statistics.fmean(values) if values else math.nan
+
+
+def differences(runs: Sequence[Run], form: str) -> list[float]:
+    """Return NLL of a form minus NLL of the point, a seed and client each."""
+    return [
+        row["nll"][form] - row["nll"]["point"]
+        for run in runs
+        for row in run["uncertainty"]["clients"]["per_client"]
+        if row["nll"].get(form) is not None
+    ]
+
+
+def interval(values: Sequence[float]) -> float:
+    """Return half the 95 % interval of the mean."""
+    if len(values) < 2:
+        return math.nan
+    known = max((df for df in STUDENT if df <= len(values) - 1), default=1)
+    student = STUDENT[known] if len(values) <= 30 else 1.96
+    return student * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def by_chance(run: Run) -> float:
+    """Return the expected ECE of a calibrated model with this run's confidences."""
+    bars = run["uncertainty"]["clients"]["forms"]["calibrated"]["reliability"]
+    total = sum(bar["count"] for bar in bars)
+    return sum(
+        bar["count"]
+        / total
+        * math.sqrt(2 / math.pi * bar["confidence"] * (1 - bar["confidence"]) / bar["count"])
+        for bar in bars
+        if bar["count"]
+    )
+
+
+def outside(runs: Sequence[Run]) -> list[tuple[int, dict[str, Any]]]:
+    """Return the (seed, client's row) whose covered samples lie outside their interval."""
+    return [
+        (run["seed"], row)
+        for run in runs
+        for row in run["uncertainty"]["clients"]["per_client"]
+        if not row["covered_low"] <= row["covered"] <= row["covered_high"]
+    ]
+
+
+def verdicts(methods: dict[str, list[Run]]) -> dict[str, list[str]]:
+    """Return by kind what falls short."""
+    found: dict[str, list[str]] = {"nll": [], "ece": [], "cover": [], "clients": [], "auroc": []}
+    for method, runs in methods.items():
+        gaps = differences(runs, "posterior")
+        if mean(gaps) - interval(gaps) > 0.01:
+            found["nll"].append(f"{method} (+{mean(gaps):.3f} ± {interval(gaps):.3f})")
+        ece = mean(numbers(runs, "calibrated", "ece"))
+        if ece > 0.05:
+            chance = mean([by_chance(run) for run in runs])
+            found["ece"].append(f"{method} ({100 * ece:.1f} %, by chance {100 * chance:.1f} %)")
+        coverage = mean(numbers(runs, "calibrated", "coverage"))
+        if not 0.88 <= coverage <= 0.93:
+            found["cover"].append(f"{method} ({100 * coverage:.1f} %)")
+        for seed, row in outside(runs):
+            found["clients"].append(
+                f"{method} seed {seed} client {row['client']}: {row['covered']} of "
+                f"{row['num_examples']} ({row['covered_low']}–{row['covered_high']})"
+            )
+        before = mean(numbers(runs, "point", "error_auroc"))
+        after = mean(numbers(runs, "calibrated", "error_auroc"))
+        if after < before - 0.005:
+            found["auroc"].append(f"{method} ({100 * before:.1f} → {100 * after:.1f})")
+    return found
+
+
+def short(by_data: dict[str, dict[str, list[Run]]]) -> str:
+    """Return the summary: means over methods, and how many fall short."""
+    lines = [
+        "## In short",
+        "",
+        "Means over methods. *hurts*: methods whose posterior in use is worse than the point by "
+        "more than 0.01 nats beyond the interval. *clients*: client runs whose sets cover fewer or "
+        "more test samples than the 99 % interval allows.",
+        "",
+        "| data | NLL point | fitted | posterior | calibrated | ECE point | calibrated | by chance "
+        "| covered | set | AUROC point | calibrated | hurts | ECE > 5 % | not 88–93 % | clients |",
+        "|---|" + "---|" * 15,
+    ]
+    for dataset, methods in by_data.items():
+        every = [run for runs in methods.values() for run in runs]
+        said = verdicts(methods)
+        rows = sum(len(run["uncertainty"]["clients"]["per_client"]) for run in every)
+        cells = [f"{mean(numbers(every, form, 'nll')):.3f}" for form in FORMS]
+        cells += [f"{100 * mean(numbers(every, f, 'ece')):.1f}" for f in ("point", "calibrated")]
+        cells.append(f"{100 * mean([by_chance(run) for run in every]):.1f}")
+        cells.append(f"{100 * mean(numbers(every, 'calibrated', 'coverage')):.1f}")
+        cells.append(f"{mean(numbers(every, 'calibrated', 'set_size')):.2f}")
+        for form in ("point", "calibrated"):
+            cells.append(f"{100 * mean(numbers(every, form, 'error_auroc')):.1f}")
+        cells += [f"{len(said[key])} of {len(methods)}" for key in ("nll", "ece", "cover")]
+        cells.append(f"{len(said['clients'])} of {rows}")
+        lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def section(title: str, methods: dict[str, list[Run]]) -> str:
+    """Return the tables of one data set."""
+    some = next(iter(methods.values()))[0]
+    rows = Counter(run["uncertainty"]["rows"] for runs in methods.values() for run in runs)
+    lines = [
+        f"## {title}",
+        "",
+        f"{some['rounds']} rounds, network {some['model']}, "
+        f"{rows.most_common(1)[0][0]} held-out samples.",
+        "",
+        "| method | accuracy | calibrated | NLL point | fitted | posterior | calibrated "
+        "| posterior − point | calibrated − point | Brier point | calibrated | ECE point "
+        "| calibrated | covered | set | AUROC point | calibrated | uses a posterior |",
+        "|---|" + "---|" * 17,
+    ]
+    for method, runs in sorted(methods.items()):
+        cells = [f"{100 * mean(numbers(runs, f, 'accuracy')):.1f}" for f in ("point", "calibrated")]
+        cells += [f"{mean(numbers(runs, form, 'nll')):.3f}" for form in FORMS]
+        for form in ("posterior", "calibrated"):
+            gaps = differences(runs, form)
+            cells.append(f"{mean(gaps):+.3f} ± {interval(gaps):.3f}")
+        cells += [f"{mean(numbers(runs, f, 'brier')):.3f}" for f in ("point", "calibrated")]
+        cells += [f"{100 * mean(numbers(runs, f, 'ece')):.1f}" for f in ("point", "calibrated")]
+        cells.append(f"{100 * mean(numbers(runs, 'calibrated', 'coverage')):.1f}")
+        cells.append(f"{mean(numbers(runs, 'calibrated', 'set_size')):.2f}")
+        for form in ("point", "calibrated"):
+            cells.append(f"{100 * mean(numbers(runs, form, 'error_auroc')):.1f}")
+        used = Counter(
+            row["posterior"] or "none"
+            for run in runs
+            for row in run["uncertainty"]["clients"]["per_client"]
+        )
+        cells.append(", ".join(f"{name} {count}" for name, count in used.most_common()))
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *shortfalls(methods), "", *shifts(methods)])
+
+
+def shortfalls(methods: dict[str, list[Run]]) -> list[str]:
+    """Return what falls short in words."""
+    said = verdicts(methods)
+    words = {
+        "nll": "Posterior in use worse than the point by more than 0.01 nats beyond the interval",
+        "ece": "ECE above 5 % after calibration",
+        "cover": "Pooled coverage outside 88 to 93 %",
+        "clients": "Clients outside their 99 % interval",
+        "auroc": "Doubt of the calibrated model finds errors worse than that of the point",
+    }
+    return [f"* {words[key]}: {'; '.join(said[key]) or 'none'}." for key in words]
+
+
+def shifts(methods: dict[str, list[Run]]) -> list[str]:
+    """Return the table of shifted samples: means over methods."""
+    every = [run for runs in methods.values() for run in runs]
+    tests: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for run in every:
+        block = run["uncertainty"]["clients"]
+        tests.setdefault("as they are", []).append((block["forms"], block["alarms"]["test"]))
+        for name, forms in block["shifted"].items():
+            tests.setdefault(name, []).append((forms, block["alarms"][name]))
+        if run.get("other_site"):
+            other = run["other_site"]
+            tests.setdefault("other site", []).append((other["forms"], other["alarms"]))
+    lines = [
+        "Shifted samples, means over methods and seeds; alarms in % of samples:",
+        "",
+        "| samples | accuracy | NLL point | posterior | calibrated | ECE point | calibrated "
+        "| covered | entropy alarms | information | distance |",
+        "|---|" + "---|" * 10,
+    ]
+    for name, found in tests.items():
+
+        def of(form: str, key: str, found: Any = found) -> float:
+            return mean([f[form][key] for f, _ in found if f.get(form, {}).get(key) is not None])
+
+        cells = [f"{100 * of('point', 'accuracy'):.1f}"]
+        cells += [f"{of(form, 'nll'):.3f}" for form in ("point", "posterior", "calibrated")]
+        cells += [f"{100 * of(form, 'ece'):.1f}" for form in ("point", "calibrated")]
+        cells.append(f"{100 * of('calibrated', 'coverage'):.1f}")
+        for alarm in ("entropy", "information", "distance"):
+            rates = [alarms[alarm] for _, alarms in found if alarms.get(alarm) is not None]
+            cells.append(f"{100 * mean(rates):.1f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
