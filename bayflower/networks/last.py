@@ -11,14 +11,16 @@ from .model import Model
 
 
 def last_layer(model: Model) -> str | None:
-    """Return the name of the last Linear layer with one output a logit, None if there is none."""
+    """Return the name of the last Linear layer with one output a logit, None if there is none, or
+    if it has no trainable weight of its own (frozen, tied, or the network itself).
+    """
     outputs = {model.num_classes, 1} if model.num_classes == 2 else {model.num_classes}
     found = [
         name
         for name, module in model.module_for(False).named_modules()
         if isinstance(module, nn.Linear) and module.out_features in outputs
     ]
-    return found[-1] if found else None
+    return found[-1] if found and f"{found[-1]}.weight" in model.shapes else None
 
 
 def forward_last(
