@@ -11,7 +11,20 @@ import typer
 from rich.console import Console
 
 from ..errors import BayflowerError, ConfigError
-from . import bench, cite, deploy, doctor, lists, personal, report, reproduce, run, tryout, tune
+from . import (
+    bench,
+    cite,
+    deploy,
+    doctor,
+    lists,
+    personal,
+    predict,
+    report,
+    reproduce,
+    run,
+    tryout,
+    tune,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,7 +35,8 @@ app = typer.Typer(
     epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(run.run, run.compare, report.report, personal.export, personal.personalise),
+    *(run.run, run.compare, report.report),
+    *(personal.export, personal.personalise, predict.predict),
     *(lists.methods, lists.settings, lists.models, tryout.try_app, reproduce.reproduce, tune.tune),
     *(bench.bench, doctor.doctor, cite.cite, lists.version),
 )

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
+from .terminal import show as table
 
 Folder = Annotated[
     Path, typer.Argument(metavar="DIR", help="the --out folder of a run, with its checkpoint")
@@ -31,21 +32,87 @@ def export(
     folder: Folder,
     into: Into,
     client: Annotated[
-        int,
+        int | None,
         typer.Option(min=0, help="number of the client; new clients follow the training clients"),
-    ],
+    ] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="every client's model, in FILE/client-N; finished ones stay"),
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="with --all: write finished models again")
+    ] = False,
     onnx: Onnx = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Write one client's own model: weights, card, and a program that needs nothing of ours.
+    """Write one client's own model: weights, card, and a program that needs nothing of ours. Or
+    every client's, with --all.
 
     Example: `bayflower export runs/first models/client-3 --client 3 --onnx`
     """
+    if every == (client is not None):
+        raise ConfigError("export takes one client (--client 3) or every client (--all)")
+    target, formats = wanted(into, onnx)
+    if client is None:
+        if target != into:
+            raise ConfigError(f"--all writes a folder of models, got {into}; leave out the suffix")
+        export_everyone(folder, into, formats, data_dir, overwrite, as_json)
+        return
     from ..personal import export as write
 
-    target, formats = wanted(into, onnx)
     show(write(folder, client, target, formats, data_dir), into, target, as_json)
+
+
+def export_everyone(
+    folder: Path,
+    into: Path,
+    formats: tuple[str, ...],
+    data_dir: str,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write every client's model, with a line each and a table at the end."""
+    from ..personal import export_all
+
+    rows = []
+    for card, now in export_all(folder, into, formats, data_dir, overwrite):
+        rows.append(row(card, now))
+        if not as_json:
+            said = "written" if now else "was there"
+            print(f"client {card['client']} {said}: {into / str(rows[-1]['model'])}", flush=True)
+    columns = ("client", "new", "tested", "accuracy", "nll_point", "nll", "coverage", "uses")
+    if not as_json:
+        rows = [{name: shown(name, one[name]) for name in columns} for one in rows]
+    table(rows, columns, as_json)
+
+
+def row(card: dict[str, Any], now: bool) -> dict[str, Any]:
+    """Return one client's numbers of the table after `export --all`."""
+    tests = (card["uncertainty"]["tests"] or {}).get("test", {})
+    calibrated, numbers = tests.get("calibrated", {}), card["metrics"] or {}
+    point = tests.get("point", {}).get("nll", numbers.get("nll"))
+    return {
+        "client": card["client"],
+        "model": f"client-{card['client']}",
+        "new": card["never_trained"],
+        "written": now,
+        "tested": card["data"]["num_test"],
+        "accuracy": numbers.get("accuracy"),
+        "nll_point": point,
+        "nll": numbers.get("nll"),
+        "coverage": calibrated.get("coverage"),
+        "uses": card["uncertainty"]["used"],
+    }
+
+
+def shown(name: str, value: Any) -> str:
+    """Return a number of the table as text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3f}" if name.startswith("nll") else f"{value:.1%}"
+    return "–" if value is None else str(value)
 
 
 def personalise(
@@ -99,12 +166,15 @@ def show(card: dict[str, Any], into: Path, target: Path, as_json: bool) -> None:
     print(f"client {card['client']}, {card['title']}: {card['model']}")
     if card["metrics"]:
         numbers, ece = card["metrics"], card["calibration"]["ece"]
+        tests = (card["uncertainty"]["tests"] or {}).get("test", {})
+        before = f" (point {tests['point']['nll']:.3f})" if tests else ""
         print(
             f"on {numbers['num_examples']} test samples: accuracy {numbers['accuracy']:.1%}, NLL "
-            f"{numbers['nll']:.3f}, ECE {ece:.1%}"
+            f"{numbers['nll']:.3f}{before}, ECE {ece:.1%}"
         )
-    if card["posterior"]:
-        print(f"uncertainty: {card['posterior']['origin']}")
+    print(f"uncertainty: {card['uncertainty']['why']}")
+    if card["uncertainty"]["sets"]:
+        print(f"sets: {card['uncertainty']['sets']['promise']}")
     for kind, said in card["files"].items():
         print(f"{kind}: {target / said if said == f'model.{kind}' else said}")
     print(f"card: {target / 'card.json'}")

@@ -1,56 +1,79 @@
-"""A personal model loaded from its files: a torch module with probabilities and, if the method is
-Bayesian, uncertainty.
+"""A personal model loaded from its files: a classifier as in scikit-learn, with calibrated
+probabilities, prediction sets, alarms and abstention; also a torch module.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
 
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import below
 from ..networks.papers import build
 from ..tree import Tensors
-from .made import FORMAT, Ready, as_probabilities
+from . import inputs
+from .card import OLD, point_only
+from .doubt import Drift, answered, drift
+from .made import FIRST, FORMAT, assembled
+from .network import Ready
 
-AT_ONCE = 16  # samples whose derivatives are in memory at a time
+log = logging.getLogger("bayflower")
+AT_ONCE = 256  # samples in one pass
 
 
 class Prediction(NamedTuple):
-    """A Bayesian model's predictions for some samples."""
+    """What a model says of N samples with K classes; arrays."""
 
-    mean: Tensor  # (N, C) class probabilities, averaged over the posterior
-    std: Tensor  # (N, C) standard deviation of these probabilities over the posterior
-    entropy: Tensor  # (N,) entropy of the mean in nats: the total uncertainty
-    # (N,) the part of it due to uncertain weights, which more data would reduce
-    information: Tensor
+    label: np.ndarray  # (N,) the likeliest class
+    probabilities: np.ndarray  # (N, K) calibrated
+    point: np.ndarray  # (N, K) of the network itself
+    doubt: np.ndarray  # (N,) 1 − the largest probability
+    entropy: np.ndarray  # (N,) in nats, before even probabilities are mixed in
+    # (N,) the part of it due to uncertain weights; None unless it finds errors as well as doubt
+    information: np.ndarray | None
+    distance: np.ndarray | None  # (N,) to the nearest class of the training data
+    sets: np.ndarray | None  # (N, K) which classes each set holds
+    promise: str  # of the sets
+    alarms: dict[str, np.ndarray]  # by measure: (N,) whether it is above its threshold
+    abstains: np.ndarray  # (N,)
+
+    def set_labels(self) -> list[list[int]]:
+        """Return the classes of each set; every class where there are no sets."""
+        inside = np.ones_like(self.probabilities, bool) if self.sets is None else self.sets
+        return [np.flatnonzero(row).tolist() for row in inside]
 
 
 class Personal(nn.Module):
-    """One client's own model. `forward` gives log-probabilities (N, C); `network` is the plain
-    module inside.
+    """One client's own model.
+
+    `predict`, `predict_proba`, `score` and `classes_` are those of a scikit-learn classifier.
+    They take arrays, lists, tensors and data frames, of several samples or of one. `uncertainty`
+    returns everything the model says. As a torch module, it maps a tensor to calibrated
+    log-probabilities (N, K); `network` is the plain module inside.
     """
 
-    def __init__(self, ready: nn.Module, card: dict[str, Any], std: Tensors | None = None) -> None:
-        super().__init__()
-        self.ready, self.card = ready, card
-        self.names = sorted(std or {})
-        for number, name in enumerate(self.names):
-            self.register_buffer(f"std_{number}", (std or {})[name])
+    _estimator_type = "classifier"
 
+    def __init__(self, ready: nn.Module, card: dict[str, Any], extras: Tensors) -> None:
+        super().__init__()
+        self.ready, self.card, self.held = ready, card, below(extras, "held")
+
+    # -- a torch module ----------------------------------------------------------------------------
     @property
     def network(self) -> nn.Module:
-        """Return the network, from prepared inputs to logits; if loaded without its factory, from
-        inputs to probabilities.
+        """Return the network, from prepared inputs to logits; if loaded without its factory, the
+        exported program.
         """
         return self.ready.network if isinstance(self.ready, Ready) else self.ready
 
@@ -62,95 +85,134 @@ class Personal(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ready(x).clamp(min=torch.finfo(torch.float32).tiny).log()  # type: ignore[no-any-return]
+        if isinstance(self.ready, Ready):
+            found = self.ready.log_probabilities(self.ready.prepared(x))
+            return found.to(next(self.network.parameters()).dtype)
+        shown = named(self.ready(x))["probabilities"]
+        return shown.clamp(min=torch.finfo(torch.float32).tiny).log()
 
-    def predict_proba(self, x: Tensor) -> Tensor:
-        """Return class probabilities (N, C), without gradients."""
-        with torch.no_grad():
-            return self.ready(x)  # type: ignore[no-any-return]
+    # -- a classifier ------------------------------------------------------------------------------
+    @property
+    def classes_(self) -> np.ndarray:
+        """Return the classes, in the order of probabilities."""
+        return np.arange(self.card["network"]["num_classes"])
 
-    def predict(self, x: Tensor, samples: int = 100, seed: int = 0) -> Prediction:
-        """Return mean and uncertainty of the class probabilities over the posterior of the weights;
-        the draws follow from the seed.
-        """
-        if not self.names:
-            raise BayflowerError(
-                f"{self.card['title']} ends with a point estimate: this model has no posterior; "
-                "use predict_proba"
-            )
-        if not isinstance(self.ready, Ready):
+    @property
+    def n_features_in_(self) -> int:
+        """Return the number of values of one sample."""
+        return math.prod(self.card["network"]["input_shape"])
+
+    def predict(self, X: Any) -> np.ndarray:  # noqa: N803 (scikit-learn's name)
+        """Return the likeliest class of each sample (N,)."""
+        return np.asarray(self.classes_[self._said(X)["probabilities"].argmax(1)])
+
+    def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
+        """Return calibrated class probabilities (N, K)."""
+        return self._said(X)["probabilities"]
+
+    def score(self, X: Any, y: Any) -> float:  # noqa: N803
+        """Return the accuracy on samples X with labels y."""
+        found, wanted = self.predict(X), np.asarray(y).reshape(-1)
+        if len(found) != len(wanted):
             raise ConfigError(
-                "predict needs the network itself; load it with load_personal(path, model=Net)"
+                f"there are {len(found)} samples and {len(wanted)} labels; give one for each"
             )
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            draws = self._sampled if self.card["posterior"]["kind"] == "sampled" else self._linear
-            probs = draws(self.ready.prepared(x), samples, generator)  # (S, N, C)
-        mean = probs.mean(0)
-        entropy = entropies(mean)
-        return Prediction(
-            mean, probs.std(0), entropy, (entropy - entropies(probs).mean(0)).clamp(min=0)
+        return float((found == wanted).mean())
+
+    def fit(self, X: Any, y: Any) -> Personal:  # noqa: N803
+        """Refuse: scikit-learn's tools want the name, but a federation trained the model."""
+        raise BayflowerError(
+            "a personal model is trained in a federation; `bayflower personalise` makes one from "
+            "new data"
         )
 
-    def _deviations(self) -> Tensors:
-        return {name: getattr(self, f"std_{number}") for number, name in enumerate(self.names)}
+    def __sklearn_is_fitted__(self) -> bool:
+        return True
 
-    def _sampled(self, x: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        """Return the probabilities for draws of the weights."""
-        params = dict(self.network.named_parameters())
-        found = []
-        for _ in range(samples):
-            drawn = {
-                name: params[name] + std * noise(std, generator)
-                for name, std in self._deviations().items()
-            }
-            found.append(as_probabilities(functional_call(self.network, drawn, (x,))))
-        return torch.stack(found)
+    def __sklearn_tags__(self) -> Any:
+        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
 
-    def _linear(self, x: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        """Return the probabilities for draws of the logits of the network made linear: N(f(x), J
-        diag(std²) Jᵀ).
+        return Tags(
+            estimator_type="classifier",
+            target_tags=TargetTags(required=True),
+            classifier_tags=ClassifierTags(),
+            input_tags=InputTags(allow_nan=bool(self.card.get("prepared"))),
+        )
+
+    # -- uncertainty -------------------------------------------------------------------------------
+    def uncertainty(self, X: Any, abstain: float | None = None) -> Prediction:  # noqa: N803
+        """Return everything the model says of some samples.
+
+        abstain  None: the model abstains where the set does not hold exactly one class; a number:
+                 it answers where held-out samples had at most this share of errors
         """
-        known, stds = dict(self.network.named_parameters()), self._deviations()
-        mean = {name: known[name].detach() for name in stds}
+        said, found = self._said(X), self.card["uncertainty"]
+        sets = said.get("sets")
+        if abstain is not None:
+            if not self.held:
+                raise ConfigError(
+                    "this model has no held-out samples to hold errors to a level of risk; leave "
+                    "abstain out, or train with calibration on"
+                )
+            held = (self.held["right"].cpu(), self.held["wrong"].cpu())
+            abstains = ~answered(said["doubt"], *held, float(abstain))
+        elif sets is not None:
+            abstains = sets.sum(1) != 1
+        else:
+            abstains = np.zeros(len(said["doubt"]), bool)
+        return Prediction(
+            label=self.classes_[said["probabilities"].argmax(1)],
+            probabilities=said["probabilities"],
+            point=said["point"],
+            doubt=said["doubt"],
+            entropy=said["entropy"],
+            information=said.get("information"),
+            distance=said.get("distance"),
+            sets=sets,
+            promise=found["sets"]["promise"] if found["sets"] else found["why"],
+            alarms={name: said["alarms"][:, place] for place, name in enumerate(found["alarms"])},
+            abstains=abstains,
+        )
 
-        def logits(params: Tensors, one: Tensor) -> Tensor:
-            return functional_call(self.network, params, (one[None],))[0]
+    def drift(self, X: Any) -> Drift:  # noqa: N803
+        """Return whether alarms sound more often on these samples than on held-out ones."""
+        return drift(self.uncertainty(X).alarms, self.card["uncertainty"]["alarms"])
 
-        found = []
-        for part in x.split(AT_ONCE):
-            slopes = vmap(jacrev(logits), in_dims=(None, 0))(mean, part)
-            # (n, K, P)
-            wide = torch.cat([(slopes[name] * stds[name]).flatten(2) for name in stds], 2)
-            covariance = (wide @ wide.mT).double()
-            tiny = 1e-9 * (1 + covariance.diagonal(dim1=1, dim2=2).mean(1))[:, None, None]
-            root = torch.linalg.cholesky(
-                covariance + tiny * torch.eye(covariance.shape[1], dtype=torch.float64)
-            ).to(part.dtype)
-            centre = self.network(part)
-            draws = torch.randn(
-                samples, *centre.shape, generator=generator, dtype=torch.float64
-            ).to(centre)
-            found.append(as_probabilities(centre + (root @ draws[..., None])[..., 0]))
-        return torch.cat(found, 1)
-
-
-def noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Return standard normal numbers of this shape."""
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+    def _said(self, given: Any) -> dict[str, np.ndarray]:
+        """Return the outputs for inputs of any kind, as arrays."""
+        x = inputs.tensor(given, self.card)
+        some = next(iter([*self.parameters(), *self.buffers()]), x)
+        try:
+            with torch.no_grad():
+                parts = [named(self.ready(part.to(some.device))) for part in x.split(AT_ONCE)]
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise BayflowerError(
+                f"the network failed on inputs of shape {tuple(x.shape)}, {x.dtype} ({reason}); "
+                "prepare them as in training"
+            ) from None
+        found = {}
+        for name in parts[0]:
+            value = torch.cat([part[name] for part in parts]).cpu()
+            found[name] = (value.double() if value.is_floating_point() else value).numpy()
+        return found
 
 
-def entropies(probs: Tensor) -> Tensor:
-    """Return −Σ p log p over the last axis."""
-    return -torch.special.xlogy(probs, probs).sum(-1)
+def named(found: Tensors | Tensor) -> Tensors:
+    """Return a program's outputs by name; programs of the first format give probabilities only."""
+    if isinstance(found, dict):
+        return found
+    entropy = -torch.special.xlogy(found, found).sum(-1)
+    doubt = 1 - found.amax(-1)
+    return {"probabilities": found, "point": found, "doubt": doubt, "entropy": entropy}
 
 
 def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None) -> Personal:
     """Return the personal model in a folder, in evaluation mode.
 
     Bayflower's networks are built by name; your own by `model`, the factory it was trained with.
-    Without `model`, the exported program (model.pt2) is loaded if it exists: it gives probabilities
-    but has no posterior.
+    Without `model`, the exported program (model.pt2) is loaded if it exists: it says the same, in
+    single precision.
     """
     folder = Path(path)
     if folder.name == "card.json":
@@ -159,9 +221,11 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
     extras = (
         tensors(folder / "extras.safetensors") if (folder / "extras.safetensors").exists() else {}
     )
+    # deviations of weights of the first format are not used
+    extras = {name: value for name, value in extras.items() if not name.startswith("std/")}
     recipe = card["network"]["recipe"]
     if model is None and recipe is None:
-        return Personal(program(folder), card, below(extras, "std")).eval()
+        return Personal(program(folder), card, extras).eval()
     built = (
         model
         if model is not None
@@ -183,13 +247,11 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
             f"the network does not fit {folder / 'model.safetensors'}: {reason}; give the factory "
             "it was trained with"
         ) from None
-    return Personal(
-        Ready(network.eval(), below(extras, "input")), card, below(extras, "std")
-    ).eval()
+    return Personal(assembled(network.eval(), extras, card), card, extras).eval()
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """Return the card of a personal model."""
+    """Return the card of a personal model; one of the first format as today's has it."""
     path = folder / "card.json"
     try:
         card = json.loads(path.read_text())
@@ -197,7 +259,13 @@ def read_card(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} cannot be read ({error}); give the folder that `bayflower export` wrote"
         ) from None
-    if not isinstance(card, dict) or card.get("format") != FORMAT:
+    known = card.get("format") if isinstance(card, dict) else None
+    if known == FIRST:
+        log.warning("%s: %s", folder, OLD)
+        card |= {"uncertainty": point_only(OLD), "posterior": None}
+        card["network"] = {**card["network"], "last_layer": None}
+        return card
+    if known != FORMAT:
         raise ConfigError(
             f"{path} is not the card of a personal model of this version ({FORMAT}); export it "
             "again"

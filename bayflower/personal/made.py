@@ -1,20 +1,18 @@
-"""From a client's state to files: the network that `predict` uses, its card, and formats that load
-without Bayflower.
+"""From a client's state to files: the network that predicts, its calibrated uncertainty, its card,
+and formats that load without Bayflower.
 
 model.safetensors    the network's state_dict, by your network's own names
-extras.safetensors   how inputs are prepared (input/median, input/mean, input/std) and deviations of
-                     weights (std/NAME), if there are any
-card.json            method, data in summary, metrics, calibration, how to load
-model.pt2            torch.export: inputs to class probabilities, any number of samples (where asked
-                     for and possible)
+extras.safetensors   how inputs are prepared, the posterior in use, its calibration, thresholds
+                     (names in network.py), if there are any
+card.json            method, data in summary, metrics, uncertainty, how to load
+model.pt2            torch.export: inputs to calibrated probabilities, sets and measures of doubt,
+                     any number of samples (where asked for and possible)
 model.onnx           the same for ONNX
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,16 +23,19 @@ from torch import Tensor, nn
 from .. import __version__, methods, metrics
 from ..contract import ClientHalf
 from ..data import Scaling
-from ..errors import BayflowerError, ConfigError
+from ..errors import ConfigError
 from ..files.atomic import save_tensors, write_json
 from ..networks.model import Batch
 from ..rounds import solo
-from ..rounds.calibrated import Taken
-from ..rounds.uncertain import numbers
-from ..tree import Tensors
+from ..rounds.calibrated import TEST, Taken
+from ..rounds.solo import numbers
+from ..tree import Tensors, to
+from . import card as cards
+from .network import NARROW, Ready
+from .program import exported
 
 log = logging.getLogger("bayflower")
-FORMAT = "bayflower-personal-1"
+FORMAT, FIRST = "bayflower-personal-2", "bayflower-personal-1"
 FORMATS = ("safetensors", "pt2", "onnx")
 # samples with which an exported file is tested; a number that is unlikely among a network's shapes
 TRY = 5
@@ -58,36 +59,8 @@ class Kept(NamedTuple):
     dataset: str = ""
     taken: Taken | None = None  # its calibrated uncertainty; None if calibration is off
     tally: metrics.Tally | None = None  # of the personal model on the test data, where it is known
-
-
-class Ready(nn.Module):
-    """The network with its inputs' preparation: raw inputs to class probabilities."""
-
-    def __init__(self, network: nn.Module, scaling: Tensors | None = None) -> None:
-        super().__init__()
-        self.network = network
-        for name, value in (scaling or {}).items():
-            self.register_buffer(f"input_{name}", value)
-        self.scaled = bool(scaling)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return as_probabilities(self.network(self.prepared(x)))
-
-    def prepared(self, x: Tensor) -> Tensor:
-        """Return the inputs as the network was trained on them."""
-        if not self.scaled:
-            return x
-        wide = x.to(torch.float64)
-        known: Any = self
-        wide = torch.where(torch.isnan(wide), known.input_median, wide)
-        return ((wide - known.input_mean) / known.input_std).to(x.dtype)
-
-
-def as_probabilities(logits: Tensor) -> Tensor:
-    """Return class probabilities from logits; a single logit means two classes."""
-    if logits.shape[-1] == 1:
-        return torch.cat([torch.sigmoid(-logits), torch.sigmoid(logits)], dim=-1)
-    return torch.softmax(logits, dim=-1)
+    pixels: bool = False  # whether training images were uint8, scaled to (x/255 − 0.5)/0.5
+    columns: tuple[str, ...] = ()  # names of a table's columns, where they are known
 
 
 def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) -> dict[str, Any]:
@@ -98,22 +71,19 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
     half, train = kept.half, kept.data.train
     params, buffers = numbers(half, kept.state, kept.broadcast, train.x[:1])
     network = half.model.module(params, buffers).eval().cpu()
-    scaling = (
-        {name: torch.as_tensor(value) for name, value in kept.scaling._asdict().items()}
-        if kept.scaling
-        else {}
-    )
-    made = card(kept, {name: list(value.shape) for name, value in network.state_dict().items()})
+    extras, uncertainty = surroundings(kept, network)
+    made = card(kept, network, uncertainty)
+    # the card is written last: with it the model is complete
+    for stale in ("card.json", "extras.safetensors", "model.pt2", "model.onnx"):
+        (folder / stale).unlink(missing_ok=True)
     save_tensors(
         folder / "model.safetensors",
         dict(network.state_dict()),
         {"format": FORMAT, "method": kept.method},
     )
-    extras = {f"input/{name}": value for name, value in scaling.items()}
-    (folder / "extras.safetensors").unlink(missing_ok=True)
     if extras:
         save_tensors(folder / "extras.safetensors", extras, {"format": FORMAT})
-    ready = Ready(network, scaling)
+    ready = assembled(network, extras, made)
     example = (kept.data.test.x[:TRY] if len(kept.data.test.y) >= TRY else train.x[:TRY]).cpu()
     for name in formats:
         if name != "safetensors":
@@ -122,22 +92,69 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
     return made
 
 
-def card(kept: Kept, shapes: dict[str, list[int]]) -> dict[str, Any]:
+def assembled(network: nn.Module, extras: Tensors, card: dict[str, Any]) -> Ready:
+    """Return the network with what the files have about it."""
+    found = card["uncertainty"]
+    kind = found["posterior"]["kind"] if found["posterior"] else ""
+    return Ready(network, extras, kind, card["network"]["last_layer"], tuple(found["alarms"]))
+
+
+def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any]]:
+    """Return what surrounds the network, by the names of network.py, and the card's part about
+    uncertainty.
+    """
+    extras: Tensors = {}
+    if kept.scaling:
+        extras = {f"input/{n}": torch.as_tensor(v) for n, v in kept.scaling._asdict().items()}
+    if kept.taken is None:
+        return extras, cards.point_only(cards.NOT_CALIBRATED)
+    taken: Taken = kept.taken._replace(
+        fitted=to(kept.taken.fitted, "cpu"), choice=to(kept.taken.choice, "cpu")
+    )
+    chosen, choice, fitted = taken.one.chosen, taken.choice, taken.fitted
+    kind = ""
+    if chosen.posterior:
+        kind = taken.kinds[chosen.posterior][0]
+        found = {f"posterior/{n}": v for n, v in fitted.posteriors[chosen.posterior].items()}
+        extras |= {n: v.float() if n in NARROW else v for n, v in found.items()}
+        extras["posterior/scale"] = choice.scales[chosen.posterior]
+    extras["affine/temperature"] = choice.temperature
+    extras["affine/bias"] = choice.share * fitted.bias
+    extras["affine/floor"] = fitted.floor
+    extras["sets/lowest"] = choice.lowest
+    if fitted.classes is not None:
+        extras |= {f"classes/{n}": v for n, v in fitted.classes._asdict().items()}
+    held, y = None, torch.zeros(0, dtype=torch.int64)
+    if kept.data.held is not None:
+        y = kept.data.held.y.cpu()
+        trial = Ready(
+            network, {**extras, **thresholds(taken)}, kind, layer(taken), ("information",)
+        )
+        with torch.no_grad():
+            parts = [trial.outputs(part.cpu()) for part in kept.data.held.x.split(256)]
+        held = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        seen = cards.right_or_wrong(held, y)
+        extras |= {"held/right": seen.right, "held/wrong": seen.wrong}
+    made = cards.block(kept.client, taken, held, y)
+    extras |= {n: v for n, v in thresholds(taken).items() if n.split("/")[1] in made["alarms"]}
+    return extras, made
+
+
+def thresholds(taken: Taken) -> Tensors:
+    """Return the thresholds of alarms by their names in extras.safetensors."""
+    return {f"alarms/{name}": value.double() for name, value in taken.choice.alarms.items()}
+
+
+def layer(taken: Taken | None) -> str | None:
+    """Return the last layer, None if what it gets is not the features of the uncertainty."""
+    return taken.layer if taken is not None and taken.fitted.classes is not None else None
+
+
+def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[str, Any]:
     """Return the model card, for readers and for `load_personal`; it contains no samples."""
     half, train, test = kept.half, kept.data.train, kept.data.test
     row = methods.get(kept.method)
-    tally = kept.tally
-    if tally is None and len(test.y):
-        tally = solo.test(
-            half,
-            kept.state,
-            kept.broadcast,
-            test,
-            seed=kept.seed,
-            client=kept.client,
-            round=kept.round,
-        )["personal"]
-    summary = metrics.summarise({kept.client: tally}) if tally is not None else None
+    summary = tested(kept)
     classes = half.model.num_classes
     result = (
         {key: summary[key] for key in ("num_examples", "accuracy", "balanced_accuracy", "nll")}
@@ -149,6 +166,7 @@ def card(kept: Kept, shapes: dict[str, list[int]]) -> dict[str, Any]:
         if summary
         else None
     )
+    held = 0 if kept.data.held is None else len(kept.data.held.y)
     return {
         "format": FORMAT,
         "bayflower": __version__,
@@ -164,22 +182,26 @@ def card(kept: Kept, shapes: dict[str, list[int]]) -> dict[str, Any]:
             "name": half.model.name,
             "recipe": half.model.recipe or None,
             "num_classes": classes,
-            "state": shapes,
+            "state": {name: list(value.shape) for name, value in network.state_dict().items()},
+            "last_layer": layer(kept.taken),
             "input_shape": list(train.x.shape[1:]),
             "input_dtype": str(train.x.dtype).removeprefix("torch."),
+            "input_range": vocabulary(network, train.x),
+            "pixels": kept.pixels,
+            "columns": list(kept.columns) or None,
         },
-        "inputs": "raw rows; missing values are NaN"
-        if kept.scaling
-        else "as the network was trained on them",
+        "inputs": inputs(kept),
+        "prepared": kept.scaling is not None,
         "data": {
             "dataset": kept.dataset or None,
             "num_train": len(train.y),
+            "num_held_out": held,
             "num_test": len(test.y),
             "train_per_class": torch.bincount(train.y, minlength=classes).tolist(),
         },
         "metrics": result,
         "calibration": calibration,
-        "posterior": None,
+        "uncertainty": uncertainty,
         "load": {
             "with bayflower": "bayflower.load_personal(folder)  # model=Net for a network of your "
             "own",
@@ -190,61 +212,39 @@ def card(kept: Kept, shapes: dict[str, list[int]]) -> dict[str, Any]:
     }
 
 
-def exported(path: Path, ready: Ready, example: Tensor, kind: str) -> str:
-    """Write and test an exported file; return its name, or the reason if it fails or gives other
-    probabilities.
+def tested(kept: Kept) -> dict[str, Any] | None:
+    """Return the numbers on the client's test samples of the model as it is delivered: calibrated,
+    or the point if calibration is off.
     """
-    ready = ready.eval()
-    if len(example) < 2:
-        return "not written: it takes two samples to make one"
-    batch = torch.export.Dim("batch", min=1)
-    part = path.with_name(f".{os.getpid()}.{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # torch's own, about its own future
-            program = torch.export.export(ready, (example,), dynamic_shapes=({0: batch},))
-            if kind == "pt2":
-                torch.export.save(program, part)
-                got = torch.export.load(part).module()(example[:1])
-            else:
-                got = torch.as_tensor(to_onnx(part, program, example))
-            want = ready(example[:1])
-        if not torch.allclose(got, want, atol=1e-5):
-            raise BayflowerError(
-                f"its probabilities differ by up to {float((got - want).abs().max()):.1e}"
-            )
-        part.replace(path)
-    except ImportError as error:
-        return f"not written: {error.name} is not installed; pip install 'bayflower[onnx]'"
-    # a network that cannot be exported does not affect the other files
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        log.warning("%s was not written: %s", path, reason)
-        return f"not written: {type(error).__name__}: {reason}"
-    finally:
-        part.unlink(missing_ok=True)
-    return path.name
+    if not len(kept.data.test.y):
+        return None
+    if kept.taken is not None and TEST in kept.taken.one.judged:
+        return cards.delivered(kept.client, kept.taken)
+    tally = kept.tally
+    if tally is None:
+        keys: dict[str, int] = {"seed": kept.seed, "client": kept.client, "round": kept.round}
+        found = solo.test(kept.half, kept.state, kept.broadcast, kept.data.test, **keys)
+        tally = found["personal"]
+    return metrics.summarise({kept.client: tally})
 
 
-def to_onnx(path: Path, program: Any, example: Tensor) -> Any:
-    """Write the program as ONNX and return what onnxruntime gives for the first sample."""
-    import onnxruntime
-    import onnxscript  # noqa: F401 (torch's exporter needs it, and says so less clearly)
+def inputs(kept: Kept) -> str:
+    """Return in words what inputs the model takes."""
+    if kept.scaling:
+        return "raw rows; missing values are NaN"
+    if kept.pixels:
+        return "images: pixels 0…255 of type uint8, or scaled to (x/255 − 0.5)/0.5"
+    return "as the network was trained on them"
 
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    torch.onnx.export(
-        program,
-        (),
-        str(path),
-        input_names=["x"],
-        output_names=["probabilities"],
-        dynamo=True,
-        external_data=False,
-        verbose=False,
-    )
-    session = onnxruntime.InferenceSession(str(path))
-    return session.run(None, {session.get_inputs()[0].name: example[:1].numpy()})[0]
+
+def vocabulary(network: nn.Module, x: Tensor) -> list[int] | None:
+    """Return the smallest and the largest whole number that an embedding network takes; None for
+    other inputs.
+    """
+    tables = [module for module in network.modules() if isinstance(module, nn.Embedding)]
+    if x.is_floating_point() or len(tables) != 1:
+        return None
+    return [0, tables[0].num_embeddings - 1]
 
 
 def batch_of(x: Tensor, y: Tensor) -> Batch:

@@ -4,23 +4,39 @@ own data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..config import Run, parse
-from ..data import Scaling, client_scaling, load_client, load_federation, read_npz, rng, scaling
+from ..data import (
+    DataSettings,
+    Scaling,
+    Source,
+    client_scaling,
+    hold_out,
+    load_client,
+    load_federation,
+    load_source,
+    read_npz,
+    rng,
+    scaling,
+)
 from ..errors import ConfigError
 from ..files import checkpoint
+from ..files.atomic import read_json
 from ..files.store import DiskStore
 from ..fused.bank import DiskBank
 from ..networks.model import Batch
 from ..rounds import solo
+from ..rounds.calibrated import load_total, take_home
 from ..rounds.halves import Halves, make_halves
 from ..tree import Tensors, flatten, take, unflatten
-from .made import Kept, batch_of, keep
+from .made import FORMAT, Kept, batch_of, keep
 
 
 class Opened(NamedTuple):
@@ -61,19 +77,69 @@ def export(
     """Write the personal model that `client` had at the end of the run in `folder`; return its
     card.
     """
-    opened = open_run(folder, data_dir)
+    return export_one(open_run(folder, data_dir), client, into, formats)
+
+
+def export_one(
+    opened: Opened, client: int, into: Path, formats: Sequence[str] = ("safetensors",)
+) -> dict[str, Any]:
+    """Write the personal model of one client of an opened run; return its card."""
     settings, seed = opened.run.data, opened.run.settings.seed
     data = load_client(settings, seed, client)
     samples = solo.samples(data, torch.device("cpu"), opened.run.settings.torch_dtype())
-    new = client >= settings.num_clients
-    state = None if new else client_state(opened, client)
-    return keep(
-        into,
-        kept(
-            opened, client, samples, state, client_scaling(settings, seed, client), settings.dataset
-        ),
-        formats,
-    )
+    state = None if client >= settings.num_clients else client_state(opened, client)
+    known = client_scaling(settings, seed, client)
+    found = kept(opened, client, samples, state, known, settings.dataset)
+    return keep(into, found._replace(pixels=has_pixels(settings)), formats)
+
+
+def export_all(
+    folder: Path,
+    into: Path,
+    formats: Sequence[str] = ("safetensors", "pt2"),
+    data_dir: str = "",
+    overwrite: bool = False,
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Write the personal models of all clients, training and new, to `into`/client-N; yield each
+    card, and whether the model was written now. Finished models are left as they are unless
+    `overwrite`.
+    """
+    opened = open_run(folder, data_dir)
+    clients = range(opened.run.data.total_clients)
+    done = {} if overwrite else {n: finished(opened, n, into, formats) for n in clients}
+    for client in clients:
+        if (card := done.get(client)) is not None:
+            yield card, False
+        else:
+            yield export_one(opened, client, into / f"client-{client}", formats), True
+
+
+def finished(
+    opened: Opened, client: int, into: Path, formats: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return the card of a client's model that is already there in all formats; None if it has yet
+    to be written. A model of another run is an error.
+    """
+    path = into / f"client-{client}" / "card.json"
+    card = read_json(path)
+    if not card:
+        return None
+    end = {
+        "method": opened.run.method,
+        "client": client,
+        "round": opened.checkpoint.round,
+        "seed": opened.run.settings.seed,
+        "dataset": opened.run.data.dataset,
+    }
+    there = {**{name: card.get(name) for name in end}, "dataset": card["data"]["dataset"]}
+    if there != end:
+        name = next(name for name in end if there[name] != end[name])
+        raise ConfigError(
+            f"{path} is of another run ({name} {there[name]}, not {end[name]}); choose another "
+            "folder, or --overwrite"
+        )
+    complete = card.get("format") == FORMAT and set(formats) <= set(card["files"])
+    return card if complete else None
 
 
 def personalise(
@@ -85,12 +151,14 @@ def personalise(
     data_dir: str = "",
 ) -> dict[str, Any]:
     """Write a personal model for a new client whose samples are in the .npz file `data`, as the
-    method defines it; return its card.
+    method defines it; return its card. A part of the training samples is held out for calibration
+    as in the run.
     """
     if not 0 <= test_fraction < 1:
         raise ConfigError(f"test_fraction must be in [0, 1), got {test_fraction}; 0 means no test")
     opened = open_run(folder, data_dir)
-    source, client = read_npz(data), opened.run.data.total_clients
+    settings = opened.run.data
+    source, client = read_npz(data), settings.total_clients
     classes = opened.halves.model.num_classes
     if int(source.y.max()) >= classes:
         raise ConfigError(
@@ -100,11 +168,14 @@ def personalise(
     order = rng(opened.run.settings.seed, "personalise", client).permutation(len(source.y))
     cut = int(test_fraction * len(order) + 0.5)
     if source.test is not None and source.test.any() and not source.test.all():
-        parts = order[~source.test[order]], order[source.test[order]]
+        train, test = order[~source.test[order]], order[source.test[order]]
     else:
-        parts = order[cut:], order[:cut]
+        train, test = order[cut:], order[:cut]
+    held = train[:0]
+    if settings.calibrated:
+        train, held = hold_out(train, settings.calibration_share, settings.calibration_rows)
     table = source.x.ndim == 2
-    known = scaling(source.samples(parts[0])) if table else None
+    known = scaling(source.samples(train)) if table else None
     dtype = opened.run.settings.torch_dtype()
 
     def batch(rows: Any) -> Batch:
@@ -114,14 +185,26 @@ def personalise(
             torch.as_tensor(source.y[rows]),
         )
 
-    samples = solo.Samples(batch(parts[0]), batch(parts[1]))
+    samples = solo.Samples(batch(train), batch(test), batch(held) if len(held) else None)
     shape = tuple(samples.train.x.shape[1:])
     wanted = tuple(opened.halves.model.recipe["input_shape"])
     if shape != wanted:
         raise ConfigError(
             f"{data} has samples of shape {shape}, but the federation's models need {wanted}"
         )
-    return keep(into, kept(opened, client, samples, None, known, source.name), formats)
+    found = kept(opened, client, samples, None, known, source.name)
+    return keep(into, found._replace(pixels=is_pixels(source)), formats)
+
+
+@lru_cache(maxsize=2)
+def has_pixels(settings: DataSettings) -> bool:
+    """Return whether the data set of a run has images of type uint8."""
+    return settings.dataset != "synthetic" and is_pixels(load_source(settings))
+
+
+def is_pixels(source: Source) -> bool:
+    """Return whether a data set has images of type uint8, which training scales."""
+    return bool(source.x.dtype == np.uint8 and source.x.ndim > 2)
 
 
 def kept(
@@ -133,7 +216,7 @@ def kept(
     dataset: str,
 ) -> Kept:
     """Return the client at the end, adapted as the method does it for a trained client, or for one
-    that never trained (no state).
+    that never trained (no state), with its uncertainty if calibration is on.
     """
     server, half, _, initial = opened.halves
     settings, round = opened.run.settings, opened.checkpoint.round
@@ -142,10 +225,15 @@ def kept(
     )
     before = half.init(*initial) if state is None else unflatten(half.state_type, state)
     keys: dict[str, Any] = {"seed": settings.seed, "client": client, "round": round}
+    taken = None
     with solo.one_thread():
         adapted = solo.adapt(
             half, before, broadcast, samples.train, "new" if state is None else "finetune", **keys
         )
+        if opened.run.data.calibrated:
+            total = load_total(opened.folder)
+            end = (half, adapted, broadcast, samples, total, opened.run.data)
+            taken = take_home(*end, seed=settings.seed, client=client)
     return Kept(
         opened.run.method,
         half,
@@ -156,6 +244,7 @@ def kept(
         new=state is None,
         scaling=known,
         dataset=dataset,
+        taken=taken,
     )
 
 

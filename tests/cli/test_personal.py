@@ -10,19 +10,19 @@ import sys
 import numpy as np
 import pytest
 import torch
-from personalruns import NEW, TRAINED, expected, trained
+from personalruns import NEW, TRAINED, end_of, expected, trained
 from safetensors.torch import load_file
 
 from bayflower.data import load_client
-from bayflower.errors import BayflowerError, ConfigError
+from bayflower.errors import ConfigError
 from bayflower.methods import METHODS
 from bayflower.personal import export, load_personal, personalise
 from bayflower.personal.runs import open_run
 
-BAYESIAN = {
+OWN = {
     name
     for name, row in METHODS.items()
-    if row.stem in ("metavd", "fednp", "fedbps", "fedla", "fedmap", "pfedvmp")
+    if row.stem in ("metavd", "fednp", "fedbps", "fedla", "pfedvmp")
 }
 WITHOUT_US = """
 import json, sys
@@ -34,18 +34,21 @@ class Nobody:
 sys.meta_path.insert(0, Nobody())
 import numpy, torch
 for folder in map(Path, sys.argv[1:]):
-    x, want = (torch.tensor(array) for array in numpy.load(folder / "expected.npz").values())
-    got = torch.export.load(folder / "model.pt2").module()(x)
-    assert (got - want).abs().max() < 1e-5, (folder, float((got - want).abs().max()))
-    again = torch.export.load(folder / "model.pt2").module()(x[:3])
-    assert torch.equal(got[:3].argmax(1), again.argmax(1))
+    known = dict(numpy.load(folder / "expected.npz"))
+    x, want = known.pop("x"), known["probabilities"]
+    program = torch.export.load(folder / "model.pt2").module()
+    for size in (1, 3, len(x)):
+        got = program(torch.tensor(x[:size]))
+        for name, value in known.items():
+            off = abs(got[name].detach().double().numpy() - value[:size])
+            assert (off <= 1e-5 + 1e-4 * abs(value[:size])).all(), (folder, name, off.max())
     if (folder / "model.onnx").exists():
         import onnxruntime
         session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
         (name,) = [one.name for one in session.get_inputs()]
         for size in (1, 2, len(x)):
-            (got,) = session.run(None, {name: x[:size].numpy()})
-            assert abs(got - want[:size].numpy()).max() < 1e-5, folder
+            (got,) = session.run(["probabilities"], {name: x[:size]})
+            assert abs(got - want[:size]).max() < 1e-5, folder
         print("onnx", folder.name)
     print("pt2", folder.name)
 assert "bayflower" not in sys.modules
@@ -54,32 +57,54 @@ assert "bayflower" not in sys.modules
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_methods_model_comes_back_from_its_file(method, runs, tmp_path):
-    """Trained and new clients: the card has the run's own accuracy, and the loaded module
-    `predict`'s probabilities.
+    """Trained and new clients: the card has the run's own numbers, and the loaded model gives
+    `predict`'s probabilities as a point and those of `judge` calibrated.
     """
     for client in (TRAINED, NEW):
         card = export(runs(method), client, tmp_path / str(client), ("safetensors",))
         model = load_personal(tmp_path / str(client))
         x, want, row = expected(runs(method), client)
+        end = end_of(runs(method), client)
+        said, y = model.uncertainty(x), end.data.test.y.numpy()
         assert isinstance(model, torch.nn.Module)
+        assert np.abs(said.point - want.numpy()).max() < 1e-6
         with torch.no_grad():
-            assert torch.allclose(model.predict_proba(x), want, atol=1e-6)
-            assert torch.allclose(model(x).exp(), want, atol=1e-6)
-        assert card["metrics"]["accuracy"] == pytest.approx(row["accuracy"])
-        assert card["metrics"]["nll"] == pytest.approx(row["nll"], rel=1e-4)
-        assert card["calibration"]["ece"] == pytest.approx(row["ece"], rel=1e-4)
+            assert np.abs(model(x).exp().numpy() - said.probabilities).max() < 1e-6
+        judged, number = end.taken.one.judged["test"], len(y)
+        nll = -np.log(model.predict_proba(x)[np.arange(number), y]).sum()
+        assert nll == pytest.approx(float(judged.tallies["calibrated"].nll), abs=1e-6)
+        assert int((model.predict(x) == y).sum()) == int(judged.tallies["calibrated"].correct)
+        assert card["metrics"]["nll"] == pytest.approx(nll / number, abs=1e-6)
+        assert int(said.sets[np.arange(number), y].sum()) == int(
+            judged.trusts["calibrated"].covered
+        )
+        assert said.sets.sum() == int(judged.trusts["calibrated"].set_size)
+        for name, above in said.alarms.items():
+            assert int(above.sum()) == int(judged.alarms[name])
+        block = card["uncertainty"]
+        point = block["tests"]["test"]["point"]
+        assert point["accuracy"] == pytest.approx(row["accuracy"])
+        assert point["nll"] == pytest.approx(row["nll"], rel=1e-4)
+        assert point["ece"] == pytest.approx(row["ece"], rel=1e-4)
         assert card["never_trained"] == (client == NEW)
         assert sum(card["data"]["train_per_class"]) == card["data"]["num_train"]
-        assert (card["posterior"] is not None) == (method in BAYESIAN)
-        if method in BAYESIAN:
-            found = model.predict(x, samples=20)
-            assert torch.allclose(found.mean.sum(1), torch.ones(len(x)), atol=1e-4)
-            assert bool((found.std.sum(1) > 0).all())
-            assert bool((found.information <= found.entropy + 1e-6).all())
-            assert torch.equal(found.mean, model.predict(x, samples=20).mean)
-        else:
-            with pytest.raises(BayflowerError, match="ends with a point"):
-                model.predict(x)
+        assert (
+            card["data"]["num_held_out"]
+            == len(end.data.held.y)
+            == block["held_out"]["num_examples"]
+        )
+        assert set(block["held_out"]["nll"]["fitted"]) == (
+            {"laplace", "own"} if method in OWN else {"laplace"}
+        )
+        assert (block["posterior"] is not None) == (block["used"] == "posterior")
+
+
+def remember(folder, x):
+    """Write what the loaded model says of x beside it, for a process without us."""
+    said = load_personal(folder).uncertainty(x)
+    known = {"probabilities": said.probabilities, "doubt": said.doubt, "distance": said.distance}
+    np.savez(folder / "expected.npz", x=x, **known)
+    return said
 
 
 def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
@@ -87,7 +112,7 @@ def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
     of tables with missing values.
     """
     folders = []
-    for method in ("fedmap", "pfedvmp", "metavd", "fedbps", "fednp", "fedbn", "local"):
+    for method in ("fedmap", "metavd", "fedbn"):
         folder = tmp_path / method
         export(
             runs(method),
@@ -95,8 +120,7 @@ def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
             folder,
             ("safetensors", "pt2", *(["onnx"] if method in ("fedmap", "fedbn") else [])),
         )
-        x, want, _ = expected(runs(method), TRAINED)
-        np.savez(folder / "expected.npz", x=x, want=want)
+        remember(folder, expected(runs(method), TRAINED)[0].numpy())
         folders.append(folder)
     draw = np.random.default_rng(0)
     x = (draw.normal(size=(300, 4)) * [1, 10, 100, 1000] + 50).astype(np.float32)
@@ -114,12 +138,12 @@ def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
     )
     folder = tmp_path / "table"
     export(out, 0, folder, ("safetensors", "pt2", "onnx"))
-    _, want, _ = expected(out, 0)
     run = open_run(out).run
     from bayflower.data.federation import _layout, _raw
 
     raw = _raw(_layout(run.data, run.settings.seed), run.data, run.settings.seed, 0)
-    np.savez(folder / "expected.npz", x=raw.x_test, want=want)
+    _, want, _ = expected(out, 0)
+    assert np.abs(remember(folder, raw.x_test).point - want.numpy()).max() < 1e-6
     folders.append(folder)
     call = [sys.executable, "-W", "ignore", "-c", WITHOUT_US, *map(str, folders)]
     alone = {"PATH": "", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -159,18 +183,15 @@ def test_a_new_clients_data_give_it_a_model(method, runs, tmp_path):
     )
     card = personalise(runs(method), tmp_path / "mine.npz", tmp_path / "out", ("safetensors",))
     assert card["never_trained"]
-    assert card["data"]["num_train"] == len(data.y_train)
+    held = int(0.2 * len(data.y_train) + 0.5)
+    assert card["data"]["num_held_out"] == held
+    assert card["data"]["num_train"] == len(data.y_train) - held
+    assert (
+        f"client's {held} held-out samples, filled up to 30"
+        in card["uncertainty"]["sets"]["promise"]
+    )
     model = load_personal(tmp_path / "out")
-    with torch.no_grad():
-        right = (
-            (
-                model.predict_proba(torch.as_tensor(data.x_test)).argmax(1)
-                == torch.as_tensor(data.y_test)
-            )
-            .double()
-            .mean()
-        )
-    assert float(right) == pytest.approx(card["metrics"]["accuracy"])
+    assert model.score(data.x_test, data.y_test) == pytest.approx(card["metrics"]["accuracy"])
     np.savez(tmp_path / "bad.npz", x=x[:, :, :4], y=y, num_classes=10)
     with pytest.raises(ConfigError, match="samples of shape"):
         personalise(runs(method), tmp_path / "bad.npz", tmp_path / "bad")
@@ -193,10 +214,9 @@ def test_states_are_found_wherever_an_engine_keeps_them(tmp_path):
         out = trained(tmp_path / name, "fedmap", engine, **more)
         export(out, TRAINED, tmp_path / f"{name}-model", ("safetensors",))
         x, _, _ = expected(out, TRAINED)
-        with torch.no_grad():
-            got = load_personal(tmp_path / f"{name}-model").predict_proba(x)
+        got = load_personal(tmp_path / f"{name}-model").predict_proba(x)
         want = got if want is None else want
-        assert torch.allclose(got, want, atol=1e-5), name
+        assert np.abs(got - want).max() < 1e-5, name
 
 
 def test_clients_in_a_flower_app_save_their_models_after_the_last_round(tmp_path):
@@ -224,14 +244,13 @@ def test_clients_in_a_flower_app_save_their_models_after_the_last_round(tmp_path
         plain.load_state_dict(load_file(folder / "model.safetensors"))
         with torch.no_grad():
             want = torch.softmax(plain.eval()(x), 1)
-            assert torch.allclose(model.predict_proba(x), want, atol=1e-6)
-            assert torch.allclose(program.predict_proba(x), want, atol=1e-5)
+        said, other = model.uncertainty(x), program.uncertainty(x)
+        assert np.abs(said.point - want.numpy()).max() < 1e-6
+        for a, b in zip(said, other, strict=True):
+            if isinstance(a, np.ndarray):
+                assert np.allclose(a, b, atol=1e-5, rtol=1e-4)
         tally = strategy.outcome.views["personal"][client]
         assert int((want.argmax(1) == y).sum()) == int(tally.correct)
-        assert model.card["metrics"]["accuracy"] == pytest.approx(float(tally.correct) / len(y))
-        assert bool((model.predict(x).std > 0).any())
-        with pytest.raises(ConfigError, match="load it with load_personal"):
-            program.predict(x)
 
 
 def test_a_model_that_cannot_be_saved_is_said_and_the_test_still_counts(

@@ -1,0 +1,118 @@
+"""Programs that need nothing of ours: torch.export and ONNX files with the calibrated uncertainty,
+tested against the module before they are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..calibration import conformal
+from ..errors import BayflowerError
+from ..tree import Tensors
+from .network import Ready
+
+log = logging.getLogger("bayflower")
+CLOSE = 1e-5  # by which probabilities may differ
+EDGE = 1e-4  # classes whose probability is as near to the edge of a set may fall on either side
+
+
+class Program(nn.Module):
+    """What is exported: raw inputs to the outputs of `Ready` by name, numbers in single precision
+    (of a float64 network, in double).
+    """
+
+    def __init__(self, ready: Ready) -> None:
+        super().__init__()
+        self.ready = ready
+        first = next(ready.network.parameters(), torch.zeros(()))
+        self.dtype = first.dtype
+
+    def forward(self, x: Tensor) -> Tensors:
+        return {
+            name: value.to(self.dtype) if value.is_floating_point() else value
+            for name, value in self.ready(x).items()
+        }
+
+
+def exported(path: Path, ready: Ready, example: Tensor, kind: str) -> str:
+    """Write and test an exported file; return its name, or the reason if it fails or gives other
+    numbers.
+    """
+    if len(example) < 2:
+        return "not written: it takes two samples to make one"
+    made = Program(ready).eval()
+    part = path.with_name(f".{os.getpid()}.{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # torch's own, about its own future
+            # fixed draws are made here once, outside of tracing
+            want = [made(example[:size]) for size in (1, len(example))]
+            batch = torch.export.Dim("batch", min=1)
+            program = torch.export.export(made, (example,), dynamic_shapes=({0: batch},))
+            if kind == "pt2":
+                torch.export.save(program, part)
+                run: Any = torch.export.load(part).module()
+            else:
+                run = to_onnx(part, program, list(want[0]))
+            for one in want:
+                check(run(example[: len(one["doubt"])]), one, ready)
+        part.replace(path)
+    except ImportError as error:
+        return f"not written: {error.name} is not installed; pip install 'bayflower[onnx]'"
+    # a network that cannot be exported does not affect the other files
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        log.warning("%s was not written: %s", path, reason)
+        return f"not written: {type(error).__name__}: {reason}"
+    finally:
+        part.unlink(missing_ok=True)
+    return path.name
+
+
+def check(got: Tensors, want: Tensors, ready: Ready) -> None:
+    """Raise an error if a program's outputs are not those of the module."""
+    if list(got) != list(want):
+        raise BayflowerError(f"its outputs are {', '.join(got)}, expected {', '.join(want)}")
+    for name, value in want.items():
+        if value.is_floating_point():
+            if not torch.allclose(got[name], value, atol=CLOSE, rtol=1e-4):
+                worst = float((got[name] - value).abs().max())
+                raise BayflowerError(f"its {name} differ by up to {worst:.1e}")
+        elif name == "sets":
+            edge = conformal.edge(ready.extras()["sets/lowest"])
+            sure = (want["probabilities"] - edge).abs() > EDGE
+            if bool((sure & (got[name] != value)).any()):
+                raise BayflowerError("its sets differ")
+
+
+def to_onnx(path: Path, program: Any, names: list[str]) -> Any:
+    """Write the program as ONNX; return a function that runs it with onnxruntime."""
+    import onnxruntime
+    import onnxscript  # noqa: F401 (torch's exporter needs it, and says so less clearly)
+
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    torch.onnx.export(
+        program,
+        (),
+        str(path),
+        input_names=["x"],
+        output_names=names,
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(str(path))
+
+    def run(x: Tensor) -> Tensors:
+        found = session.run(names, {session.get_inputs()[0].name: x.numpy()})
+        return dict(zip(names, map(torch.as_tensor, found), strict=True))
+
+    return run
