@@ -7,16 +7,17 @@ so s = 0 is the point and s = 1 the posterior as it was fitted. Calibrated it is
     p = (1 − e) softmax(log p / T + h·b) + e / K
 
 with a temperature T, a share h of the bias b, which moves the mean prediction towards the classes
-that the client's training data have, and e = 1 / (n + STRENGTH + 2) for n held-out samples: nobody
-can claim more certainty than as many samples can show.
+that the client's training data have, and e = 0.5 / (n + STRENGTH + 1) for n held-out samples: what
+Jeffreys' rule gives an event that as many samples did not show.
 
     raw[form, 0] = Σ over held-out samples of l = −log p_y, uncalibrated; raw[form, 1] = Σ (l − l of
     the point)²;     table[form, h, T] = Σ l, calibrated;        in units of 2^-20, as whole numbers
 
 The sums have no rounding in any order. A client chooses on its own sums, on everyone's, or between
 both: own + STRENGTH · everyone / number of everyone's samples. So a client with few samples follows
-the others, and one with many its own. The gate: a posterior is used only where it is better than
-the point by MARGIN and by one standard error.
+the others, and one with many its own. The gate: uncalibrated, a posterior is used only where it is
+better than the point by MARGIN and by one standard error; calibrated, only where it is better than
+the calibrated point by GAIN.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ UNIT = 2.0**20
 STRENGTH = 30.0  # held-out samples that everyone's table counts for beside a client's own
 WORST = 700.0  # nats a sample
 MARGIN = 0.002  # nats a sample by which a posterior must be better than the point
+GAIN = 0.005  # the same where both are calibrated
 
 
 def temperatures() -> Tensor:
@@ -95,7 +97,7 @@ def doubtful(log_probs: Tensor, floor: Tensor) -> Tensor:
 
 def floor_of(rows: Tensor | int) -> Tensor:
     """Return the share of even probabilities for as many held-out samples."""
-    return 1 / (torch.as_tensor(rows, dtype=torch.float64) + STRENGTH + 2)
+    return 0.5 / (torch.as_tensor(rows, dtype=torch.float64) + STRENGTH + 1)
 
 
 def tables(
@@ -138,12 +140,13 @@ def row(log_probs: Tensor, bias: Tensor, floor: Tensor, y: Tensor, mask: Tensor)
 
 
 class Chosen(NamedTuple):
-    """The form, temperature and share of the bias of one client."""
+    """What one client uses: calibrated, and without calibration (`gate`)."""
 
     posterior: str  # "" = the point
     scale: float
     temperature: float
-    share: float
+    share: float  # of the bias
+    gate: tuple[str, float]  # posterior and scale
     # held-out NLL a sample of the client's own: the point, the chosen form, calibrated
     point: float | None
     gated: float | None
@@ -172,13 +175,17 @@ def choose(own: Sums, total: Sums, posteriors: Sequence[str], how: str) -> Chose
         weight = own.rows + others * total.rows
     known = forms(posteriors)
     if not weight:
-        return Chosen("", 0.0, 1.0, 0.0, None, None, None, {})
+        return Chosen("", 0.0, 1.0, 0.0, ("", 0.0), None, None, None, {})
     raw = (mine * own.raw.double() + others * total.raw.double()) / UNIT / weight
     curve = (mine * own.table.double() + others * total.table.double()) / UNIT / weight
     gain = raw[0, 0] - raw[:, 0]
     error = ((raw[:, 1] - gain.square()).clamp(min=0) / weight).sqrt()
     passed = (gain >= MARGIN) & (gain >= error)
-    best = int(torch.where(passed, gain, -torch.inf).argmax()) if bool(passed.any()) else 0
+    gate = int(torch.where(passed, gain, -torch.inf).argmax()) if bool(passed.any()) else 0
+    lowest_of = curve.amin((1, 2))
+    best = int(lowest_of.argmin())
+    if float(lowest_of[0] - lowest_of[best]) < GAIN:
+        best = 0
     floors = curve[best].amin(-1)
     side = int(floors.argmin())
     if float(floors[0] - floors[side]) < MARGIN:
@@ -191,8 +198,9 @@ def choose(own: Sums, total: Sums, posteriors: Sequence[str], how: str) -> Chose
         *known[best],
         heat,
         SHARES[side],
+        known[gate],
         float(level[0]) if held else None,
-        float(level[best]) if held else None,
+        float(level[gate]) if held else None,
         between(mean, heat) if held else None,
         {
             name: float(level[place])

@@ -99,9 +99,11 @@ def answer(
 
 def as_vector(chosen: Chosen, kinds: Mapping[str, Any]) -> Tensor:
     """Return what a client uses as numbers; −1 stands for a number that is not known."""
-    place = list(kinds).index(chosen.posterior) if chosen.posterior else -1
+    names = ["", *kinds]
+    gate, scale = chosen.gate
     held = [chosen.point, chosen.gated, chosen.calibrated, *(chosen.fitted.get(k) for k in kinds)]
-    numbers = [float(place), chosen.scale, chosen.temperature, chosen.share]
+    numbers = [float(names.index(chosen.posterior)), chosen.scale, chosen.temperature]
+    numbers += [chosen.share, float(names.index(gate)), scale]
     return torch.tensor(
         [*numbers, *(-1.0 if one is None else one for one in held)], dtype=torch.float64
     )
@@ -109,21 +111,22 @@ def as_vector(chosen: Chosen, kinds: Mapping[str, Any]) -> Tensor:
 
 def from_vector(vector: Tensor, kinds: Mapping[str, Any]) -> Chosen:
     """Return what a client uses; raise if it cannot be."""
-    names = list(kinds)
-    if vector.shape != (7 + len(names),) or not bool(torch.isfinite(vector).all()):
+    names = ["", *kinds]
+    if vector.shape != (9 + len(kinds),) or not bool(torch.isfinite(vector).all()):
         raise WireError("the numbers of what the client uses are missing or not finite")
-    place, scale, temperature, share, *held = vector.tolist()
+    place, scale, temperature, share, gate, gated, *held = vector.tolist()
     if not (
-        place in range(-1, len(names))
-        and 0 <= scale <= max(curves.SCALES)
+        place in range(len(names))
+        and gate in range(len(names))
+        and 0 <= min(scale, gated) <= max(scale, gated) <= max(curves.SCALES)
         and 0 < temperature <= 2 * curves.HIGHEST
         and 0 <= share <= 1
     ):
         raise WireError("the numbers of what the client uses are impossible")
     known = [None if one < 0 else one for one in held]
-    fitted = {name: one for name, one in zip(names, known[3:], strict=True) if one is not None}
-    posterior = names[int(place)] if place >= 0 else ""
-    return Chosen(posterior, scale, temperature, share, known[0], known[1], known[2], fitted)
+    fitted = {name: one for name, one in zip(kinds, known[3:], strict=True) if one is not None}
+    use = (names[int(place)], scale, temperature, share, (names[int(gate)], gated))
+    return Chosen(*use, known[0], known[1], known[2], fitted)
 
 
 # -- the server ------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def evaluate_reply(
     if order is not None:
         ours = {"seed": keys["seed"], "client": site.client}
         said, taken = calibrating.answer(order, half, adapted, broadcast, site.data, sums, **ours)
-    if isinstance(site.store, DiskStore) and (views or taken):
+    if isinstance(site.store, DiskStore) and (order is None or taken):
         folder = site.store.folder(head["run"], site.client) / "personal"
         end: dict[str, Any] = {
             "method": head["method"],

@@ -108,16 +108,21 @@ def why(taken: Taken) -> str:
         )
         seen = f" On the client's own, NLL is {chosen.point:.3f} as a point, {fits}."
     if not chosen.posterior:
-        return f"The posterior is withheld: on {whose} it is not better than the point.{seen}"
+        return (
+            f"The posterior is withheld: on {whose} it is not better than the point, both "
+            f"calibrated.{seen}"
+        )
     how = (
         "as fitted"
         if chosen.scale == 1
         else f"scaled {'down' if chosen.scale < 1 else 'up'} to {chosen.scale:g} times its fitted "
         "standard deviations"
     )
-    if rows and chosen.scale != 1:
+    if rows and chosen.scale != 1 and chosen.gate == (chosen.posterior, chosen.scale):
         seen = seen[:-1] + f", {chosen.gated:.3f} at that scale."
-    return f"The posterior {chosen.posterior} is used, {how}: best on {whose}.{seen}"
+    return (
+        f"The posterior {chosen.posterior} is used, {how}: calibrated, it is best on {whose}.{seen}"
+    )
 
 
 def sets(taken: Taken, y: Tensor) -> dict[str, Any]:

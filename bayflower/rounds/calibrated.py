@@ -208,6 +208,7 @@ def per_client(client: int, one: One, how: str, coverage: float) -> dict[str, An
         "num_examples": number,
         "posterior": chosen.posterior or None,
         "scale": chosen.scale,
+        "uncalibrated": {"posterior": chosen.gate[0] or None, "scale": chosen.gate[1]},
         "temperature": chosen.temperature,
         "bias": chosen.share,
         "held_out_nll": {

@@ -68,6 +68,7 @@ class Choice(NamedTuple):
     """What a client uses."""
 
     scales: Tensors  # of every posterior; at most one is above 0
+    gate: Tensors  # the same without calibration
     temperature: Tensor
     share: Tensor  # of the bias
     lowest: Tensor  # the lowest bin that a set takes in, (1 or K,)
@@ -176,7 +177,7 @@ class Uncertain:
 
     def calibrated(self, fitted: Fitted, choice: Choice, out: Outputs) -> Tensor:
         """Return the calibrated log-probabilities."""
-        gated = curves.predictive(out.logits, mixed(out, choice))
+        gated = curves.predictive(out.logits, mixed(out, choice.scales))
         return curves.doubtful(curves.scaled(gated, *affine(fitted, choice)), fitted.floor)
 
     def nothing_held(self, device: torch.device | str = "cpu") -> Held:
@@ -188,7 +189,8 @@ class Uncertain:
         """Return the measures of ALARMS of each sample (N, 3)."""
         out = self.outputs(fitted, batch.x)
         return torch.stack(
-            [*doubts(out.logits, mixed(out, choice), *affine(fitted, choice)), out.distance], -1
+            [*doubts(out.logits, mixed(out, choice.scales), *affine(fitted, choice)), out.distance],
+            -1,
         )
 
     def judge(self, fitted: Fitted, choice: Choice, batch: Batch) -> Judged:
@@ -198,8 +200,8 @@ class Uncertain:
         forms = {"point": point}
         if "laplace" in out.offsets:
             forms["fitted"] = curves.predictive(out.logits, out.offsets["laplace"])
-        offset = mixed(out, choice)
-        forms["posterior"] = curves.predictive(out.logits, offset)
+        offset = mixed(out, choice.scales)
+        forms["posterior"] = curves.predictive(out.logits, mixed(out, choice.gate))
         forms["calibrated"] = self.calibrated(fitted, choice, out)
         inside = conformal.sets(forms["calibrated"], choice.lowest)
         entropy, information = doubts(out.logits, offset, *affine(fitted, choice))
@@ -228,13 +230,13 @@ def nothing_held(
     )
 
 
-def mixed(out: Outputs, choice: Choice) -> Tensor:
-    """Return the offsets of the chosen posterior at its scale, zero for the point."""
+def mixed(out: Outputs, scales: Tensors) -> Tensor:
+    """Return the offsets of a posterior at its scale, zero for the point."""
     total = torch.zeros_like(out.logits, dtype=torch.float64)[None]
     for name, offset in out.offsets.items():
         repeats = laplace.DRAWS // offset.shape[0]
         wide = offset.repeat_interleave(repeats, 0) if repeats > 1 else offset
-        total = total + choice.scales[name] * wide
+        total = total + scales[name] * wide
     return total
 
 
@@ -263,12 +265,16 @@ def decide(
     """
     sums = [curves.Sums(int(held.rows), held.raw, held.table) for held in (own, total)]
     chosen = curves.choose(sums[0], sums[1], posteriors, how)
-    scales = {
-        name: torch.tensor(chosen.scale if name == chosen.posterior else 0.0, dtype=torch.float64)
-        for name in posteriors
-    }
+
+    def scales(posterior: str, scale: float) -> Tensors:
+        return {
+            name: torch.tensor(scale if name == posterior else 0.0, dtype=torch.float64)
+            for name in posteriors
+        }
+
     return chosen, Choice(
-        scales,
+        scales(chosen.posterior, chosen.scale),
+        scales(*chosen.gate),
         torch.tensor(chosen.temperature, dtype=torch.float64),
         torch.tensor(chosen.share, dtype=torch.float64),
         torch.zeros(len(own.scores), dtype=torch.int64),

@@ -199,10 +199,10 @@ def test_a_table_of_another_shape_is_left_out_and_scores_must_agree() -> None:
 
 def test_what_a_client_uses_travels_as_numbers() -> None:
     kinds = {"laplace": ("kronecker", "a"), "own": ("diagonal", "b")}
-    chosen = curves.Chosen("own", 0.5, 1.5, 0.5, 1.0, 0.9, None, {"laplace": 2.0})
+    chosen = curves.Chosen("own", 0.5, 1.5, 0.5, ("laplace", 1.0), 1.0, 0.9, None, {"laplace": 2.0})
     assert from_vector(as_vector(chosen, kinds), kinds) == chosen
     wrong = as_vector(chosen, kinds)
-    for place, value in ((0, 7.0), (1, -0.5), (2, 0.0), (3, 2.0), (4, torch.nan)):
+    for place, value in ((0, 7.0), (1, -0.5), (2, 0.0), (3, 2.0), (4, 0.5), (6, torch.nan)):
         changed = wrong.clone()
         changed[place] = value
         with pytest.raises(WireError):

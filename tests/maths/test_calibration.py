@@ -90,11 +90,12 @@ def test_the_gate_takes_a_posterior_that_helps_and_withholds_one_that_hurts() ->
     spread = torch.randn(32, 1, K, generator=draw, dtype=torch.float64)
     sharp = sums(3 * logits, y, {"own": 3 * spread})  # overconfident
     used = curves.choose(sharp, sharp, ["own"], "shrunk")
-    assert used.posterior == "own"
+    assert used.gate[0] == "own"
     assert used.gated < used.point - 0.05
+    assert used.calibrated < used.gated
     flat = sums(0.3 * logits, y, {"own": spread})  # underconfident
     kept = curves.choose(flat, flat, ["own"], "shrunk")
-    assert (kept.posterior, kept.scale) == ("", 0.0)
+    assert (kept.posterior, kept.scale, kept.gate) == ("", 0.0, ("", 0.0))
     assert kept.gated == kept.point
     assert kept.calibrated < kept.point
 
@@ -108,8 +109,21 @@ def test_a_gain_within_one_standard_error_is_no_gain(spread: float, used: bool) 
     raw[3] = torch.tensor([rows * (1 - gain), rows * (gain**2 + spread**2)])
     found = curves.Sums(rows, (raw * curves.UNIT).long(), (table * curves.UNIT).long())
     chosen = curves.choose(found, found, ["own"], "client")  # the error is spread / 5
-    assert chosen.posterior == ("own" if used else "")
-    assert chosen.scale == (curves.SCALES[2] if used else 0.0)
+    assert chosen.gate == (("own", curves.SCALES[2]) if used else ("", 0.0))
+
+
+@pytest.mark.parametrize(("better", "used"), [(0.01, True), (0.003, False)])
+def test_calibrated_a_posterior_must_beat_the_calibrated_point(better: float, used: bool) -> None:
+    rows = 100
+    table = torch.full((8, len(curves.SHARES), curves.FINEST), 100.0, dtype=torch.float64)
+    table[0, 0, 9] = rows * 0.5  # the point at a temperature
+    table[5, 1, 12] = rows * (0.5 - better)
+    raw = torch.full((8, 2), 100.0, dtype=torch.float64)
+    found = curves.Sums(rows, (raw * curves.UNIT).long(), (table * curves.UNIT).long())
+    chosen = curves.choose(found, found, ["own"], "client")
+    assert (chosen.posterior, chosen.scale, chosen.share) == (
+        ("own", curves.SCALES[4], curves.SHARES[1]) if used else ("", 0.0, 0.0)
+    )
 
 
 def test_a_small_client_follows_everyone_and_a_large_one_itself() -> None:

@@ -62,8 +62,12 @@ def using(end: Kept, posterior: str, scale: float = 0.7, lowest: int = 900) -> K
     """
     taken = end.taken
     wide = {"dtype": torch.float64}
+    scales = {
+        name: torch.tensor(scale if name == posterior else 0.0, **wide) for name in taken.kinds
+    }
     choice = Choice(
-        {name: torch.tensor(scale if name == posterior else 0.0, **wide) for name in taken.kinds},
+        scales,
+        scales,
         torch.tensor(0.8, **wide),
         torch.tensor(0.5, **wide),
         torch.tensor([lowest]),
