@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
 
+from .maths.gradients import grad_and_value
 from .maths.laplace import Posterior as Posterior  # part of the contract
 from .maths.laplace import Seen, fitted, last_weights
 from .maths.optim import OptState

@@ -21,10 +21,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad
 
 from ..contract import Phase, Survey, Work
 from ..maths import dropout
+from ..maths.gradients import grad
 from ..networks.model import Batch
 from ..strategies.snip import MASK, SENSITIVITY, Broadcast, Update
 from ..tree import Shapes, Tensors, flatten, map_tree, shapes, unflatten

@@ -35,12 +35,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp, vmap
+from torch.func import vmap
 
 from ..networks.model import Batch, Model
 from ..stacked.masked import MaskedBatchNorm
 from ..stacked.stackable import StackedConv2d
 from ..tree import Tensors
+from .gradients import vjp
 
 Kind = Literal["fisher", "sketch", "empirical"]
 Rule = Callable[[nn.Module, Tensors, Tensors, Tensor, Tensor], Tensors]

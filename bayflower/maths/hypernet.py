@@ -23,10 +23,10 @@ import hashlib
 
 import torch
 from torch import Tensor
-from torch.func import vjp
 from torch.nn import functional
 
 from ..tree import Tensors
+from .gradients import vjp
 
 SLOPE = 0.1  # of LeakyReLU below 0
 

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value
 
 from ..tree import Tensors
+from .gradients import grad, grad_and_value
 
 # (parameters, buffers, group) → (loss, buffers after the pass)
 Loss = Callable[[Tensors, Tensors, int], tuple[Tensor, Tensors]]

@@ -20,7 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = (
-    *("torch.func", "torch._dynamo", "sklearn.datasets", "flwr.app", "flwr.serverapp"),
+    *("torch.func", "torch.fx.experimental.symbolic_shapes", "sklearn.datasets"),
+    *("flwr.app", "flwr.serverapp"),
     *("bayflower.cli", "bayflower.engines", "bayflower.fused.run", "bayflower.flower.loop"),
 )
 
