@@ -177,9 +177,9 @@ def test_bad_settings_end_with_one_line_and_code_2(tmp_path, words, text, monkey
     check_refusal(stopped.value.code, *capsys.readouterr(), text)
 
 
-@pytest.mark.parametrize(("words", "text"), [BAD[0], BAD[3]])
-def test_bad_settings_end_a_real_process(tmp_path, words, text):
-    done = alone(*words, cwd=tmp_path)
+@pytest.mark.parametrize(("start", "words", "text"), [(bayflower, *BAD[0]), (alone, *BAD[3])])
+def test_bad_settings_end_a_real_process(tmp_path, start, words, text):
+    done = start(*words, cwd=tmp_path)
     check_refusal(done.returncode, done.stdout, done.stderr, text)
 
 

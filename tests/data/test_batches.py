@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from bayflower.contract import Phase
 from bayflower.data import largest_batch, noise, num_steps, plan, rng
@@ -174,6 +173,8 @@ def check_table(sizes: list[int], clients: list[int], coupled: bool) -> None:
 
 
 def test_noise_is_normal_and_the_same_for_one_client_or_many() -> None:
+    from scipy import stats
+
     keys = torch.tensor([noise_key(0, "train/local", "eps", client, 3) for client in range(40)])
     drawn = normal(keys, torch.tensor(5), (50, 40))
     flat = drawn.flatten().numpy()

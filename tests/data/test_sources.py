@@ -13,6 +13,7 @@ from bayflower.data import (
     load_federation,
     load_source,
     read_npz,
+    sources,
     standardise,
 )
 from bayflower.errors import ConfigError
@@ -186,3 +187,17 @@ def test_standardise_keeps_the_scale_of_a_constant_column() -> None:
     a, b = standardise(train, np.array([[0.1], [1.1]]))
     assert np.allclose(a, 0, atol=1e-6)
     assert np.allclose(b, [[0.0], [1.0]], atol=1e-6)
+
+
+# -- digits --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("hidden", [False, True])
+def test_digits_are_those_of_scikit_learn(hidden, monkeypatch):
+    """From its file, and through its function where the file is not found."""
+    from sklearn.datasets import load_digits
+
+    if hidden:
+        monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    want, got = load_digits(), sources._digits()
+    assert np.array_equal(got.x, (want.images / 16).astype(np.float32)[:, None])
+    assert np.array_equal(got.y, want.target)
+    assert (got.x.dtype, got.y.dtype, got.num_classes) == (np.float32, np.int64, 10)

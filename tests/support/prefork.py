@@ -20,8 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = (
-    *("torch.func", "torch.fx.experimental.symbolic_shapes", "sklearn.datasets"),
-    *("flwr.app", "flwr.serverapp"),
+    *("torch.func", "torch.fx.experimental.symbolic_shapes", "flwr.app", "flwr.serverapp"),
     *("bayflower.cli", "bayflower.engines", "bayflower.fused.run", "bayflower.flower.loop"),
 )
 
