@@ -22,7 +22,7 @@ import torch
 from . import methods
 from .contract import Phase
 from .data import DataSettings
-from .errors import ConfigError
+from .errors import ConfigError, field_types
 from .maths.optim import Optimizer, OptimizerName
 from .networks.papers import MODELS
 from .settings import meanings, setting
@@ -340,7 +340,7 @@ def parse(
             )
             raise ConfigError(f"method {method!r} has no setting {key!r}; {hint}")
         group = known[name]
-        chosen[group][name] = convert(name, value, typing.get_type_hints(kinds[group])[name])
+        chosen[group][name] = convert(name, value, field_types(kinds[group])[name])
     return Run(method, **{group: kind(**chosen[group]) for group, kind in kinds.items()})
 
 
@@ -372,7 +372,7 @@ def convert(name: str, value: Any, hint: Any) -> Any:
 
 def convert_fields(kind: type, values: Mapping[str, Any]) -> Any:
     """Return the settings class `kind` with `values`, which come from JSON."""
-    hints = typing.get_type_hints(kind)
+    hints = field_types(kind)
     if unknown := sorted(set(values) - set(hints)):
         raise ConfigError(
             f"setting {unknown[0]!r} in the server's message is unknown; install the same version "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+_types: dict[type, Mapping[str, Any]] = {}
 
 
 class BayflowerError(Exception):
@@ -13,9 +16,16 @@ class ConfigError(BayflowerError):
     """A setting that is not allowed; raised before a run starts."""
 
 
+def field_types(kind: type) -> Mapping[str, Any]:
+    """Return the types of a class's fields; Python alone would read its annotations every time."""
+    if kind not in _types:
+        _types[kind] = get_type_hints(kind)
+    return _types[kind]
+
+
 def check_choices(config: Any) -> None:
     """Raise if a Literal field of `config` has a value that is not allowed."""
-    for name, kind in get_type_hints(type(config)).items():
+    for name, kind in field_types(type(config)).items():
         if get_origin(kind) is Literal and getattr(config, name) not in get_args(kind):
             raise ConfigError(
                 f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(config, name)!r}"

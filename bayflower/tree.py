@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .errors import BayflowerError, WireError
+from .errors import BayflowerError, WireError, field_types
 
 Tensors = dict[str, Tensor]
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def unflatten(kind: type[T], flat: Mapping[str, Tensor], prefix: str = "") -> T:
     """
     known = set()
     fields: dict[str, Any] = {}
-    for field, hint in get_type_hints(kind).items():
+    for field, hint in field_types(kind).items():
         name = prefix + field
         if hint is Tensor:
             if name not in flat:

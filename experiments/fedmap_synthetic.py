@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,7 @@ def write(page: Path, cache: Cache) -> None:
     print(f"written: {page}")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -229,7 +229,7 @@ def main() -> None:
         "--results", type=Path, default=HERE / "results" / "runs", help="folder of finished runs"
     )
     parser.add_argument("--page", type=Path, default=HERE / "fedmap_synthetic.md")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     write(args.page, Cache(args.results, print))
 
 

@@ -58,19 +58,20 @@ def test_a_page_without_runs_says_so_and_keeps_what_was_written_by_hand(scripts,
     assert page.read_text().endswith("Written by hand.\n")
 
 
-def test_fedmap_page_from_the_finished_runs(tmp_path):
+def test_fedmap_page_from_the_finished_runs(scripts, tmp_path):
+    import fedmap_synthetic
+
     committed = ROOT / "experiments" / "fedmap_synthetic.md"
     page = tmp_path / "page.md"
     emptied = re.sub(r"(-->\n)\n[^<]*(<!-- end -->)", r"\1\2", committed.read_text())
     assert len(emptied) < len(committed.read_text()) - 3000
     page.write_text(emptied)
-    done = script("fedmap_synthetic.py", "--page", str(page))
-    assert done.returncode == 0, done.stderr
+    fedmap_synthetic.main(["--page", str(page)])
     assert page.read_text() == committed.read_text()
     page.write_text("nothing")
-    done = script("fedmap_synthetic.py", "--page", str(page))
-    assert done.returncode == 1
-    assert "must have one block of each of runs, tables" in done.stderr
+    none = str(tmp_path / "none" / "runs")
+    with pytest.raises(SystemExit, match="must have one block of each of runs, tables"):
+        fedmap_synthetic.main(["--page", str(page), "--results", none])
 
 
 def test_sentences_follow_the_numbers(scripts):
