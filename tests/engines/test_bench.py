@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bayflower import bench
-from bayflower.bench import stages, suites
+from bayflower.bench import cases, stages, suites
 from bayflower.bench.cases import data_bytes, pictures
 from bayflower.cli import app
 from bayflower.errors import ConfigError
@@ -38,6 +38,19 @@ def shown(content: dict) -> str:
     with console.capture() as capture:
         console.print(bench.table(content))
     return capture.get()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little():
+    """A tenth of the digits, a fifth of the pictures: no test is about how long a round takes."""
+
+    def few(clients, train, test, seed):
+        return pictures(clients, train // 5, test // 5, seed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(cases.WORKLOADS, "digits", {**cases.WORKLOADS["digits"], "keep": 0.1})
+        patch.setattr(suites, "pictures", few)
+        yield
 
 
 @pytest.fixture(scope="module")

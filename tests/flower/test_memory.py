@@ -64,12 +64,13 @@ print((peak() - before) / (4 * SIZE))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_thousand_replies_need_the_memory_of_a_few():
+@pytest.mark.parametrize("replies", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_replies_need_the_memory_of_a_few(replies):
     """Server and one client at a time in one process: growth of the peak (8 models or so, as with
     50 replies) under 16 models.
     """
     printed = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MEMORY, "1000"],
+        [sys.executable, "-W", "ignore", "-c", MEMORY, str(replies)],
         check=True,
         capture_output=True,
         text=True,
