@@ -120,15 +120,15 @@ def whole_run(method: str, engine: str) -> Outcome:
     return execute(small_prepared(method, engine, **PEACE))
 
 
-def cases(first: str) -> list:
-    """Return (method, network) for every method on the network `first`, and for those of BOTH on
+def cases(first: str, both: Collection[str] = BOTH) -> list:
+    """Return (method, network) for every method on the network `first`, and for those in `both` on
     the other one too; the rest is slow.
     """
     return [
         pytest.param(
             (method, model),
             id=f"{method}-{model}",
-            marks=() if model == first or method in BOTH else pytest.mark.slow,
+            marks=() if model == first or method in both else pytest.mark.slow,
         )
         for method in sorted(METHODS)
         for model in ("mlp", "mlp-bn")

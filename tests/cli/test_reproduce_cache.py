@@ -71,7 +71,7 @@ def test_a_run_with_another_default_is_not_used(tmp_path, monkeypatch):
 
 
 def plan(seeds: int = 1) -> Plan:
-    return Plan("quick", seeds, {"rounds": 1}, device="cpu", data_dir="nowhere")
+    return Plan("quick", seeds, {"rounds": 1, "batch_size": 256}, device="cpu", data_dir="nowhere")
 
 
 @pytest.fixture(scope="module")

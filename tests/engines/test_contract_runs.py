@@ -13,6 +13,7 @@ from conftest import (
     assert_same_bits,
     cases,
     small_prepared,
+    some,
     whole_run,
     worst_difference,
 )
@@ -33,9 +34,9 @@ def test_a_fast_total_is_the_exact_sum(case):
     bench = Bench(*case, "float64")
     updates = [bench.padded(client) for client in bench.clients]
     parts = []
-    for some in (slice(0, 3), slice(3, None)):
+    for piece in (slice(0, 3), slice(3, None)):
         parts.append(
-            bench.server.total(bench.state, tuple(bench.clients[some]), stack(updates[some]))
+            bench.server.total(bench.state, tuple(bench.clients[piece]), stack(updates[piece]))
         )
     if parts[0] is None:
         pytest.skip("the method has no fast total")
@@ -72,20 +73,12 @@ def assert_repeats(method: str, engine: str) -> None:
     assert digest(other.views["personal"][0]) != digest(first.views["personal"][0])
 
 
-# the scope puts tests of one method side by side, so that they share its whole run
-@pytest.mark.parametrize("method", NAMES, scope="module")
-def test_runs_repeat_to_the_bit(method):
-    assert_repeats(method, "fused")
-
-
-# a run of the loop that goes on from its file, below, repeats it too
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param(name, marks=() if name in BOTH else pytest.mark.slow) for name in NAMES],
-    scope="module",
-)
-def test_runs_of_the_loop_repeat_to_the_bit(method):
-    assert_repeats(method, "loop")
+# a run that goes on from its file, below, repeats the run left in peace too; the scope puts tests
+# of one method side by side, so that they share it
+@pytest.mark.parametrize("engine", ["fused", "loop"], scope="module")
+@pytest.mark.parametrize("method", some(NAMES, {*BOTH, "fedavg"}), scope="module")
+def test_runs_repeat_to_the_bit(method, engine):
+    assert_repeats(method, engine)
 
 
 def test_no_half_imports_flwr():

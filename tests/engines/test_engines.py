@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_same_bits, cases, small_prepared, worst_difference
+from conftest import assert_same_bits, cases, small_prepared, some, worst_difference
 
 from bayflower.engines import execute
 from bayflower.files.store import DiskStore, MemoryStore
@@ -71,7 +71,7 @@ def compare(loop, fused, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", cases("mlp-bn"))
+@pytest.mark.parametrize("case", cases("mlp-bn", both=()))
 def test_one_float32_sgd_round_agrees_to_1e_5(case, device):
     """FedDC and FedDyn keep how far weights have moved; the rate is such that a move has enough
     digits in float32.
@@ -116,7 +116,10 @@ def test_adaptive_optimisers_agree_where_every_gradient_is_real(optimizer):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("method", ["fedmap", "pfedvmp", "fedbps", "fednp", "metavd"])
+@pytest.mark.parametrize(
+    "method",
+    some(["fedmap", "pfedvmp", "fedbps", "fednp", "metavd"], ["fedmap", "fedbps", "fednp"]),
+)
 def test_a_cnn_agrees(tmp_path, method, device):
     import numpy as np
 

@@ -21,7 +21,7 @@ STAYS = {"seconds"}
 
 
 def words(out, engine: str, rounds: int, *more: str) -> list[str]:
-    settings = {**SMALL, "checkpoint_every": 1, "device": "cpu", "local_epochs": 4}
+    settings = {**SMALL, "checkpoint_every": 1, "device": "cpu", "local_epochs": 2}
     settings.pop("rounds"), settings.pop("dataset"), settings.pop("num_clients")
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     head = [

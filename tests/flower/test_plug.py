@@ -34,6 +34,7 @@ def test_all_five_methods_on_a_users_network(method, tmp_path):
     strategy = run(
         make_client_app(method, model=Net, data=load, state=tmp_path),
         method,
+        rounds=2,
         **EASY.get(method, {}),
     )
     assert strategy.faults == []

@@ -38,7 +38,7 @@ def own_loop(method: str, state, **options) -> ClientApp:
 
 @pytest.mark.parametrize("method", FIVE)
 def test_a_training_loop_of_the_users_own(method, tmp_path):
-    strategy = run(own_loop(method, tmp_path), method, **EASY.get(method, {}))
+    strategy = run(own_loop(method, tmp_path), method, rounds=2, **EASY.get(method, {}))
     assert strategy.faults == []
     assert personal(strategy) > 0.6
 

@@ -79,7 +79,7 @@ def test_fednps_total_is_that_of_a_federation_which_never_had_the_leaver():
     """With the global model held still, EP over those who stay ends in the same total, however long
     the leaver was there.
     """
-    still = {"optimizer": "sgd", "lr": 1e-30, "damping": 0.9}
+    still = {"optimizer": "sgd", "lr": 1e-30, "damping": 0.9, "batch_size": 64}
     plan = {round: [0, 1, 2] for round in range(1, 6)} | {round: [0, 1] for round in range(6, 24)}
     left = Town("fednp", plan, **still).start().strategy.state
     never = Town("fednp", {round: [0, 1] for round in range(1, 24)}, **still).start().strategy.state

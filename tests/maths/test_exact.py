@@ -96,10 +96,9 @@ def test_any_order_and_any_tree_give_equal_bits(
 ) -> None:
     terms = [[x / 16 for x in term] for term in terms]  # no overflow
     first = bits(total_of(terms).value()["x"])
-    for _ in range(3):
-        rng.shuffle(terms)
-        assert bits(total_of(terms).value()["x"]) == first
-        assert bits(tree(terms, rng).value()["x"]) == first
+    rng.shuffle(terms)
+    assert bits(total_of(terms).value()["x"]) == first
+    assert bits(tree(terms, rng).value()["x"]) == first
 
 
 @settings(max_examples=200, deadline=None)

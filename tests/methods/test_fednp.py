@@ -146,7 +146,7 @@ def test_ep_converges_to_the_posterior(f, moments, accuracy):
     """The fixed point is the posterior by brute force, up to EP's own error (0.01 here) and that of
     the back-end.
     """
-    state, _ = propagate(f, rounds=40, damping=0.5, moments=moments)
+    state, _ = propagate(f, rounds=20, damping=0.5, moments=moments)
     mean, var = brute_force(f)
     assert float(state.total.mean()) == pytest.approx(mean, abs=accuracy)
     assert float(state.total.variance()) == pytest.approx(var, abs=accuracy)
@@ -171,7 +171,8 @@ def test_the_prior_is_kept():
 
 @pytest.mark.parametrize("f", [SAME, MIXED])
 @pytest.mark.parametrize(
-    ("damping", "share", "rounds"), [(0.5, 1.0, 60), (1.0, 0.5, 80), (0.3, 0.4, 220)]
+    ("damping", "share", "rounds"),
+    [(0.5, 1.0, 60), (1.0, 0.5, 80), pytest.param(0.3, 0.4, 220, marks=pytest.mark.slow)],
 )
 def test_damping_and_absence_do_not_change_the_fixed_point(f, damping, share, rounds):
     want = fixed_point(tuple(f))
@@ -205,7 +206,7 @@ def test_a_client_that_left_is_subtracted():
     state, _ = propagate(
         MIXED, rounds=60, damping=0.8, start=(left, {k: one for k, one in states.items() if k != 3})
     )
-    alone, _ = propagate([one for k, one in enumerate(MIXED) if k != 3], rounds=100, damping=0.8)
+    alone = fixed_point(tuple(one for k, one in enumerate(MIXED) if k != 3))
     for a, b in zip(state.total, alone.total, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     assert_same_bits(half.forget(left, 3), left)
@@ -232,7 +233,7 @@ def test_a_factor_the_ledger_does_not_know_is_refused_and_starts_anew():
     factor it comes to the same end.
     """
     state, states = propagate(MIXED, rounds=5)
-    want, _ = propagate(MIXED, rounds=100)
+    want = fixed_point(tuple(MIXED))
     half = server()
     client = Client(half.config, Training(), build("mlp", (4,), 2))
     lost = states[1]._replace(
@@ -245,7 +246,7 @@ def test_a_factor_the_ledger_does_not_know_is_refused_and_starts_anew():
     _, sent = client.finish(lost, work, data)
     assert "the ledger does not know" in half.check(state, 1, sent)
     states[1] = client.rejoined(lost)
-    final, _ = propagate(MIXED, rounds=100, start=(half.forget(state, 1), states))
+    final, _ = propagate(MIXED, rounds=40, start=(half.forget(state, 1), states))
     assert int(final.epoch) == 0
     for a, b in zip(final.total, want.total, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

@@ -228,7 +228,8 @@ def test_dropped_weights_do_not_travel():
         "evaluate_every": 0,
     }
     prepared = small_prepared("metavd", log_alpha_start=0.5, optimizer="sgd", lr=1e-3, **settings)
-    rounds = execute(prepared).rounds
+    outcome = execute(prepared)
+    rounds = outcome.rounds
     size = prepared.halves.model.shapes[LAYER][0] * prepared.halves.model.shapes[LAYER][1]
     # of the round that comes
     assert [record["sparsity"] for record in rounds] == [0.0, 1.0, 1.0, 1.0]
@@ -241,7 +242,7 @@ def test_dropped_weights_do_not_travel():
             "metavd", log_alpha_start=0.5, optimizer="sgd", lr=1e-3, **{**settings, "rounds": 2}
         )
     ).server_state
-    four = execute(prepared).server_state
+    four = outcome.server_state
     assert torch.equal(two.params[LAYER], four.params[LAYER])
     assert not torch.equal(two.params["head.weight"], four.params["head.weight"])
     assert_same_bits(two.belief.embeddings, four.belief.embeddings)
