@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+unexport PYTHONDONTWRITEBYTECODE # tests start many processes: none should compile the package again
 
 .PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean soak flower-all deployed
 help:

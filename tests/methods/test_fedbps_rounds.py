@@ -35,6 +35,7 @@ def test_two_rounds_equal_numpy(ranking, delta):
         "ranking": ranking,
         "delta": delta,
         "model": "mlp",
+        "keep": 0.12,
     }
     prepared = small_prepared("fedbps", **settings)
     halves, run = prepared.halves, prepared.run
