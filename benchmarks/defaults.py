@@ -47,11 +47,12 @@ SILENT = ("data_dir", "device", "dataset")  # settings that differ between machi
 
 
 class Data(NamedTuple):
-    """A data set: its title, its settings, and whether it consists of images."""
+    """A data set: its title, its settings, whether it consists of images, and its rounds."""
 
     title: str
     settings: dict[str, Any]
     images: bool = False
+    rounds: int = 30
 
 
 DATASETS = {
@@ -59,9 +60,10 @@ DATASETS = {
         "Fashion-MNIST, a quarter of it, 10 clients, Dir(0.3)",
         {"num_clients": 10, "keep": 0.25},
         True,
+        10,
     ),
     "officecaltech": Data(
-        "Office-Caltech, 4 domains", {"num_clients": 4, "partition": "natural"}, True
+        "Office-Caltech, 4 domains", {"num_clients": 4, "partition": "natural"}, True, 15
     ),
     "digits": Data("digits, 10 clients, Dir(0.3)", {"num_clients": 10}),
     "wisdm": Data("WISDM, 36 people", {"num_clients": 36, "partition": "natural"}),
@@ -208,8 +210,9 @@ class Row(NamedTuple):
     differences: list[float]
 
 
-def rows_of(found: dict[Job, dict[str, Any]], dataset: str, rounds: int) -> dict[str, Row]:
-    """Return the methods on a data set that have runs."""
+def rows_of(found: dict[Job, dict[str, Any]], dataset: str, rounds: int = 0) -> dict[str, Row]:
+    """Return the methods on a data set that have runs of `rounds`, 0 = those of the data set."""
+    rounds = rounds or DATASETS[dataset].rounds
     mine: dict[str, dict[int, dict[str, Any]]] = {}
     for job, line in found.items():
         if (job.dataset, job.rounds) == (dataset, rounds):
@@ -229,15 +232,18 @@ def rows_of(found: dict[Job, dict[str, Any]], dataset: str, rounds: int) -> dict
     }
 
 
-def page(found: dict[Job, dict[str, Any]], rounds: int) -> str:
+def page(found: dict[Job, dict[str, Any]], rounds: int = 0) -> str:
     """Return the page: the differences at a glance, what is far below, and a table a data set."""
+    wanted = {name: rounds or data.rounds for name, data in DATASETS.items()}
     tables = {name: rows_of(found, name, rounds) for name in DATASETS}
     tables = {name: rows for name, rows in tables.items() if rows}
-    listed = ", ".join(map(str, sorted({job.seed for job in found if job.rounds == rounds})))
+    seeds = {job.seed for job in found if job.rounds == wanted[job.dataset]}
+    listed = ", ".join(map(str, sorted(seeds)))
+    lengths = ", ".join(f"{name} {wanted[name]}" for name in tables)
     text = [
         "# All methods with default settings",
         "",
-        f"Written by `benchmarks/defaults.py`: {rounds} rounds, seeds {listed}. "
+        f"Written by `benchmarks/defaults.py`: rounds: {lengths}; seeds {listed}. "
         "Personal models of the last round on each client's test data, in percent. ± is half a "
         "95 % interval over seeds. [Which methods stay below training alone, and why]"
         "(../../docs/methods.md#default-settings).",
@@ -296,7 +302,7 @@ def main() -> int:
     parser.add_argument("--methods", default="", help="separated by commas [all]")
     parser.add_argument("--datasets", default="", help="separated by commas [all]")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=0, help="0 = those of each data set")
     parser.add_argument("--device", default="auto", help="of the sets of images")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--results", type=Path, default=HERE / "defaults.jsonl")
@@ -315,7 +321,7 @@ def main() -> int:
                 f"{path} is missing; name the folder by --data-dir, or other --datasets"
             )
     wanted = [
-        Job(name, method, seed, options.rounds)
+        Job(name, method, seed, options.rounds or DATASETS[name].rounds)
         for name in DATASETS
         if name in datasets
         for seed in range(options.seeds)
@@ -330,7 +336,12 @@ def main() -> int:
     options.page.write_text(page(done, options.rounds))
     titles = {name: data.title for name, data in DATASETS.items()}
     beside = options.page.with_name("uncertainty.md")
-    beside.write_text(uncertainty.page(list(done.values()), titles))
+    lines = [
+        line
+        for job, line in done.items()
+        if job.rounds == (options.rounds or DATASETS[job.dataset].rounds)
+    ]
+    beside.write_text(uncertainty.page(lines, titles))
     print(f"written: {options.page}, {beside}")
     return 1 if failed else 0
 

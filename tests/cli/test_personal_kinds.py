@@ -93,7 +93,7 @@ def test_a_sampled_posterior_is_the_mean_over_networks_with_drawn_weights(runs, 
             dict(network.named_parameters())[name] += std * noise
             total = total + torch.softmax(network(x).double(), 1) / laplace.WEIGHT_DRAWS
     slow = curves.scaled(total.log(), torch.tensor(0.8), 0.5 * end.taken.fitted.bias).exp()
-    even = 1 / (end.taken.one.rows + 32)
+    even = float(curves.floor_of(end.taken.one.rows))
     slow = (1 - even) * slow + even / 10
     assert np.abs(model.predict_proba(x) - slow.numpy()).max() < 1e-6
 
