@@ -6,7 +6,8 @@ DATA has heart.npz, wisdm.npz, brca.npz (y = days and event), fmnist.npz and off
 digits come with scikit-learn. Nothing is downloaded. A finished run is one line of `--results`; a
 second call does what is missing and writes `--page`, and uncertainty.md beside it. A line whose
 settings are not today's defaults is ignored. The sets of images run on `--device`, the others on a
-CPU core each. Half of `--jobs` are on the device while there is work for both.
+CPU core each. Half of `--jobs` are on the device while there is work for both; images train with
+TF32 there.
 
 The difference to training alone is paired by seed. ± is half a 95 % interval of Student's t over
 seeds.
@@ -92,6 +93,7 @@ def settings_of(job: Job, data_dir: Path, device: str) -> dict[str, Any]:
         "dataset": str(data_dir / named) if named else job.dataset,
         "data_dir": str(data_dir),
         "device": device if data.images else "cpu",
+        "tf32": data.images,  # as fast as a GPU can, up to rounding
         "rounds": job.rounds,
         "seed": job.seed,
         "evaluate_every": 0,
