@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..fused.meter import Mark, Meter
 from ..fused.phases import StackedPhase, segments
 from ..fused.run import SMALL_MODEL, FusedRun
 from ..networks.model import Batch
+from ..stacked import chance
 from ..stacked.replay import Replay
 from .cases import WARM_UP, Options, Say, described, free, loaded, why
 
@@ -217,8 +219,8 @@ def split(stacked: StackedPhase, rounds: Rounds) -> tuple[float, float, float]:
 
     def gradient(size: int) -> None:
         assert stacked.work is not None
-        vmap(lambda w, b, n: stacked.half.gradient(stacked.phase, w, b, n))(
-            stacked.work.part(size), *gathered(size)
+        vmap(chance.within(partial(stacked.half.gradient, stacked.phase)))(
+            stacked.step_keys(size), stacked.work.part(size), *gathered(size)
         )
         stacked.at += 1
 

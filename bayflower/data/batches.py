@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..contract import Phase
 from ..errors import BayflowerError, ConfigError
+from ..stacked.chance import GAMMA, further, mixed, shifted
 
 Group = tuple[np.ndarray, ...]
-GAMMA = -7046029254386353131  # SplitMix64's odd constant, 2^64 / golden ratio, as a signed number
 
 
 def rng(seed: int, stream: str, *keys: int) -> np.random.Generator:
@@ -154,6 +154,13 @@ def noise_key(seed: int, stage: str, name: str, client: int, round: int) -> int:
     return int(rng(seed, f"noise/{stage}/{name}", client, round).integers(2**62))
 
 
+def layers_key(seed: int, stage: str, client: int, round: int) -> int:
+    """Return the key of the random layers of a network (dropout) for one client, round and stage;
+    `chance.further_number` gives that of a step.
+    """
+    return int(rng(seed, f"layers/{stage}", client, round).integers(2**62))
+
+
 def normal(keys: Tensor, step: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return standard normal numbers (len(keys), *shape) in float64, each a function of its key,
     the step and its place.
@@ -163,23 +170,11 @@ def normal(keys: Tensor, step: Tensor, shape: tuple[int, ...]) -> Tensor:
     at once, and inside a recorded graph.
     """
     count = math.prod(shape)
-    begin = mixed(mixed(keys) + step * GAMMA)[:, None]
+    begin = further(keys, step)[:, None]
     place = torch.arange(1, 2 * count + 1, device=keys.device) * GAMMA
     bits = shifted(mixed(begin + place), 11).double()  # 53 bits
     first, second = (bits[:, :count] + 1) * 2.0**-53, bits[:, count:] * 2.0**-53
     return ((-2 * first.log()).sqrt() * torch.cos(2 * math.pi * second)).reshape(len(keys), *shape)
-
-
-def mixed(z: Tensor) -> Tensor:
-    """Return the bits of whole numbers thoroughly mixed; products wrap around."""
-    z = (z ^ shifted(z, 30)) * -4658895280553007687
-    z = (z ^ shifted(z, 27)) * -7723592293110705685
-    return z ^ shifted(z, 31)
-
-
-def shifted(z: Tensor, by: int) -> Tensor:
-    """Return z shifted right as if it had no sign."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 def _sizes(num_examples: int, phase: Phase, coupled: bool) -> list[int]:

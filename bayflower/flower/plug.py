@@ -27,6 +27,7 @@ from ..files.store import DiskStore
 from ..networks.check import checked_model
 from ..networks.model import Batch
 from ..rounds import solo
+from ..stacked import chance
 from ..tree import to
 from ..wire.protocol import reply_header
 from . import client, records
@@ -224,7 +225,9 @@ class Job:
         noise = batches.noise(
             shapes, **self.keys, step=self.steps, dtype=mask.dtype, device=mask.device
         )
-        loss, buffers = self.half.loss(dict(self.moving), self._now(), group, noise, self.phase)
+        layers = chance.further_number(batches.layers_key(**self.keys), self.steps)
+        with chance.step(layers):
+            loss, buffers = self.half.loss(dict(self.moving), self._now(), group, noise, self.phase)
         own = dict(self.model.named_buffers())
         with torch.no_grad():
             for name, value in buffers.items():
@@ -311,7 +314,7 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
         half, server = row.client(config, training, model), row.server(config, model.anatomy)
         sent = server.broadcast(server.init(initial[0], initial[1], (site.client,)), site.client)
         state = to(half.init(initial[0], initial[1]), few.mask.device)
-        with solo.seeded(0, 0, 0):
+        with solo.seeded(0, 0, 0), chance.step(0):
             work = half.begin(state, sent, few)
             for phase in half.phases("train"):
                 work = solo.fresh_optimizer(phase, work)

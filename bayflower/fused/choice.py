@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.func import vmap
 from ..contract import ClientHalf, Phase
 from ..networks.model import Batch
 from ..rounds import solo
+from ..stacked import chance
 from ..tree import map_tree, take
 from .bank import Bank
 from .memory import peak
@@ -188,7 +190,9 @@ def step(engine: Trainer, states: Any, broadcast: Any, chosen: list[int]) -> Cal
         name: torch.zeros(len(chosen), *shape, dtype=engine.dtype, device=engine.device)
         for name, shape in engine.half.noise(phase.name, phase.batch_size).items()
     }
-    return lambda: vmap(lambda w, g, n: engine.half.step(phase, w, g, n))(work, groups, noise)
+    keys = torch.zeros(len(chosen), dtype=torch.int64, device=engine.device)
+    once = chance.within(partial(engine.half.step, phase))
+    return lambda: vmap(once)(keys, work, groups, noise)
 
 
 def single(engine: Trainer, state: Any, broadcast: Any, client: int) -> Callable[[], Any]:
@@ -203,7 +207,8 @@ def single(engine: Trainer, state: Any, broadcast: Any, client: int) -> Callable
         name: torch.zeros(*shape, dtype=engine.dtype)
         for name, shape in engine.unstacked.noise(phase.name, phase.batch_size).items()
     }
-    return lambda: engine.unstacked.step(phase, work, (batch,) * phase.batches, noise)
+    once = chance.within(partial(engine.unstacked.step, phase))
+    return lambda: once(0, work, (batch,) * phase.batches, noise)
 
 
 def seconds(fn: Callable[[], Any], times: int = 3) -> float:

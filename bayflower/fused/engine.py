@@ -3,8 +3,8 @@
 
 No Flower object is made: message sizes are computed from shapes. States and data stay on the
 device. `phases.py` has the training itself, `stacked/replay.py` records it for a GPU, `bank.py`
-keeps the states. Networks that cannot be stacked (dropout draws its own random numbers; a layer may
-not support it) are trained one by one, and the result says why.
+keeps the states. Networks that cannot be stacked (a layer may not support it) are trained one by
+one, and the result says why.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch.func import vmap
 
 from .. import metrics
 from ..config import Run
-from ..contract import Purpose, Sum, Survey, Work
+from ..contract import Purpose, Survey, Work
 from ..data import ClientData
-from ..maths.exact import Total
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.halves import Halves
@@ -31,9 +30,9 @@ from ..tree import map_tree, stack, take, to, upload
 from . import choice
 from .bank import Bank, DeviceBank
 from .phases import Stack, StackedPass, StackedPhase
+from .totals import stacked_updates
 
 log = logging.getLogger("bayflower")
-DROPOUT = "clients were trained one by one because the model draws its own random numbers (dropout)"
 TEST_PIECE = 256  # test samples of a client in one forward pass
 
 
@@ -65,9 +64,7 @@ class Fused:
         # cap on clients trained together (0 = none), and a number known to fit into memory
         self.most, self.fits = settings.max_fused, 0
         # the reason if clients are not stacked
-        self.one_by_one_because = one_by_one_because or (
-            DROPOUT if halves.model.stochastic else halves.model.unstackable
-        )
+        self.one_by_one_because = one_by_one_because or halves.model.unstackable
         self.measured = settings.stacking == "measured"
         self.undecided = (
             not self.one_by_one_because
@@ -109,19 +106,22 @@ class Fused:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, NotImplementedError) as error:
-                log.debug("the stack failed", exc_info=True)
-                reason = str(error).splitlines()[0].split(". ")[0][:200]
-                self.one_by_one_because = (
-                    "clients were trained one by one because the network cannot be "
-                    f"stacked ({reason})"
-                )
-                log.warning(self.one_by_one_because)
+                self._give_up("trained", error)
         if self.one_by_one_because:
             states, updates, losses = self._one_by_one(chosen, states, broadcast, round)
         self.lap("messages")
         self.bank.put(chosen, states, round)
         self.lap("states")
         return updates, losses
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        """Go on one by one, and say why."""
+        log.debug("the stack failed", exc_info=True)
+        reason = str(error).splitlines()[0].split(". ")[0][:200]
+        self.one_by_one_because = (
+            f"clients were {what} one by one because the network cannot be stacked ({reason})"
+        )
+        log.warning(self.one_by_one_because)
 
     def _together(
         self, chosen: list[int], states: Any, broadcast: Any, round: int
@@ -188,8 +188,18 @@ class Fused:
         states = self.bank.take(chosen)
         if self.half.phases(purpose):
             states = self._adapted(chosen, states, broadcast, purpose, round)
-        if self.one_by_one_because:
-            return self._test_one_by_one(chosen, states, broadcast, round)
+        if not self.one_by_one_because:
+            try:
+                return self._test_together(chosen, states, broadcast, round, purpose)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, NotImplementedError) as error:
+                self._give_up("tested, and from then on trained,", error)
+        return self._test_one_by_one(chosen, states, broadcast, round)
+
+    def _test_together(
+        self, chosen: list[int], states: Any, broadcast: Any, round: int, purpose: Purpose
+    ) -> dict[str, dict[int, metrics.Tally]]:
         noise = self._predict_noise(chosen, round)
         shared = (
             broadcast
@@ -347,52 +357,3 @@ class Fused:
             else []
         )
         return stack(drawn) if shapes else {}
-
-
-def stacked_updates(updates: list[Any]) -> Any:
-    """Return one stack of updates; leaves with one row per sample are padded with zeros to the
-    longest.
-    """
-
-    def join(*leaves: Tensor) -> Tensor:
-        longest = max((leaf.shape[0] for leaf in leaves if leaf.ndim), default=0)
-        return torch.stack(
-            [
-                leaf
-                if leaf.ndim == 0 or leaf.shape[0] == longest
-                else torch.cat([leaf, leaf.new_zeros(longest - len(leaf), *leaf.shape[1:])])
-                for leaf in leaves
-            ]
-        )
-
-    return map_tree(join, *updates)
-
-
-class Totals:
-    """The sum of a round's statistics: by the method's fast sum if `fast` and it has one, else
-    exactly, client by client.
-    """
-
-    def __init__(self, halves: Halves, fast: bool) -> None:
-        self.server, self.client, self.wanted = halves.server, halves.client, fast
-        self.fast: dict[str, Tensor] = {}
-        self.exact = Total()
-
-    def add(self, state: Any, chunk: list[int], updates: Any) -> None:
-        """Add the stacked updates of some clients."""
-        part = self.server.total(state, tuple(chunk), updates) if self.wanted else None
-        if part is not None:
-            for name, value in part.items():
-                self.fast[name] = self.fast[name] + value if name in self.fast else value
-            for name in self.server.negligible(self.fast):
-                del self.fast[name]
-            return
-        home, there = to(state, "cpu"), to(updates, "cpu")
-        for place, client in enumerate(chunk):
-            update = self.server.unpack(home, self.client.pack(take(there, place)))
-            self.exact.add(self.server.statistic(home, client, update))
-            self.exact.drop(self.server.negligible(self.exact.names()))
-
-    def value(self, device: torch.device) -> Sum:
-        """Return the sum, on the device."""
-        return self.fast or {name: value.to(device) for name, value in self.exact.value().items()}

@@ -9,6 +9,7 @@ shorter batches are padded and masked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.func import vmap
 from ..contract import ClientHalf, Phase, Survey, Work
 from ..data import ClientData, batches
 from ..networks.model import Batch
+from ..stacked import chance
 from ..stacked.replay import Graphs, Replay
 from ..tree import Rows, map_tree, upload
 from .fixed import Fixed, copy, leaves
@@ -178,6 +180,7 @@ class StackedPhase:
         self.keys = {
             name: torch.zeros(number, dtype=torch.int64, device=device) for name in self.shapes
         }
+        self.layer_keys = torch.zeros(number, dtype=torch.int64, device=device)  # of random layers
         self.sizes = allowed_sizes(number)
         self.work: Fixed | None = None
         self.replay = Replay(self._step, graphs)
@@ -215,14 +218,13 @@ class StackedPhase:
         self.places.copy_(rows.clamp(min=0) + start[:, None, None])
         self.masks.copy_(rows >= 0)
         self.counts.copy_((rows >= 0).sum((2, 3)))
+        stage = f"{self.purpose}/{self.phase.name}"
         for name, keys in self.keys.items():
-            drawn = [
-                batches.noise_key(
-                    self.seed, f"{self.purpose}/{self.phase.name}", name, client, round
-                )
-                for client in chosen
-            ]
+            drawn = [batches.noise_key(self.seed, stage, name, client, round) for client in chosen]
             keys.copy_(upload(drawn, keys.device))
+        if self.half.model.draws is not False:
+            drawn = [batches.layers_key(self.seed, stage, client, round) for client in chosen]
+            self.layer_keys.copy_(upload(drawn, self.layer_keys.device))
         self.at.zero_()
         self.losses.zero_()
         if self.work is None:
@@ -252,21 +254,26 @@ class StackedPhase:
         work = self.work.part(size)
         exact = len(self.sizes) == len(self.losses)  # no client among these has finished
         if exact and type(self.half).step is ClientHalf.step:
-            grads, buffers, loss = vmap(lambda w, b, n: self.half.gradient(self.phase, w, b, n))(
-                work, groups, noise
-            )
+            gradient = chance.within(partial(self.half.gradient, self.phase))
+            grads, buffers, loss = vmap(gradient)(self.step_keys(size), work, groups, noise)
             self.phase.optimizer.update_stack(work.params, grads, work.opt)
             settle(work.buffers, buffers, None)
         else:
-            after, info = vmap(lambda w, b, n: self.half.step(self.phase, w, b, n))(
-                work, groups, noise
-            )
+            step = chance.within(partial(self.half.step, self.phase))
+            after, info = vmap(step)(self.step_keys(size), work, groups, noise)
             loss = info["loss"]
             if self.work.unlike(after):
                 self.work.spread()
             settle(self.work.part(size), after, None if exact else counts > 0)
         self.losses[:size].addcmul_(loss.detach().double(), counts)
         self.at += 1
+
+    def step_keys(self, size: int) -> Tensor:
+        """Return the keys of the first clients' random layers in this step; nothing is computed for
+        a network without such layers.
+        """
+        keys = self.layer_keys[:size]
+        return keys if self.half.model.draws is False else chance.further(keys, self.at[0])
 
 
 class StackedPass:

@@ -25,9 +25,10 @@ from ..tree import stack, to, unflatten
 from . import traffic
 from .bank import DeviceBank, DiskBank
 from .calibrate import Calibration
-from .engine import Fused, Totals
+from .engine import Fused
 from .meter import Meter
 from .pending import Pending
+from .totals import Totals
 
 log = logging.getLogger("bayflower")
 # number of parameters; for smaller networks a second CPU thread slows training, above all on a busy
@@ -154,8 +155,7 @@ class FusedRun:
             before = self.test(self.engine, chosen, round - 1, "finetune")
             self.records[-1].update(curve_point(before))
         begin = self.pending.begin()
-        # exact sums if trained one by one: then results equal the loop engine's bit for bit
-        totals = Totals(self.halves, fast=not self.engine.one_by_one_because)
+        totals: Totals | None = None
         losses: dict[int, Tensor] = {}
         count = traffic.Count(self.run, self.name, round, before)
         chunks = self.engine.chunks(chosen, self.broadcast_to)
@@ -163,6 +163,8 @@ class FusedRun:
             with self.meter.time("training"):
                 message = self.broadcast_to(chunk)
                 updates, chunk_losses = self.engine.train(chunk, message, round)
+            # exact sums if trained one by one: then results equal the loop engine's bit for bit
+            totals = totals or Totals(self.halves, fast=not self.engine.one_by_one_because)
             last = chunk is chunks[-1]
             if last and round < self.settings.rounds:
                 # while the device trains

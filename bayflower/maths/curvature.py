@@ -39,6 +39,7 @@ from torch.func import vmap
 
 from ..networks.model import Batch, Model
 from ..stacked.masked import MaskedBatchNorm
+from ..stacked.rewriting import used
 from ..stacked.stackable import StackedConv2d
 from ..tree import Tensors
 from .gradients import vjp
@@ -69,6 +70,14 @@ def diagonal(
     """Return h = Σ_samples Σ_c ((∂f/∂w)ᵀ S_c)² by parameter, in evaluation mode; masked samples
     contribute nothing.
     """
+    with used("mapped"):  # samples are mapped, of clients alone too
+        return found(model, params, buffers, batch, kind)
+
+
+def found(
+    model: Model, params: Tensors, buffers: Tensors, batch: Batch, kind: Kind = "fisher"
+) -> Tensors:
+    """Return what `diagonal` does, from functions that can be mapped over samples."""
     plan = make_plan(model, tuple(batch.x.shape[1:]))
     probes = {tap.path: batch.x.new_zeros(batch.x.shape[0], *tap.shape) for tap in plan.taps}
 
@@ -238,18 +247,18 @@ def make_plan(model: Model, shape: tuple[int, ...]) -> Passes:
             owners.setdefault(id(value), []).append(join(path, name))
     layers = dict(model.module_for(train=False).named_modules())
     taps = []
-    for path, used in calls.items():
+    for path, shapes in calls.items():
         lonely = all(
             len(owners[id(value)]) == 1 and value.requires_grad
             for value in layers[path].parameters(recurse=False)
         )
         if (
             lonely
-            and len(used) == 1
-            and used[0][0][0] == used[0][1][0] == 2
-            and fits(layers[path], used[0][0])
+            and len(shapes) == 1
+            and shapes[0][0][0] == shapes[0][1][0] == 2
+            and fits(layers[path], shapes[0][0])
         ):
-            taps.append(Tap(path, used[0][1][1:]))
+            taps.append(Tap(path, shapes[0][1][1:]))
     covered = {
         join(tap.path, name)
         for tap in taps

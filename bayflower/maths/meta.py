@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..stacked import chance
+from ..stacked.rewriting import used
 from ..tree import Tensors
 from .gradients import grad, grad_and_value
 
@@ -60,9 +62,10 @@ def second_order(
 
     def adapted(params: Tensors) -> tuple[Tensor, Tensors]:
         inside = buffers
-        for _ in range(way.steps):
-            params, inside = descend(loss, params, inside, way)
-        return loss(params, inside, QUERY)
+        with used("twice"):  # torch's own attention, for one, has no second derivative
+            for _ in range(way.steps):
+                params, inside = descend(loss, params, inside, way)
+            return loss(params, inside, QUERY)
 
     grads, (value, after) = grad_and_value(adapted, has_aux=True)(params)
     return grads, after, value
@@ -74,14 +77,15 @@ def hessian_free(
     """Return (∇F for all `params`, the buffers, F) with products of the Hessian by central
     differences of length `delta`.
     """
-    points = [(params, buffers)]
+    points, begun = [(params, buffers)], []
     for _ in range(way.steps):
+        begun.append(chance.passes())
         points.append(descend(loss, *points[-1], way))
     last, inside = points.pop()
     grads, (value, after) = grad_and_value(
         lambda moving: loss(moving, inside, QUERY), has_aux=True
     )(last)
-    for point, here in reversed(points):
+    for (point, here), number in zip(reversed(points), reversed(begun), strict=True):
         length = torch.stack([grads[name].square().sum() for name in way.inner]).sum().sqrt()
         scale = delta / torch.where(length > 0, length, torch.ones_like(length))
 
@@ -91,9 +95,11 @@ def hessian_free(
             here: Tensors = here,
             scale: Tensor = scale,
             to: Tensors = grads,
+            number: int = number,
         ) -> Tensors:
             there = {**point, **{name: point[name] + sign * scale * to[name] for name in way.inner}}
-            found: Tensors = grad(lambda moving: loss(moving, here, SUPPORT)[0])(there)
+            with chance.again(number):  # dropout as at the point: a difference of one function
+                found: Tensors = grad(lambda moving: loss(moving, here, SUPPORT)[0])(there)
             return found
 
         above, below = slope(1.0), slope(-1.0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..stacked import chance
 from .model import Model
 
 FEW = 4  # samples of the trial pass
@@ -78,7 +79,8 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
         module = model.module_for(train)
         model.fixed(next(iter(params.values())))
         before = memory(module, model)
-        with watched(module) as calls, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        apart = torch.random.fork_rng(devices=[])
+        with watched(module) as calls, torch.no_grad(), apart, chance.step(0):
             try:
                 logits, _ = model.forward(params, buffers, x, train)
             except Exception as error:

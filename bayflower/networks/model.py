@@ -8,7 +8,6 @@ under the first of their names.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
@@ -22,14 +21,16 @@ from torch.func import functional_call
 from ..errors import ConfigError
 from ..stacked.losses import mean_nll, nll
 from ..stacked.masked import MASKABLE, mask_norms, real_samples
+from ..stacked.randomly import with_our_numbers
+from ..stacked.rewriting import Seen, passing
 from ..stacked.stackable import for_stacks
 from ..tree import Tensors
+from .heads import find_head, head_parameters
 from .parts import cast, persistent, trainable
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 # a sample's output depends on the other samples of its batch
 COUPLING = (nn.modules.batchnorm._BatchNorm,)
-STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.RReLU)
 # frozen layers that nobody loads weights into are initialised with it, so that they are the same on
 # every client
 FROZEN_SEED = 0
@@ -78,7 +79,8 @@ class Model:
         self.factory = factory
         self.num_classes = num_classes
         self.name = name
-        self._train, self._eval = self.made(FROZEN_SEED).train(), self.made(FROZEN_SEED).eval()
+        self._train = with_our_numbers(self.made(FROZEN_SEED).train())
+        self._eval = self.made(FROZEN_SEED).eval()
         if not self.shapes:
             raise ConfigError(
                 f"model {name or 'given'} has no trainable parameters; nothing could be learned"
@@ -88,6 +90,8 @@ class Model:
         self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}
         self.bf16 = False  # whether training passes have products of bfloat16
         self.stacked = False  # whether layers have the form for stacks on a GPU
+        self.in_stack = False  # whether it runs as one of a stack, on any device
+        self.seen = Seen()  # what passes have shown
         # what `build` needs to make it again; empty for a network that is not ours
         self.recipe: dict[str, Any] = {}
 
@@ -147,7 +151,7 @@ class Model:
         """Return (logits, buffers after the pass); the input buffers are left as they were.
 
         `mask` says which samples of a training batch are real; layers that couple samples need it
-        where batches are padded.
+        where batches are padded. Random layers take the numbers of the step (`stacked/chance.py`).
         """
         module = self.module_for(train)
         if train and buffers:
@@ -159,9 +163,10 @@ class Model:
                 **params,
             }
         if not (train and self.bf16):
-            with real_samples(mask):
+            with real_samples(mask), passing(self.seen, train, self.in_stack):
                 return functional_call(module, (params, buffers), (x,)), buffers
-        with real_samples(mask), torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+        low = torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False)
+        with real_samples(mask), passing(self.seen, train, self.in_stack), low:
             logits = functional_call(module, (params, buffers), (x,))
         return logits.to(next(iter(params.values())).dtype), buffers
 
@@ -170,7 +175,7 @@ class Model:
         layers have a form made for stacks.
         """
         other = copy(self)
-        other.stacked = gpu
+        other.stacked, other.in_stack, other.seen = gpu, True, Seen()
         change = for_stacks if gpu else deepcopy
         other._train, other._eval = (
             mask_norms(change(module)) for module in (self._train, self._eval)
@@ -268,10 +273,10 @@ class Model:
         """Return whether samples of a training batch influence each other (BatchNorm)."""
         return any(isinstance(module, COUPLING) for module in self._train.modules())
 
-    @cached_property
-    def stochastic(self) -> bool:
-        """Return whether a training pass draws random numbers of its own (dropout)."""
-        return any(isinstance(module, STOCHASTIC) for module in self._train.modules())
+    @property
+    def draws(self) -> bool | None:
+        """Return whether a training pass draws random numbers (dropout); None before the first."""
+        return self.seen.draws
 
     @cached_property
     def unstackable(self) -> str | None:
@@ -304,29 +309,7 @@ class Model:
         """Return the layers of the head in the network's order: what was given, else an attribute
         called head, else the last Linear.
         """
-        known = [name for name, _ in self._train.named_modules() if name]
-        if self._head is not None:
-            wanted = [self._head] if isinstance(self._head, str) else list(self._head)
-            for name in wanted:
-                if name not in known:
-                    close = difflib.get_close_matches(name, known, n=1)
-                    hint = (
-                        f"did you mean {close[0]!r}?"
-                        if close
-                        else f"it has {', '.join(known) or 'no layers'}"
-                    )
-                    raise ConfigError(
-                        f"model {self.name or 'given'} has no layer {name!r} for its head; {hint}"
-                    )
-            return tuple(sorted(wanted, key=known.index))
-        if isinstance(getattr(self._train, "head", None), nn.Module):
-            return ("head",)
-        linears = [
-            name
-            for name, module in self._train.named_modules()
-            if isinstance(module, nn.Linear) and name
-        ]
-        return tuple(linears[-1:])
+        return find_head(self._train, self._head, self.name or "given")
 
     @cached_property
     def head(self) -> str:
@@ -342,21 +325,7 @@ class Model:
     def head_names(self) -> frozenset[str]:
         """Return the names of the head's parameters."""
         layers = (self.head, *self.head_layers[1:])
-        canonical = self._canonical
-        inside: dict[str, str] = {}
-        outside: dict[str, str] = {}
-        for name, value in self._train.named_parameters(remove_duplicate=False):
-            part = inside if any(name.startswith(layer + ".") for layer in layers) else outside
-            part.setdefault(canonical[id(value)], name)
-        if tied := sorted(set(inside) & set(outside)):
-            first = tied[0]
-            raise ConfigError(
-                f"layer {inside[first].rpartition('.')[0]!r} of the head shares {inside[first]!r} "
-                f"with {outside[first]!r}; "
-                "a head needs weights of its own: name another layer as head, or take a method "
-                "without a head, e.g. fedmap"
-            )
-        names = frozenset(inside) & frozenset(self.shapes)
+        names = head_parameters(self._train, layers, self._canonical) & frozenset(self.shapes)
         if not names:
             raise ConfigError(
                 f"the head {', '.join(layers)} has no trainable parameters; name another layer, "

@@ -1,8 +1,9 @@
 """One client without stacking: train a round, adapt, test. Every engine except the fused one uses
 this.
 
-The results depend on the arguments only: batches and noise are drawn from (seed, client, round).
-torch's own generator is seeded in the same way, for networks that use it (dropout).
+The results depend on the arguments only: batches, noise and the numbers of random layers (dropout)
+are drawn from (seed, client, round). torch's own generator is seeded in the same way, for networks
+that use it in a way that `stacked/randomly.py` does not know.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..contract import ClientHalf, Purpose, Survey, Work
 from ..data import ClientData, batches
 from ..errors import BayflowerError
 from ..networks.model import Batch
+from ..stacked import chance
 from ..tree import Tensors, map_tree
 
 CHUNK = 1024  # test samples in one forward pass
@@ -118,7 +120,7 @@ def test(
     )
     noise = {name: value.to(data.x.device) for name, value in noise.items()}
     result = {}
-    with torch.no_grad():
+    with torch.no_grad(), seeded(seed, client, round):
         for view in half.views():
             parts = []
             for start in range(0, len(data.y), CHUNK):
@@ -150,6 +152,7 @@ def run_phases(
         shapes = half.noise(phase.name, phase.batch_size)
         keys: dict[str, Any] = {"seed": seed, "client": client, "round": round}
         plan = batches.plan(len(data.y), phase, **keys, purpose=purpose, coupled=half.model.coupled)
+        layers = batches.layers_key(stage=f"{purpose}/{phase.name}", **keys)
         for step, groups in enumerate(plan):
             chosen = tuple(pick(data, rows) for rows in groups)
             noise = batches.noise(
@@ -160,7 +163,8 @@ def run_phases(
                 dtype=data.mask.dtype,
                 device=data.x.device,
             )
-            work, info = half.step(phase, work, chosen, noise)
+            with chance.step(chance.further_number(layers, step)):
+                work, info = half.step(phase, work, chosen, noise)
             count = sum(len(rows) for rows in groups)
             total += info["loss"].detach().double() * count
             seen += count

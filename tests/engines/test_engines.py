@@ -13,10 +13,6 @@ from bayflower.files.store import DiskStore, MemoryStore
 from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
 from bayflower.flower.records import to_arrays
 from bayflower.fused.run import run_fused
-from bayflower.methods import get
-from bayflower.networks import papers
-from bayflower.networks.model import Model
-from bayflower.rounds.halves import Halves
 from bayflower.tree import flatten, unflatten
 
 DEVICES = [
@@ -158,38 +154,6 @@ def test_chunks_of_clients_change_nothing_that_matters(method):
     )
     assert worst_difference(parts.server_state, whole.server_state) < 1e-10
     assert worst_difference(parts.client_states, whole.client_states) < 1e-10
-
-
-def test_a_network_with_dropout_is_trained_one_by_one_and_says_so(caplog):
-    """Dropout draws its own numbers; both engines seed it per client and round, so they agree to
-    the bit on the CPU.
-    """
-    prepared = small_prepared("fedmap", dtype="float64")
-
-    def factory():
-        return papers.BaseHead(
-            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)),
-            torch.nn.Linear(16, 10),
-        )
-
-    model = Model(factory, 10, "with dropout")
-    row = get("fedmap")
-    halves = Halves(
-        row.server(prepared.run.options, model.anatomy),
-        row.client(prepared.run.options, prepared.run.training, model),
-        model,
-        model.initial(0, torch.float64),
-    )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        fused = run_fused(prepared.run, prepared.federation, halves)
-    finally:
-        torch.set_num_threads(threads)
-    assert "one by one" in caplog.text
-    assert "one by one" in fused.remarks[0]
-    loop = run_loop(prepared.run, prepared.federation, halves)
-    assert_same_bits(fused.server_state, loop.server_state)
 
 
 def test_loop_gives_the_same_bits_from_disk_and_in_any_order_of_arrival(tmp_path):

@@ -276,11 +276,10 @@ def test_wrong_networks_are_refused_before_training_with_the_layers_name(case, t
     assert not any(tmp_path.iterdir())
 
 
-def test_dropout_and_layers_that_cannot_be_stacked_say_so():
-    """Under vmap they would draw the same numbers for all clients, or fail: clients are trained one
-    by one, with a line that says why.
-    """
-    assert checked_model(Net, X, Y).stochastic
+def test_a_trial_shows_whether_a_network_draws_random_numbers():
+    model = checked_model(Net, X, Y)
+    assert model.draws
+    assert model.for_stacks(gpu=False).draws is None  # functions may differ there
 
 
 @pytest.mark.parametrize("method", some(("fedmap", "pfedvmp", "metavd"), ["fedmap"]))

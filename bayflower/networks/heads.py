@@ -1,0 +1,55 @@
+"""The head of a network: the layers of its classifier, and their parameters."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..errors import ConfigError
+
+
+def find_head(module: nn.Module, given: str | Sequence[str] | None, model: str) -> tuple[str, ...]:
+    """Return the layers of the head in the network's order: what was given, else an attribute
+    called head, else the last Linear.
+    """
+    known = [name for name, _ in module.named_modules() if name]
+    if given is not None:
+        wanted = [given] if isinstance(given, str) else list(given)
+        for name in wanted:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = (
+                    f"did you mean {close[0]!r}?"
+                    if close
+                    else f"it has {', '.join(known) or 'no layers'}"
+                )
+                raise ConfigError(f"model {model} has no layer {name!r} for its head; {hint}")
+        return tuple(sorted(wanted, key=known.index))
+    if isinstance(getattr(module, "head", None), nn.Module):
+        return ("head",)
+    linears = [
+        name for name, part in module.named_modules() if isinstance(part, nn.Linear) and name
+    ]
+    return tuple(linears[-1:])
+
+
+def head_parameters(
+    module: nn.Module, layers: tuple[str, ...], canonical: dict[int, str]
+) -> frozenset[str]:
+    """Return the names of the parameters in `layers`, which nothing outside may share."""
+    inside: dict[str, str] = {}
+    outside: dict[str, str] = {}
+    for name, value in module.named_parameters(remove_duplicate=False):
+        part = inside if any(name.startswith(layer + ".") for layer in layers) else outside
+        part.setdefault(canonical[id(value)], name)
+    if tied := sorted(set(inside) & set(outside)):
+        first = tied[0]
+        raise ConfigError(
+            f"layer {inside[first].rpartition('.')[0]!r} of the head shares {inside[first]!r} "
+            f"with {outside[first]!r}; "
+            "a head needs weights of its own: name another layer as head, or take a method "
+            "without a head, e.g. fedmap"
+        )
+    return frozenset(inside)

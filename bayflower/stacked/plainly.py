@@ -1,0 +1,109 @@
+"""Functions of torch in plain operations, for stacks of networks and for second derivatives, where
+torch's own have no such form or a slow one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from . import attention, randomly, recurrent
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """Return the sum, mean or largest of the rows that each bag (B, N) names; padding is in no
+    bag.
+    """
+    if input.ndim != 2 or max_norm is not None or scale_grad_by_freq or sparse:
+        return NotImplemented
+    rows = functional.embedding(input, weight)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    if padding_idx is None:
+        if mode == "max":
+            return rows.max(1).values
+        return rows.sum(1) if mode == "sum" else rows.mean(1)
+    real = (input != padding_idx % weight.shape[0])[..., None]
+    if mode == "max":
+        found = rows.masked_fill(~real, -math.inf).max(1).values
+        return found.masked_fill(~real.any(1), 0.0)
+    total = rows.masked_fill(~real, 0.0).sum(1)
+    return total if mode == "sum" else total / real.sum(1).clamp(min=1)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Return g v / ‖v‖, the norm over all axes but `dim` (all axes for −1)."""
+    axes = [axis for axis in range(v.ndim) if dim == -1 or axis != dim % v.ndim]
+    return v * (g / v.square().sum(axes, keepdim=dim != -1).sqrt())
+
+
+def normalize(
+    x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None
+) -> Any:
+    """Return x / ‖x‖ written into `out` (spectral norm remembers its vectors so)."""
+    if out is None:
+        return NotImplemented
+    return out.copy_(x / x.norm(p, dim, keepdim=True).clamp_min(eps))
+
+
+def rrelu(
+    x: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    """Return x, below 0 times the middle of the slopes, where none is drawn."""
+    if training:
+        return randomly.rrelu(x, lower, upper, training, inplace)
+    return randomly.given(x, functional.leaky_relu(x, (lower + upper) / 2), inplace)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **recurrent.functions(only_random=False),
+    functional.scaled_dot_product_attention: attention.scaled_dot_product,
+    functional.multi_head_attention_forward: attention.multi_head,
+    functional.embedding_bag: embedding_bag,
+    functional.normalize: normalize,
+    functional.rrelu: rrelu,
+    torch._weight_norm: weight_norm,
+}
+
+
+def multi_head_without_weights(*args: Any, **named: Any) -> Any:
+    """Return what multi-head attention does where torch takes a kernel without a second
+    derivative.
+    """
+    weighted = named.get("need_weights", args[15] if len(args) > 15 else True)
+    return NotImplemented if weighted else attention.multi_head(*args, **named)
+
+
+def on_gpus(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a recurrent network of ours for GPUs, where torch's has no second derivative."""
+    return lambda x, *rest: ours(x, *rest) if x.is_cuda else NotImplemented
+
+
+# what torch cannot differentiate twice
+TWICE: dict[Any, Callable[..., Any]] = {
+    **{name: on_gpus(ours) for name, ours in recurrent.functions(only_random=False).items()},
+    functional.scaled_dot_product_attention: attention.scaled_dot_product,
+    functional.multi_head_attention_forward: multi_head_without_weights,
+    functional.embedding_bag: embedding_bag,
+}

@@ -1,0 +1,202 @@
+"""Torch's random functions with the numbers of `chance.py` in place of a generator's.
+
+A function returns `NotImplemented` where torch's own draws nothing (evaluation, rate 0) or where
+the numbers come from a generator that the caller gave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from . import chance
+
+SELU = 1.7580993408473766  # −lim selu(x) for x → −∞: what a dropped feature is set to, negative
+
+
+def mask(x: Tensor, shape: tuple[int, ...], drop: float) -> Tensor:
+    """Return 0 with probability `drop`, else 1 / (1 − drop), in the dtype of x."""
+    scale = 1 / (1 - drop) if drop < 1 else 0.0
+    return chance.kept(shape, drop, x.device).to(x.dtype) * scale
+
+
+def given(x: Tensor, result: Tensor, inplace: bool) -> Tensor:
+    """Return the result, written into x if the caller wants that."""
+    return x.copy_(result) if inplace else result
+
+
+def acts(p: float, training: bool) -> bool:
+    """Return whether a layer with rate p does anything; torch reports a rate that is none."""
+    return training and 0 < p <= 1
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Return x with each number dropped by itself."""
+    if not acts(p, training):
+        return NotImplemented
+    return given(x, x * mask(x, tuple(x.shape), p), inplace)
+
+
+def low_dropout(x: Tensor, p: float, train: bool) -> Any:
+    """Return what torch.dropout does."""
+    return dropout(x, p, train)
+
+
+def of_channels(without: int | None) -> Callable[..., Any]:
+    """Return the dropout of whole channels; an input of `without` dimensions has no batch."""
+
+    def channels(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if not acts(p, training) or x.ndim < 2:
+            return NotImplemented
+        lead = (1, x.shape[0]) if x.ndim == without else tuple(x.shape[:2])
+        ones = (1,) * (x.ndim - (1 if x.ndim == without else 2))
+        factors = mask(x, lead, p).reshape(*lead, *ones)
+        return given(x, x * (factors[0] if x.ndim == without else factors), inplace)
+
+    return channels
+
+
+def alpha(x: Tensor, p: float, shape: tuple[int, ...], inplace: bool) -> Tensor:
+    """Return x with numbers set to SELU's lower limit, then moved and scaled to mean 0 and
+    variance 1 (Klambauer et al. 2017).
+    """
+    if p == 1:
+        return given(x, x * 0, inplace)
+    scale = 1 / math.sqrt((SELU**2 * p + 1) * (1 - p))
+    keep = chance.kept(shape, p, x.device).to(x.dtype)
+    return given(x, x * (keep * scale) + ((keep - 1) * SELU + SELU * p) * scale, inplace)
+
+
+def alpha_dropout(x: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
+    """Return x with each number dropped to SELU's lower limit."""
+    return alpha(x, p, tuple(x.shape), inplace) if acts(p, training) else NotImplemented
+
+
+def feature_alpha_dropout(
+    x: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Any:
+    """Return x with whole channels dropped to SELU's lower limit."""
+    if not acts(p, training) or x.ndim < 2:
+        return NotImplemented
+    return alpha(x, p, (*x.shape[:2], *(1,) * (x.ndim - 2)), inplace)
+
+
+def rrelu(
+    x: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    """Return x, below 0 times a slope drawn from [lower, upper)."""
+    if not training:
+        return NotImplemented
+    slope = lower + (upper - lower) * chance.uniform(tuple(x.shape), x.device)
+    return given(x, torch.where(x > 0, x, x * slope.to(x.dtype)), inplace)
+
+
+# -- numbers themselves ----------------------------------------------------------------------------
+Draw = Callable[[tuple[int, ...], torch.device], Tensor]
+
+
+def made(draw: Draw) -> Callable[..., Any]:
+    """Return torch.rand or torch.randn with the numbers of `draw`."""
+
+    def new(*size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Any:
+        if rest:  # a generator, a layout: torch's own business
+            return NotImplemented
+        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+        where = torch.device(device) if device is not None else torch.get_default_device()
+        return draw(shape, where).to(dtype or torch.get_default_dtype())
+
+    return new
+
+
+def alike(draw: Draw) -> Callable[..., Any]:
+    """Return torch.rand_like or torch.randn_like with the numbers of `draw`."""
+
+    def like(x: Tensor, *, dtype: Any = None, device: Any = None, **rest: Any) -> Any:
+        if rest:
+            return NotImplemented
+        return draw(tuple(x.shape), torch.device(device or x.device)).to(dtype or x.dtype)
+
+    return like
+
+
+def bernoulli(x: Tensor, p: Any = None, *, generator: Any = None, out: Any = None) -> Any:
+    """Return 1 with the probabilities x (or p), else 0."""
+    if generator is not None or out is not None:
+        return NotImplemented
+    return (chance.uniform(tuple(x.shape), x.device) < (x if p is None else p)).to(x.dtype)
+
+
+def fill_bernoulli(x: Tensor, p: Any = 0.5, *, generator: Any = None) -> Any:
+    """Set x to 1 with probability p, else 0."""
+    return NotImplemented if generator is not None else x.copy_(bernoulli(x, p))
+
+
+def fill_uniform(x: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Any:
+    """Set x to numbers in [low, high)."""
+    if generator is not None:
+        return NotImplemented
+    return x.copy_(low + (high - low) * chance.uniform(tuple(x.shape), x.device))
+
+
+def fill_normal(x: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None) -> Any:
+    """Set x to normal numbers."""
+    if generator is not None:
+        return NotImplemented
+    return x.copy_(mean + std * chance.normal(tuple(x.shape), x.device))
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    functional.dropout: dropout,
+    functional.dropout1d: of_channels(2),
+    functional.dropout2d: of_channels(None),
+    functional.dropout3d: of_channels(4),
+    functional.alpha_dropout: alpha_dropout,
+    functional.feature_alpha_dropout: feature_alpha_dropout,
+    functional.rrelu: rrelu,
+    torch.dropout: low_dropout,
+    torch.rand: made(chance.uniform),
+    torch.randn: made(chance.normal),
+    torch.rand_like: alike(chance.uniform),
+    torch.randn_like: alike(chance.normal),
+    torch.bernoulli: bernoulli,
+    Tensor.bernoulli: bernoulli,
+    Tensor.bernoulli_: fill_bernoulli,
+    Tensor.uniform_: fill_uniform,
+    Tensor.normal_: fill_normal,
+}
+
+
+class Depth(nn.Module):
+    """torchvision's StochasticDepth: drops the branch of a whole batch, or of a sample ("row")."""
+
+    p: float
+    mode: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not acts(self.p, self.training):
+            return x
+        rows = x.shape[0] if self.mode == "row" else 1
+        return x * mask(x, (rows,), self.p).reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def with_our_numbers(module: nn.Module) -> nn.Module:
+    """Return the module, layers changed in place that fill a tensor of their own with random
+    numbers: such a tensor has no place for the numbers of several clients.
+    """
+    for part in module.modules():
+        kind = type(part)
+        if (kind.__module__, kind.__name__) == (
+            "torchvision.ops.stochastic_depth",
+            "StochasticDepth",
+        ):
+            part.__class__ = Depth
+    return module

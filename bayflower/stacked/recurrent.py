@@ -1,0 +1,129 @@
+"""LSTM, GRU and RNN in plain operations: they can be stacked and differentiated any number of
+times, and the dropout between their layers takes the numbers of a step.
+
+torch's own kernels have no form for stacks of networks. Here the inputs of all times are multiplied
+with their weights at once, in one product; each time step then needs one product for the hidden
+state, of all clients together under `torch.func.vmap`.
+
+    symbol      here      shape
+    x_t         x[t]      (B, F): input at time t
+    h_t, c_t    h, c      (B, H): hidden state and, in an LSTM, cell
+    W_x, W_h    into, on  (G·H, F), (G·H, H): weights of the gates; G is 4, 3 or 1
+
+    LSTM   i, f, g, o = W_x x + W_h h + b;  c ← σ(f) c + σ(i) tanh(g);  h ← σ(o) tanh(c)
+    GRU    r, z = σ(W_x x + W_h h + b);  n = tanh(W_x x + b + r (W_h h + b'));  h ← n + z (h − n)
+    RNN    h ← tanh(W_x x + W_h h + b), or relu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .randomly import mask as dropped
+
+States = tuple[Tensor, ...]  # (h,), or (h, c)
+# (what the input gives to the gates, W_h h, b of W_h h, states) → states
+Cell = Callable[[Tensor, Tensor, Tensor | None, States], States]
+
+
+def lstm_cell(given: Tensor, on: Tensor, bias: Tensor | None, states: States) -> States:
+    """Return (h, c) after one time."""
+    i, f, g, o = (given + on).chunk(4, -1)
+    c = torch.sigmoid(f) * states[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def gru_cell(given: Tensor, on: Tensor, bias: Tensor | None, states: States) -> States:
+    """Return (h,) after one time; the bias of W_h h is inside the product with r."""
+    r, z, n = given.chunk(3, -1)
+    hr, hz, hn = (on if bias is None else on + bias).chunk(3, -1)
+    new = torch.tanh(n + torch.sigmoid(r + hr) * hn)
+    return (new + torch.sigmoid(z + hz) * (states[0] - new),)
+
+
+def rnn_cell(act: Callable[[Tensor], Tensor]) -> Cell:
+    """Return the cell of a plain recurrent network."""
+
+    def cell(given: Tensor, on: Tensor, bias: Tensor | None, states: States) -> States:
+        return (act(given + on),)
+
+    return cell
+
+
+def one_direction(x: Tensor, states: States, weights: Sequence[Tensor], cell: Cell, back: bool):  # type: ignore[no-untyped-def]
+    """Return (h of all times (T, B, H), the last states) of x (T, B, F), from its end if `back`."""
+    into, on, *rest = weights
+    inside = cell is gru_cell  # its second bias belongs to W_h h alone
+    biases, shrink = (rest[:2], rest[2:]) if len(rest) > 1 else ([], rest)
+    given = x.flatten(0, 1) @ into.mT
+    if biases:
+        given = given + (biases[0] if inside else biases[0] + biases[1])
+    times = given.unflatten(0, x.shape[:2]).unbind(0)
+    own, turned = biases[1] if biases and inside else None, on.mT
+    found = []
+    for given in reversed(times) if back else times:
+        states = cell(given, states[0] @ turned, own, states)
+        if shrink:  # an LSTM whose hidden state is projected to fewer numbers
+            states = (states[0] @ shrink[0].mT, *states[1:])
+        found.append(states[0])
+    return torch.stack(found[::-1] if back else found), states
+
+
+def recurrent(cell: Cell, number: int, only_random: bool) -> Callable[..., Any]:
+    """Return torch's function for a recurrent network of `cell`, with `number` states."""
+
+    def run(
+        x: Tensor,
+        hx: Any,
+        weights: Any,
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        random = train and dropout > 0 and num_layers > 1
+        if isinstance(weights, Tensor) or (only_random and not random):
+            return NotImplemented  # sequences of different lengths, packed; nothing to draw
+        begin: States = tuple(hx) if number == 2 else (hx,)
+        directions = 2 if bidirectional else 1
+        each = len(weights) // (num_layers * directions)
+        x = x.transpose(0, 1) if batch_first else x
+        ends: list[States] = []
+        for layer in range(num_layers):
+            if layer and random:
+                x = x * dropped(x, tuple(x.shape), dropout)
+            outputs = []
+            for way in range(directions):
+                place = layer * directions + way
+                output, end = one_direction(
+                    x,
+                    tuple(state[place] for state in begin),
+                    weights[place * each : (place + 1) * each],
+                    cell,
+                    back=way == 1,
+                )
+                outputs.append(output)
+                ends.append(end)
+            x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        last = tuple(torch.stack([end[i] for end in ends]) for i in range(number))
+        return (x.transpose(0, 1) if batch_first else x, *last)
+
+    return run
+
+
+def functions(only_random: bool) -> dict[Any, Callable[..., Any]]:
+    """Return torch's functions and ours; with `only_random`, for networks with dropout between
+    layers alone.
+    """
+    return {
+        torch._VF.lstm: recurrent(lstm_cell, 2, only_random),
+        torch._VF.gru: recurrent(gru_cell, 1, only_random),
+        torch._VF.rnn_tanh: recurrent(rnn_cell(torch.tanh), 1, only_random),
+        torch._VF.rnn_relu: recurrent(rnn_cell(torch.relu), 1, only_random),
+    }

@@ -1,0 +1,96 @@
+"""Functions of torch replaced while a network runs: random ones take the numbers of a step
+(`randomly.py`); in stacks, and where second derivatives are needed, some are in plain operations
+(`plainly.py`).
+
+A `TorchFunctionMode` sees every function that the network calls, in layers or directly, so that
+`nn.Dropout`, its subclasses and `functional.dropout` are treated alike. What it costs, about a
+microsecond a call, is saved where the first pass has shown that there is nothing to replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from . import attention, chance, plainly, randomly, recurrent
+
+Functions = dict[Any, Callable[..., Any]]
+RANDOM: Functions = {
+    **randomly.FUNCTIONS,
+    **recurrent.functions(only_random=True),
+    functional.scaled_dot_product_attention: attention.random_scaled_dot_product,
+    functional.multi_head_attention_forward: attention.random_multi_head,
+}
+Use = Literal["once", "twice", "mapped"]
+# by (training, use)
+TABLES: dict[tuple[bool, Use], Functions] = {
+    (True, "once"): RANDOM,
+    (True, "twice"): {**RANDOM, **plainly.TWICE},
+    (False, "twice"): plainly.TWICE,
+    (True, "mapped"): {**RANDOM, **plainly.FUNCTIONS},
+    (False, "mapped"): plainly.FUNCTIONS,
+}
+_use: ContextVar[Use] = ContextVar("use", default="once")
+
+
+class Seen:
+    """What passes of a network have shown: whether functions were replaced, by (training, use),
+    and whether random numbers were drawn. Missing or None: there was no such pass yet.
+    """
+
+    def __init__(self) -> None:
+        self.replaced: dict[tuple[bool, Use], bool] = {}
+        self.draws: bool | None = None
+
+
+class Replacing(TorchFunctionMode):
+    """Calls a function of the table in place of torch's, unless it says `NotImplemented`."""
+
+    def __init__(self, table: Functions) -> None:
+        super().__init__()
+        self.table, self.replaced = table, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        ours = self.table.get(func)
+        if ours is not None:
+            found = ours(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                self.replaced = True
+                return found
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def used(how: Use) -> Iterator[None]:
+    """Give the passes inside functions that can be differentiated "twice", or "mapped" over samples
+    or clients as well; others keep torch's own kernels, and their bits.
+    """
+    token = _use.set(how)
+    try:
+        yield
+    finally:
+        _use.reset(token)
+
+
+@contextmanager
+def passing(seen: Seen, train: bool, stacked: bool) -> Iterator[None]:
+    """Run one pass of a network inside, alone or in a stack."""
+    kind: tuple[bool, Use] = (train, "mapped" if stacked else _use.get())
+    with ExitStack() as inside:
+        mode = None
+        if train:
+            inside.enter_context(chance.one_pass())
+        if kind in TABLES and seen.replaced.get(kind) is not False:
+            mode = inside.enter_context(Replacing(TABLES[kind]))
+        yield
+        if mode is not None:
+            seen.replaced[kind] = mode.replaced
+        if train:
+            seen.draws = bool(seen.draws) or chance.calls() > 0
