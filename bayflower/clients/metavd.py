@@ -34,12 +34,13 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..contract import Phase, Posterior, Purpose, Work
+from ..errors import ConfigError
 from ..maths import dropout
 from ..maths.laplace import Seen
-from ..networks.model import Batch
+from ..networks.model import Batch, Model
 from ..strategies.metavd import MASK, STEP, Broadcast, Update
 from ..tree import Shapes, Tensors, map_tree, shapes, unflatten
 from .addon import LOCAL, TWO, AddOn
@@ -59,6 +60,17 @@ class Client(AddOn):
 
     update_type: ClassVar[type] = Update
     sized_by = ("mask",)
+
+    def __init__(self, config: Any, training: Any, model: Model) -> None:
+        super().__init__(config, training, model)
+        kinds = {name: type(part) for name, part in model.module_for(True).named_modules()}
+        if not issubclass(kinds.get(self.layer, type(None)), nn.Linear):
+            known = [name for name, kind in kinds.items() if issubclass(kind, nn.Linear)]
+            what = f"a {kinds[self.layer].__name__}" if self.layer in kinds else "no layer"
+            raise ConfigError(
+                f"the dropout posterior needs a linear layer, {self.layer!r} is {what}; name one "
+                f"as dropout_layer: {', '.join(known) or 'there is none'}"
+            )
 
     def views(self) -> dict[str, str]:
         """Return the personal model and the global one; the personal one also averaged over weight
@@ -125,6 +137,11 @@ class Client(AddOn):
             kl = kl.masked_fill(work.memo.mask["layer"], 0)
 
         def disturb(x: Tensor, output: Tensor) -> Tensor:
+            if x.ndim != 2:
+                raise ConfigError(
+                    f"dropout_layer {self.layer!r} gets {tuple(x.shape)}, several rows a sample; "
+                    "name a linear layer that gets one row a sample"
+                )
             variance = dropout.output_variance(x, theta[self.weight], log_alpha)
             return dropout.disturbed(output, variance, noise["output"][: len(x)])
 

@@ -117,7 +117,8 @@ class Fused:
     def _give_up(self, what: str, error: Exception) -> None:
         """Go on one by one, and say why."""
         log.debug("the stack failed", exc_info=True)
-        reason = str(error).splitlines()[0].split(". ")[0][:200]
+        said = str(error) or type(error).__name__
+        reason = said.splitlines()[0].split(". ")[0][:200]
         self.one_by_one_because = (
             f"clients were {what} one by one because the network cannot be stacked ({reason})"
         )

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from ..errors import ConfigError
 from ..stacked.losses import mean_nll, nll
-from ..stacked.masked import MASKABLE, mask_norms, real_samples
+from ..stacked.masked import INSTANCES, MASKABLE, mask_norms, real_samples
 from ..stacked.randomly import with_our_numbers
 from ..stacked.rewriting import Seen, passing
 from ..stacked.stackable import for_stacks
@@ -284,7 +284,11 @@ class Model:
         as far as its layers tell.
         """
         for name, module in self._train.named_modules():
-            if isinstance(module, COUPLING) and type(module) not in MASKABLE:
+            counts = isinstance(module, COUPLING) or (
+                isinstance(module, nn.modules.instancenorm._InstanceNorm)
+                and module.track_running_stats
+            )
+            if counts and type(module) not in (*MASKABLE, *INSTANCES):
                 return (
                     f"clients were trained one by one because layer {name!r} "
                     f"({type(module).__name__}) cannot leave padding out"

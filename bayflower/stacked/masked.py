@@ -29,6 +29,10 @@ from ..errors import BayflowerError
 from .batched import front, has_kernels, on_stacks
 
 MASKABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NEEDS_MASK = (
+    "a stacked network with {} needs to know which samples are real: pass mask to Model.forward"
+)
 # the mask of the batch that is passing through; a pass is one call in one thread
 _masks: list[Tensor] = []
 
@@ -60,10 +64,7 @@ class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not (self.training or self.running_mean is None):
             return super().forward(x)
         if not _masks:
-            raise BayflowerError(
-                "a stacked network with BatchNorm needs to know which samples are real: pass mask "
-                "to Model.forward"
-            )
+            raise BayflowerError(NEEDS_MASK.format("BatchNorm"))
         weight, bias = (
             (self.weight, self.bias)
             if self.affine
@@ -93,11 +94,39 @@ class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
         )
 
 
+class MaskedInstanceNorm(nn.modules.instancenorm._InstanceNorm):
+    """torch's InstanceNorm, whose running statistics are the mean over the real samples."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Take any number of dimensions, as torch has checked them elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, affine = nn.functional.instance_norm, (self.weight, self.bias)
+        if not self.training:
+            return norm(x, self.running_mean, self.running_var, *affine, False, eps=self.eps)
+        if not _masks:
+            raise BayflowerError(NEEDS_MASK.format("InstanceNorm"))
+        mask = _masks[-1].to(x.dtype)[:, None]
+        axes, area = tuple(range(2, x.ndim)), x[0, 0].numel()
+        with torch.no_grad():
+            variance, mean = torch.var_mean(x, axes, correction=1 if area > 1 else 0)
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            for kept, found in ((self.running_mean, mean), (self.running_var, variance)):
+                now = (found * mask).sum(0) / mask.sum().clamp(min=1)
+                kept.copy_(kept + (self.momentum or 0.0) * (now - kept))
+        return norm(x, None, None, *affine, eps=self.eps)
+
+
 def mask_norms(module: nn.Module) -> nn.Module:
-    """Return the module with every BatchNorm replaced in place by one that leaves padding out."""
+    """Return the module with every layer that counts samples replaced in place by one that leaves
+    padding out.
+    """
     for part in module.modules():
         if type(part) in MASKABLE:
             part.__class__ = MaskedBatchNorm
+        elif type(part) in INSTANCES and part.track_running_stats:
+            part.__class__ = MaskedInstanceNorm
     return module
 
 

@@ -76,12 +76,32 @@ def rrelu(
     return randomly.given(x, functional.leaky_relu(x, (lower + upper) / 2), inplace)
 
 
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x, below 0 times the weight of its channel."""
+    if weight.numel() > 1 and x.ndim > 2:
+        weight = weight.reshape(-1, *(1,) * (x.ndim - 2))
+    return torch.where(x > 0, x, weight * x)
+
+
+def hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+    """Return x / 6 + 1/2, cut to [0, 1]."""
+    return randomly.given(x, (x / 6 + 0.5).clamp(0, 1), inplace)
+
+
+def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Any:
+    """Return the mean of each channel, where that is asked for."""
+    return x.mean((-2, -1), keepdim=True) if output_size in (1, (1, 1), [1, 1]) else NotImplemented
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **recurrent.functions(only_random=False),
     functional.scaled_dot_product_attention: attention.scaled_dot_product,
     functional.multi_head_attention_forward: attention.multi_head,
+    functional.adaptive_avg_pool2d: adaptive_avg_pool2d,
     functional.embedding_bag: embedding_bag,
+    functional.hardsigmoid: hardsigmoid,
     functional.normalize: normalize,
+    functional.prelu: prelu,
     functional.rrelu: rrelu,
     torch._weight_norm: weight_norm,
 }
@@ -95,15 +115,23 @@ def multi_head_without_weights(*args: Any, **named: Any) -> Any:
     return NotImplemented if weighted else attention.multi_head(*args, **named)
 
 
-def on_gpus(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a recurrent network of ours for GPUs, where torch's has no second derivative."""
-    return lambda x, *rest: ours(x, *rest) if x.is_cuda else NotImplemented
+def on_gpus(ours: Callable[..., Any], random: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a recurrent network of ours for GPUs, where torch's has no second derivative, and
+    where numbers are drawn.
+    """
+    return lambda x, *rest: (ours if x.is_cuda else random)(x, *rest)
 
 
-# what torch cannot differentiate twice
+RANDOM = recurrent.functions(only_random=True)
+# what torch cannot differentiate twice; its second derivative of a norm of weights is wrong
 TWICE: dict[Any, Callable[..., Any]] = {
-    **{name: on_gpus(ours) for name, ours in recurrent.functions(only_random=False).items()},
+    **{
+        name: on_gpus(ours, RANDOM[name])
+        for name, ours in recurrent.functions(only_random=False).items()
+    },
     functional.scaled_dot_product_attention: attention.scaled_dot_product,
     functional.multi_head_attention_forward: multi_head_without_weights,
     functional.embedding_bag: embedding_bag,
+    functional.hardsigmoid: hardsigmoid,
+    torch._weight_norm: weight_norm,
 }

@@ -26,6 +26,7 @@ SIZES = (7, 5, 4)  # training samples of the clients: the last batch of one is p
 ONE_ROUND = {
     "rounds": 1,
     "local_epochs": 1,
+    "new_client_epochs": 1,
     "batch_size": 3,
     "optimizer": "sgd",
     "lr": 0.05,
@@ -45,6 +46,8 @@ class Case(NamedTuple):
     factory: Callable[[], nn.Module]
     shape: tuple[int, ...]
     words: int = 0
+    layer: str = ""  # of MetaVD, if it is not the last linear one before the head
+    head: str | None = None
 
 
 def federation(case: Case, sizes: tuple[int, ...] = SIZES) -> Federation:
@@ -75,10 +78,12 @@ def on_two_engines(method: str, case: Case, **settings: Any) -> tuple[Outcome, O
     """Return (loop, fused) outcomes of one round, the loop's with the states in its store."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     data = federation(case)
-    run = parse(method, {**ONE_ROUND, "num_clients": len(data.clients), **settings})
-    memory, halves = MemoryStore(), halves_of(method, Model(case.factory, CLASSES, "zoo"), run)
+    layer = {"dropout_layer": case.layer} if case.layer and method == "metavd" else {}
+    run = parse(method, {**ONE_ROUND, "num_clients": len(data.clients), **layer, **settings})
+    models = [Model(case.factory, CLASSES, "zoo", case.head) for _ in range(2)]
+    memory, halves = MemoryStore(), halves_of(method, models[0], run)
     loop = run_loop(run, data, halves, store=memory)
-    fused = run_fused(run, data, halves_of(method, Model(case.factory, CLASSES, "zoo"), run))
+    fused = run_fused(run, data, halves_of(method, models[1], run))
     kind = halves.client.state_type
     kept = {client: unflatten(kind, s[0].state) for (_, client), s in memory.kept.items() if s}
     return loop._replace(client_states=kept), fused
