@@ -13,10 +13,11 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import typer
 
+from .findings import Finding
 from .options import AsJson
 
 
@@ -29,6 +30,18 @@ def doctor(
         Path | None,
         typer.Option(help="folder of `bayflower deploy init`; checks when its certificates expire"),
     ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="a network to try: a name of `bayflower models`, or package.module:Factory"
+        ),
+    ] = "",
+    shape: Annotated[
+        str, typer.Option("--input", help="with --model: shape of one sample, e.g. 3,32,32")
+    ] = "",
+    words: Annotated[
+        int, typer.Option(min=0, help="with --model: inputs are whole numbers below this")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine: versions, devices, data, Docker engine, port, certificates. Exit code 1
@@ -37,6 +50,10 @@ def doctor(
     Example: `bayflower doctor --data-dir data --deployment federation`
     """
     found = examine(data_dir, port, deployment)
+    if model:
+        from .network import network
+
+        found += network(model, shape, words)
     wrong = any(one.state == "wrong" for one in found)
     if as_json:
         print(json.dumps({"ok": not wrong, "findings": [one._asdict() for one in found]}))
@@ -64,16 +81,6 @@ OPTIONAL = {
     "matplotlib": "plots",
 }
 SOON = 30  # days before a certificate's end from which it is a warning
-
-
-class Finding(NamedTuple):
-    """One line: what was looked at, how it is, what was seen, and what to do."""
-
-    what: str
-    # missing: something does not work without it; wrong: it must be repaired
-    state: Literal["ok", "missing", "wrong"]
-    seen: str
-    remedy: str = ""
 
 
 def examine(data_dir: Path, port: int, folder: Path | None = None) -> list[Finding]:

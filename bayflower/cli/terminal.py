@@ -96,6 +96,9 @@ class bar:  # noqa: N801 (reads as a verb: with bar(...))
                 self.accuracy = f"accuracy {record['personal']['accuracy']:.1%}"
         loss, done = records[-1]["train_loss"], records[-1]["round"]
         now = f"loss {loss:.4f} {self.accuracy}" if loss is not None else self.accuracy
+        if "stacked" in records[-1]:  # the fused engine says how it trains
+            together = records[-1]["stacked"]
+            now += f" ({f'{together} clients in a stack' if together else 'one by one'})"
         self.bar.update(self.task, completed=done, now=now)
         if self.lines and (self.first or time.monotonic() - self.said > LINE_SECONDS):
             self.said, self.first = time.monotonic(), False

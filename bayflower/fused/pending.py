@@ -22,6 +22,7 @@ class Open(NamedTuple):
     losses: dict[int, Tensor]
     sizes: Count
     report: Callable[[], dict[str, float]]
+    stacked: int
     begin: Mark
     end: Mark
 
@@ -46,11 +47,14 @@ class Pending:
         losses: dict[int, Tensor],
         count: Count,
         report: Callable[[], dict[str, float]],
+        stacked: int,
         begin: Mark,
     ) -> None:
-        """Add a round; write the record of the one before it."""
+        """Add a round, `stacked` clients of which trained together; write the record of the one
+        before it.
+        """
         self.last = self.meter.mark()
-        self.waiting.append(Open(round, losses, count, report, begin, self.last))
+        self.waiting.append(Open(round, losses, count, report, stacked, begin, self.last))
         while len(self.waiting) > 1:
             self._write(self.waiting.pop(0))
 
@@ -67,7 +71,7 @@ class Pending:
                 means = dict(
                     zip(done.losses, torch.stack(list(done.losses.values())).tolist(), strict=True)
                 )
-            report = done.report()
+            report = {"stacked": done.stacked, **done.report()}
             done.sizes.settle()
         weighted = {client: (done.sizes.examples[client], means[client]) for client in means}
         seconds = self.meter.between(done.begin, done.end)

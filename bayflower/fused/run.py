@@ -178,7 +178,9 @@ class FusedRun:
             losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
             sizes = {client: self.engine.stack.size(client) for client in chunk}
             count.add(chunk, self.halves, message, updates, sizes)
-        self.pending.add(round, losses, count, partial(self.server.report, self.state), begin)
+        stacked = 0 if self.engine.one_by_one_because else max(map(len, chunks))
+        report = partial(self.server.report, self.state)
+        self.pending.add(round, losses, count, report, stacked, begin)
         self.lap("records")
 
     def broadcast_to(self, chunk: list[int]) -> Any:

@@ -78,8 +78,10 @@ def found(
     model: Model, params: Tensors, buffers: Tensors, batch: Batch, kind: Kind = "fisher"
 ) -> Tensors:
     """Return what `diagonal` does, from functions that can be mapped over samples."""
-    plan = make_plan(model, tuple(batch.x.shape[1:]))
-    probes = {tap.path: batch.x.new_zeros(batch.x.shape[0], *tap.shape) for tap in plan.taps}
+    whole = None if batch.x.is_floating_point() else batch.x.dtype
+    plan = make_plan(model, tuple(batch.x.shape[1:]), whole)
+    real = next(iter(params.values()))  # inputs may be whole numbers
+    probes = {tap.path: real.new_zeros(batch.x.shape[0], *tap.shape) for tap in plan.taps}
 
     def tapped(probes: Tensors) -> tuple[Tensor, Tensors]:
         return forward(model, params, buffers, batch.x, probes)
@@ -218,9 +220,9 @@ RULES: dict[type, Rule] = {
 
 # -- which layers have a formula -----------------------------------------------------------------
 @lru_cache(maxsize=16)
-def make_plan(model: Model, shape: tuple[int, ...]) -> Passes:
-    """Return the plan for inputs of `shape`, from a pass of two samples without numbers: a layer
-    used once, in a way the formulas know.
+def make_plan(model: Model, shape: tuple[int, ...], whole: torch.dtype | None = None) -> Passes:
+    """Return the plan for inputs of `shape`, of the dtype `whole` if they are whole numbers, from a
+    pass of two samples without numbers: a layer used once, in a way the formulas know.
     """
     calls: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     meta = torch.device("meta")
@@ -239,7 +241,7 @@ def make_plan(model: Model, shape: tuple[int, ...]) -> Passes:
 
     with hooked(model, note):
         model.forward(
-            params, buffers, torch.empty(2, *shape, dtype=dtype, device=meta), train=False
+            params, buffers, torch.empty(2, *shape, dtype=whole or dtype, device=meta), train=False
         )
     owners: dict[int, list[str]] = {}
     for path, layer in model.module_for(train=False).named_modules():

@@ -15,7 +15,7 @@ import torch
 from conftest import small_prepared
 
 from bayflower import cli, methods
-from bayflower.cli import cite, doctor
+from bayflower.cli import cite, doctor, terminal
 from bayflower.engines import execute
 from bayflower.errors import ConfigError
 from bayflower.files import tracking
@@ -48,6 +48,59 @@ def test_doctor_finds_what_is_there(tmp_path, monkeypatch, capsys):
     }
     assert ("cuda:0" in found) == torch.cuda.is_available()
     assert "data: heart" in said(monkeypatch, capsys, "doctor", "--data-dir", str(tmp_path))
+
+
+def test_doctor_says_how_a_network_is_trained(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mynets.py").write_text(
+        "import torch\nfrom torch import nn\n\n\n"
+        "class Text(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.words, self.body = nn.Embedding(9, 4), nn.GRU(4, 4, 2, dropout=0.1)\n"
+        "        self.fc = nn.Linear(4, 3)\n\n"
+        "    def forward(self, x):\n"
+        "        return self.fc(self.body(self.words(x.long()).transpose(0, 1))[0][-1])\n\n\n"
+        "class Peeks(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.fc = nn.Linear(5, 3)\n\n"
+        "    def forward(self, x):\n"
+        "        return self.fc(x) * (2.0 if x.abs().max().item() > 1e9 else 1.0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def about(*more, code=0):
+        call = ("doctor", "--data-dir", str(tmp_path), "--json", *more)
+        content = json.loads(said(monkeypatch, capsys, *call, code=code))
+        return {one["what"]: one for one in content["findings"] if "model" in one["what"]}
+
+    text = about("--model", "mynets:Text", "--input", "5", "--words", "9")
+    assert {one["state"] for one in text.values()} == {"ok"}
+    assert "trained in stacks" in text["model: mynets:Text"]["seen"]
+    assert "follow from the seed" in text["model: random layers"]["seen"]
+    peeks = about("--model", "mynets:Peeks", "--input", "5")
+    assert peeks["model: mynets:Peeks"]["state"] == "missing"
+    assert "one by one: vmap" in peeks["model: mynets:Peeks"]["seen"]
+    assert peeks["model: random layers"]["seen"] == "none"
+    ours = about("--model", "lenet5", "--input", "1x28x28")
+    assert "61,706 parameters; clients are trained in stacks" in ours["model: lenet5"]["seen"]
+    for wrong, text in (
+        (("--model", "mynets:Nobody", "--input", "5"), "cannot be found"),
+        (("--model", "mynets:Text", "--input", "five"), "shape of one sample"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["bayflower", "doctor", *wrong])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 2
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stacked", "text"), [(0, "(one by one)"), (7, "(7 clients in a stack)")])
+def test_the_progress_line_says_how_clients_are_trained(monkeypatch, capsys, stacked, text):
+    monkeypatch.setattr(terminal, "LINE_SECONDS", -1.0)
+    with terminal.bar(3, "FedAvg", hidden=False) as update:
+        update([{"round": 1, "train_loss": 0.5, "stacked": stacked}])
+    assert capsys.readouterr().out == f"FedAvg: round 1 of 3, loss 0.5000  {text}\n"
 
 
 def test_doctor_says_when_a_port_is_taken_and_when_no_engine_answers(monkeypatch, tmp_path):

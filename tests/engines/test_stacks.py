@@ -262,6 +262,7 @@ def test_on_a_cpu_no_clock_decides_by_itself(monkeypatch, layers, settings, rema
     outcome = run_fused(run, federation, halves)
     assert bool(outcome.remarks) == (remark is not None)
     assert remark is None or remark in outcome.remarks[0]
+    assert outcome.rounds[0]["stacked"] == (0 if remark else 5)
 
 
 def sender(halves, device="cpu"):
