@@ -93,6 +93,19 @@ def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Any:
     return x.mean((-2, -1), keepdim=True) if output_size in (1, (1, 1), [1, 1]) else NotImplemented
 
 
+def as_wide(norm: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a norm of inputs in the dtype of its weights, as autocast does it on a GPU: in a stack
+    on a CPU two dtypes have no derivative.
+    """
+
+    def wide(x: Tensor, size: Any, weight: Tensor | None = None, *rest: Any, **more: Any) -> Any:
+        if weight is None or x.dtype == weight.dtype:
+            return NotImplemented
+        return norm(x.to(weight.dtype), size, weight, *rest, **more)
+
+    return wide
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **recurrent.functions(only_random=False),
     functional.scaled_dot_product_attention: attention.scaled_dot_product,
@@ -101,7 +114,10 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.embedding_bag: embedding_bag,
     functional.hardsigmoid: hardsigmoid,
     functional.normalize: normalize,
+    functional.group_norm: as_wide(functional.group_norm),
+    functional.layer_norm: as_wide(functional.layer_norm),
     functional.prelu: prelu,
+    functional.rms_norm: as_wide(functional.rms_norm),
     functional.rrelu: rrelu,
     torch._weight_norm: weight_norm,
 }

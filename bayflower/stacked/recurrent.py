@@ -3,7 +3,7 @@ times, and the dropout between their layers takes the numbers of a step.
 
 torch's own kernels have no form for stacks of networks. Here the inputs of all times are multiplied
 with their weights at once, in one product; each time step then needs one product for the hidden
-state, of all clients together under `torch.func.vmap`.
+state, of all clients together under `torch.func.vmap`. `lstm.py` has the layers of LSTMs.
 
     symbol      here      shape
     x_t         x[t]      (B, F): input at time t
@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .lstm import Lstm
 from .randomly import mask as dropped
+from .stackable import in_bfloat16
 
 States = tuple[Tensor, ...]  # (h,), or (h, c)
 # (what the input gives to the gates, W_h h, b of W_h h, states) → states
@@ -62,7 +64,15 @@ def one_direction(x: Tensor, states: States, weights: Sequence[Tensor], cell: Ce
     given = x.flatten(0, 1) @ into.mT
     if biases:
         given = given + (biases[0] if inside else biases[0] + biases[1])
-    times = given.unflatten(0, x.shape[:2]).unbind(0)
+    given = given.unflatten(0, x.shape[:2])
+    if in_bfloat16(x):  # the biases are not
+        given = given.bfloat16()
+    if cell is lstm_cell and not shrink:
+        begin = (state.to(given.dtype) for state in states)
+        ahead = given.flip(0) if back else given
+        hs, c, *_ = Lstm.apply(ahead, on.to(given.dtype), *begin)
+        return hs.flip(0) if back else hs, (hs[-1], c)
+    times = given.unbind(0)
     own, turned = biases[1] if biases and inside else None, on.mT
     found = []
     for given in reversed(times) if back else times:

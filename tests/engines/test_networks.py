@@ -17,6 +17,7 @@ from bayflower.errors import ConfigError
 from bayflower.fused.run import run_fused
 from bayflower.maths import curvature
 from bayflower.networks.model import Batch, Model
+from bayflower.stacked import chance
 from bayflower.stacked.masked import mask_norms, real_samples
 from bayflower.stacked.plainly import weight_norm
 from bayflower.stacked.rewriting import Seen, passing
@@ -161,6 +162,34 @@ def test_the_second_derivative_of_a_norm_of_weights_is_right():
     found = (grad(after)(v) * way).sum()
     near = (after(v + 1e-6 * way) - after(v - 1e-6 * way)) / 2e-6
     torch.testing.assert_close(found, near, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["text-lstm", "gru", "ft-transformer", "bag-mean", "swin"])
+def test_a_training_pass_in_bfloat16_is_near(name, device):
+    case = ALL[name]
+    model = Model(case.factory, CLASSES).for_stacks(gpu=device == "cuda")
+    params, buffers = (
+        {n: torch.stack([v] * 2).to(device) for n, v in part.items()} for part in model.initial(0)
+    )
+    clients = federation(case).clients[:2]
+    x = torch.stack([torch.as_tensor(one.x_train[:4]) for one in clients]).to(device)
+    y = torch.stack([torch.as_tensor(one.y_train[:4]) for one in clients]).to(device)
+
+    def loss(key, params, buffers, x, y):
+        with chance.step(key):
+            logits, _ = model.forward(params, buffers, x, train=True)
+        return nn.functional.cross_entropy(logits, y)
+
+    keys = torch.tensor([1, 2], device=device)
+    exact = vmap(grad(loss, argnums=1))(keys, params, buffers, x, y)
+    model.bf16 = True
+    rough = vmap(grad(loss, argnums=1))(keys, params, buffers, x, y)
+    assert {one.dtype for one in rough.values()} == {torch.float32}
+    mine, yours = (
+        torch.cat([value.flatten() for value in part.values()]) for part in (rough, exact)
+    )
+    assert 0 < float((mine - yours).norm() / yours.norm()) < 0.1
 
 
 # -- curvature -------------------------------------------------------------------------------------

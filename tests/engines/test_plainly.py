@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.func import grad, vmap
 
 from bayflower.stacked import chance
+from bayflower.stacked.lstm import Lstm, plain
 from bayflower.stacked.rewriting import Seen, passing
 
 
@@ -55,3 +58,65 @@ def test_attention_of_functions_is_torchs():
     with passing(Seen(), train=False, stacked=True):
         got = nn.functional.scaled_dot_product_attention(q, *few, enable_gqa=True)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_a_layer_of_lstms_is_the_plain_formula(device):
+    """Values, slopes and second derivatives, alone, stacked, and mapped twice."""
+    draw = torch.Generator().manual_seed(0)
+    clients, times, batch, wide = 3, 5, 2, 4
+    shapes = ((times, batch, 4 * wide), (4 * wide, wide), (batch, wide), (batch, wide))
+    given = [
+        torch.randn(clients, *one, generator=draw, dtype=torch.float64).to(device) for one in shapes
+    ]
+    every = (0, 1, 2, 3)
+
+    def loss(fn):
+        def one(*inputs):
+            hs, c = fn(*inputs)[:2]
+            return hs.square().sum() + (c * c.cos()).sum()
+
+        return one
+
+    def bent(fn):
+        return lambda *inputs: sum(
+            (slope * slope.sin()).sum() for slope in grad(loss(fn), argnums=every)(*inputs)
+        )
+
+    for make in (
+        loss,
+        lambda fn: grad(loss(fn), argnums=every),
+        lambda fn: grad(bent(fn), argnums=every),
+    ):
+        want, got = (vmap(make(fn))(*given) for fn in (plain, Lstm.apply))
+        torch.testing.assert_close(got, want)
+        alone = make(Lstm.apply)(*(one[1] for one in given))
+        for mine, yours in zip(
+            torch.utils._pytree.tree_leaves(alone),
+            torch.utils._pytree.tree_leaves(want),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, yours[1])
+        twice = vmap(vmap(make(Lstm.apply)), (0, None, 0, 0))(
+            torch.stack([given[0], -given[0]]),
+            given[1],
+            *(torch.stack([one, one]) for one in given[2:]),
+        )
+        for mine, yours in zip(
+            torch.utils._pytree.tree_leaves(twice),
+            torch.utils._pytree.tree_leaves(want),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine[0], yours)
