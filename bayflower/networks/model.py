@@ -26,7 +26,7 @@ from ..stacked.rewriting import Seen, passing
 from ..stacked.stackable import for_stacks
 from ..tree import Tensors
 from .heads import find_head, head_parameters
-from .parts import cast, persistent, trainable
+from .parts import cast, persistent, trainable, unflattened
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 # a sample's output depends on the other samples of its batch
@@ -79,8 +79,8 @@ class Model:
         self.factory = factory
         self.num_classes = num_classes
         self.name = name
-        self._train = with_our_numbers(self.made(FROZEN_SEED).train())
-        self._eval = self.made(FROZEN_SEED).eval()
+        self._train = with_our_numbers(unflattened(self.made(FROZEN_SEED)).train())
+        self._eval = unflattened(self.made(FROZEN_SEED)).eval()
         if not self.shapes:
             raise ConfigError(
                 f"model {name or 'given'} has no trainable parameters; nothing could be learned"

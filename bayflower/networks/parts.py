@@ -28,3 +28,17 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     integers).
     """
     return value.to(dtype) if value.is_floating_point() else value
+
+
+def unflattened(module: nn.Module) -> nn.Module:
+    """Return the module, whose recurrent layers no longer lay out their weights for cuDNN in every
+    pass: weights that are passed in, or wrapped by `torch.func`, have no storage to lay out.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part.flatten_parameters = nothing  # type: ignore[method-assign]
+    return module
+
+
+def nothing() -> None:
+    """Do nothing."""
