@@ -24,7 +24,8 @@ from ..rounds.halves import make_halves
 
 Say = Callable[[str], None]
 WARM_UP = 3  # rounds of the fused engine that do not count: kernels are compiled, steps recorded
-QUIET = {"evaluate_every": 0, "checkpoint_every": 0}
+# a round trains on all samples, and nothing follows the last one
+QUIET = {"evaluate_every": 0, "checkpoint_every": 0, "calibration": "off"}
 SGD = {"optimizer": "sgd", "lr": 0.01, "local_epochs": 1}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "digits": {"dataset": "digits", "beta": 0.3, "num_clients": 10, "batch_size": 10, **SGD},
