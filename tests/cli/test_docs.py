@@ -40,7 +40,7 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 EXAMPLE = "docs/add-a-method.md"
 QUICK = (
     "README.md",
-    *(f"docs/{page}.md" for page in ("data", "plug-in", "strategies", "tutorial")),
+    *(f"docs/{page}.md" for page in ("data", "plug-in", "strategies")),
 )
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ((?:bayflower|tests)/[\w/]+\.py)(.*)\n")

@@ -275,8 +275,11 @@ def test_a_federation_of_three_domains(tmp_path):
             "model": "cnn3",
             "rounds": 1,
             "local_steps": 1,
+            "adapt_steps": 1,
+            "new_client_epochs": 1,
             "device": "cpu",
             "evaluate_every": 0,
+            "calibration": "off",
         },
     )
     outcome = execute(prepare(run))

@@ -21,7 +21,13 @@ STAYS = {"seconds"}
 
 
 def words(out, engine: str, rounds: int, *more: str) -> list[str]:
-    settings = {**SMALL, "checkpoint_every": 1, "device": "cpu", "local_epochs": 2}
+    settings = {
+        **SMALL,
+        "checkpoint_every": 1,
+        "device": "cpu",
+        "local_epochs": 2,
+        "evaluate_every": 5,
+    }
     settings.pop("rounds"), settings.pop("dataset"), settings.pop("num_clients")
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     head = [

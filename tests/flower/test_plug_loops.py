@@ -82,11 +82,12 @@ def test_an_own_loop_with_the_methods_batches_gives_the_methods_bits(tmp_path):
     ours = run(
         make_client_app("fedmap", model=Plain, data=load, state=tmp_path / "ours"),
         "fedmap",
+        rounds=2,
         net=Plain,
         optimizer="sgd",
         run="a",
     )
-    theirs = run(app, "fedmap", net=Plain, optimizer="sgd", run="b")
+    theirs = run(app, "fedmap", rounds=2, net=Plain, optimizer="sgd", run="b")
     for name, value in ours.state.params.items():
         assert torch.allclose(value, theirs.state.params[name], rtol=1e-5, atol=1e-7), name
     assert ours.records[-1]["train_loss"] == pytest.approx(

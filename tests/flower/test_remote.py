@@ -24,6 +24,7 @@ WORK = {
     "new_clients": 1,
     "partition": "dirichlet",
     "beta": 1.0,
+    "calibration": "off",
     "rounds": 2,
     "local_epochs": 1,
     "batch_size": 16,

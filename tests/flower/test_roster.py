@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from conftest import assert_same_bits, some
+from conftest import BOTH, assert_same_bits, some
 from flwr.app import ConfigRecord, Error, Message
 from town import Town, silent
 
@@ -20,6 +20,9 @@ from bayflower.flower.loop import FIRST_NODE, contexts, make_strategy
 from bayflower.methods import METHODS
 from bayflower.tree import flatten
 
+# methods whose server or clients keep something from round to round, each in its own way
+REMEMBER = {*BOTH, "fedavg", "feddc", "feddyn", "fedper", "local", "scaffold"}
+
 
 @functools.cache
 def lively(method: str) -> Town:
@@ -27,7 +30,7 @@ def lively(method: str) -> Town:
     return Town(method, {1: [0, 1, 2], 2: [0, 1, 2, 3], 3: [0, 2, 3], 4: [0, 1, 2, 3]}).start()
 
 
-@pytest.mark.parametrize("method", sorted(METHODS), scope="module")
+@pytest.mark.parametrize("method", some(sorted(METHODS), REMEMBER), scope="module")
 def test_clients_come_late_go_and_come_back(method):
     """Each round has exactly those that are there."""
     town = lively(method)
@@ -48,7 +51,7 @@ def test_clients_come_late_go_and_come_back(method):
         assert not leaf.is_floating_point() or bool(leaf.isfinite().all())
 
 
-@pytest.mark.parametrize("method", sorted(METHODS), scope="module")
+@pytest.mark.parametrize("method", some(sorted(METHODS), REMEMBER), scope="module")
 def test_a_client_from_the_second_round_on_trains_as_one_from_the_first(method):
     """The state a late client gets is what the method's definition gives to one that trains for the
     first time.

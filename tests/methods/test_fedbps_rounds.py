@@ -142,7 +142,9 @@ def test_only_the_shared_entries_and_the_mask_travel_down():
     """(1 − p)·4P + P/8 bytes from the second round on; 8P up [eq. 3]."""
     rounds = {
         share: execute(
-            small_prepared("fedbps", personal_share=share, new_clients=0, rounds=3)
+            small_prepared(
+                "fedbps", personal_share=share, new_clients=0, rounds=3, keep=0.12, evaluate_every=0
+            )
         ).rounds
         for share in (0.0, 0.5, 0.9)
     }
