@@ -28,9 +28,6 @@ def trained(folder: Path, method: str, engine: str = "fused", **changes) -> Path
         "calibration": "shrunk",
         "device": "cpu",
         "stacking": "no",
-        "keep": 0.15,
-        "local_epochs": 1,
-        "new_client_epochs": 1,
         "checkpoint_every": 1,
         **changes,
     }
