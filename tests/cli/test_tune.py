@@ -40,7 +40,7 @@ def rows(x: np.ndarray) -> set[bytes]:
 
 @pytest.mark.parametrize("dataset", ["digits", "synthetic"])
 def test_validation_data_come_from_the_training_part_alone(dataset):
-    usual = DataSettings(dataset=dataset, num_clients=3, new_clients=2)
+    usual = DataSettings(dataset=dataset, num_clients=3, new_clients=2, calibration="off")
     chosen = DataSettings(dataset=dataset, num_clients=3, new_clients=2, validation=0.25)
     plain, split = load_federation(usual, 1), load_federation(chosen, 1)
     assert split.new_clients == ()
