@@ -86,7 +86,7 @@ def answer(
         known, fitted, own, total, data.held, order.how, order.coverage
     )
     judged = uncertain.judge_alone(
-        known, fitted, choice, tests_of(data.test, seed=seed, client=client)
+        known, fitted, choice, tests_of(data.test, half.model, seed=seed, client=client)
     )
     one = One(int(own.rows), chosen, judged, choice)
     taken = Taken(

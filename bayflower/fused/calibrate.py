@@ -98,7 +98,12 @@ class Calibration:
         chosen, choice = uncertain.settled(
             self.uncertain, fitted, own, total, held, settings.calibration, settings.coverage
         )
-        tests = tests_of(data.alone(client, test=True), seed=self.fused.seed, client=client)
+        tests = tests_of(
+            data.alone(client, test=True),
+            self.uncertain.model,
+            seed=self.fused.seed,
+            client=client,
+        )
         judged = uncertain.judge_alone(self.uncertain, fitted, choice, tests)
         return One(int(own.rows), chosen, judged, choice)
 
@@ -220,7 +225,9 @@ class Calibration:
         parts: dict[str, list[Any]] = {}
         for client in chunk:
             batch = data.alone(client, test=True)
-            for name, one in tests_of(batch, seed=self.fused.seed, client=client).items():
+            for name, one in tests_of(
+                batch, self.uncertain.model, seed=self.fused.seed, client=client
+            ).items():
                 parts.setdefault(name, []).append((one.x, one.y))
         return {name: ragged(found, data.device, data.dtype) for name, found in parts.items()}
 

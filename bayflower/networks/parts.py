@@ -42,3 +42,8 @@ def unflattened(module: nn.Module) -> nn.Module:
 
 def nothing() -> None:
     """Do nothing."""
+
+
+def looks_up(module: nn.Module) -> bool:
+    """Return whether the network looks up rows of a table by its inputs (words)."""
+    return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) for part in module.modules())

@@ -16,7 +16,8 @@ from ..calibration.curves import Chosen
 from ..contract import ClientHalf
 from ..data import DataSettings, rng
 from ..files.atomic import load_tensors, save_tensors
-from ..networks.model import Batch
+from ..networks.model import Batch, Model
+from ..networks.parts import looks_up
 from ..tree import flatten, unflatten
 from .solo import Samples
 from .uncertain import (
@@ -70,10 +71,12 @@ class Calibrated(NamedTuple):
     kinds: dict[str, tuple[str, str]]  # posteriors by name: kind and origin
 
 
-def tests_of(test: Batch, *, seed: int, client: int) -> dict[str, Batch]:
-    """Return a client's test samples as they are and with each shift."""
+def tests_of(test: Batch, model: Model, *, seed: int, client: int) -> dict[str, Batch]:
+    """Return a client's test samples as they are and with each shift; places in a table of words
+    cannot be shifted.
+    """
     found = {TEST: test}
-    for kind in shifts.kinds(test.x):
+    for kind in () if looks_up(model.module_for(False)) else shifts.kinds(test.x):
         draw: np.random.Generator = rng(seed, "shift", client)
         found[kind] = test._replace(x=shifts.shifted(test.x, kind, draw))
     return found
@@ -101,7 +104,7 @@ def take_home(
     own = score_alone(uncertain, fitted, own, everyone, data.held, how)
     everyone = own if total is None else total
     chosen, choice = settled(uncertain, fitted, own, everyone, data.held, how, settings.coverage)
-    tests = tests_of(data.test, seed=seed, client=client) if len(data.test.y) else {}
+    tests = tests_of(data.test, half.model, seed=seed, client=client) if len(data.test.y) else {}
     judged = judge_alone(uncertain, fitted, choice, tests)
     one = One(int(own.rows), chosen, judged, choice)
     rows = int(everyone.rows)

@@ -230,3 +230,19 @@ def test_impossible_tallies_are_refused(spoil: str) -> None:
     }
     with pytest.raises(WireError):
         read_judged({**flat, **changes[spoil]}, 10, 0 if spoil == "too many" else number)
+
+
+def test_words_are_not_shifted() -> None:
+    from bayflower.networks.model import Batch, Model
+    from bayflower.rounds.calibrated import tests_of
+
+    batch = Batch(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64), torch.ones(3))
+    words = Model(
+        lambda: torch.nn.Sequential(
+            torch.nn.Embedding(9, 2), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+        ),
+        2,
+    )
+    numbers_ = Model(lambda: torch.nn.Sequential(torch.nn.Linear(4, 2)), 2)
+    assert set(tests_of(batch, words, seed=0, client=0)) == {"test"}
+    assert set(tests_of(batch, numbers_, seed=0, client=0)) == {"test", "noise", "missing"}

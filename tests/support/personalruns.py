@@ -81,7 +81,7 @@ def using(end: Kept, posterior: str, scale: float = 0.7, lowest: int = 900) -> K
         ]
     choice = choice._replace(alarms=thresholds(torch.cat(measured)))
     chosen = taken.one.chosen._replace(posterior=posterior, scale=scale, temperature=0.8, share=0.5)
-    tests = tests_of(end.data.test, seed=end.seed, client=end.client)
+    tests = tests_of(end.data.test, end.half.model, seed=end.seed, client=end.client)
     judged = judge_alone(uncertain, taken.fitted, choice, tests)
     one = One(taken.one.rows, chosen, judged, choice)
     return end._replace(taken=taken._replace(choice=choice, one=one))

@@ -35,7 +35,7 @@ ONE_ROUND = {
     "checkpoint_every": 0,
     "stacking": "yes",
     "device": "cpu",
-    "calibration": "off",  # its shifted samples would be words that do not exist
+    "calibration": "off",  # it has tests of its own
 }
 
 
