@@ -97,8 +97,8 @@ def uncertainty_table(result: dict[str, Any]) -> Table | None:
     grid = bare_table(
         f"uncertainty, calibrated on {said['rows']} held-out samples ({said['calibration']})",
         f"a posterior is used by {used} of {len(rows)} clients, withheld from the others because "
-        f"it would not help; sets promise {promise:.0f} %; set: classes in one; AUROC: how well doubt "
-        "finds errors",
+        f"it would not help; sets promise {promise:.0f} %; set: classes in one; AUROC: how "
+        "well doubt finds errors",
     )
     heads = ("form", "acc.", "NLL", "Brier", "ECE", "AUROC", "covered", "set")
     for column in heads:
