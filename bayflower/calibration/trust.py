@@ -8,7 +8,6 @@ among the samples with the least doubt.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..metrics import GRID, on_grid
-from .conformal import sets
 
 BINS = 512
 COVERAGES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
@@ -72,13 +70,6 @@ def tally(log_probs: Tensor, inside: Tensor, y: Tensor, mask: Tensor) -> Trust:
 def doubt_bin(doubt: Tensor) -> Tensor:
     """Return the bin of a doubt in [0, 1]; bins are finer near 0, where most samples are."""
     return (doubt.clamp(0, 1).sqrt() * BINS).long().clamp(max=BINS - 1)
-
-
-def judge(log_probs: Tensor, lowest: Tensor, scored: Tensor, y: Tensor, mask: Tensor) -> Trust:
-    """Return the tally of predictions `log_probs` with the sets that `scored` log-probabilities
-    give above the bin `lowest`.
-    """
-    return tally(log_probs, sets(scored, lowest), y, mask)
 
 
 def possible(t: Trust, number: int) -> bool:
@@ -153,8 +144,3 @@ def summarise(tallies: Mapping[int, Trust]) -> dict[str, Any]:
             for client, one in sorted(tallies.items())
         },
     }
-
-
-def finite(value: float | None) -> float | None:
-    """Return the value, None if it is not a finite number."""
-    return value if value is not None and math.isfinite(value) else None

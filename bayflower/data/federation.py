@@ -273,11 +273,9 @@ def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> 
     data = _raw(layout, settings, seed, client)
     if data.x_train.ndim != 2:
         return data
-    known = scaling(data.x_train)
-    held = None if data.x_held is None else known.apply(data.x_held)
-    return data._replace(
-        x_train=known.apply(data.x_train), x_test=known.apply(data.x_test), x_held=held
-    )
+    held = [] if data.x_held is None else [data.x_held]
+    x_train, x_test, *held = standardise(data.x_train, data.x_test, *held)
+    return data._replace(x_train=x_train, x_test=x_test, x_held=held[0] if held else None)
 
 
 def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:
@@ -340,15 +338,15 @@ def hold_out(train: np.ndarray, share: float, most: int) -> tuple[np.ndarray, np
     return train[count:], train[:count]
 
 
-def standardise(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return both tables in float32 with NaN set to the training median and columns shifted and
+def standardise(train: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return all tables in float32 with NaN set to the training median and columns shifted and
     scaled to training mean 0, variance 1.
 
     A column that is constant in training keeps its scale; one that is all missing in training is 0
     throughout.
     """
     known = scaling(train)
-    return known.apply(train), known.apply(test)
+    return tuple(known.apply(one) for one in (train, *others))
 
 
 def scaling(train: np.ndarray) -> Scaling:

@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from ..networks.model import Batch, Model
 from ..tree import Tensors
@@ -272,19 +271,4 @@ def sampled_logits(
             for name, value in std.items()
         }
         found.append(model.forward({**params, **drawn}, buffers, x, train=False)[0])
-    return torch.stack(found)
-
-
-def module_logits(network: torch.nn.Module, params: Tensors, x: Tensor, std: Tensors) -> Tensor:
-    """Return what `sampled_logits` does for a plain module that holds its own numbers."""
-    found = []
-    ordered = sorted(std.items())
-    for place in range(WEIGHT_DRAWS):
-        drawn = {
-            name: params[name]
-            + value.to(params[name].dtype)
-            * weight_draws(tuple(params[name].shape), number)[place].to(params[name])
-            for number, (name, value) in enumerate(ordered)
-        }
-        found.append(functional_call(network, drawn, (x,)))
     return torch.stack(found)
