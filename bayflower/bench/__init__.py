@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .cases import Options
+from .raced import raced
 from .report import Report, environment, table
 from .stages import profile, steps
 from .suites import cpu, cross_device, methods, scaling, with_ratios
@@ -29,6 +30,7 @@ SUITES: dict[str, tuple[Suite, str]] = {
     ),
     "cross-device": (cross_device, "many clients, a hundredth of them a round, states on disk"),
     "cpu": (cpu, "the same small work on a CPU: loop, fused, Flower's Ray simulation"),
+    "races": (raced, "the workloads of other simulators, at their published numbers of rounds"),
     "profile": (profile, "where the time of a round goes"),
     "steps": (steps, "time of one training step over the number of clients in it"),
 }

@@ -21,6 +21,8 @@ from ..errors import ConfigError
 from ..fused.meter import Meter
 from ..methods import METHODS
 from ..rounds.halves import make_halves
+from . import races
+from .races import RACES
 
 Say = Callable[[str], None]
 WARM_UP = 3  # rounds of the fused engine that do not count: kernels are compiled, steps recorded
@@ -64,9 +66,10 @@ class Options:
     tf32: bool = False  # measure with TF32 too
 
     def __post_init__(self) -> None:
+        known = (*WORKLOADS, *RACES)
         for name in self.workloads:
-            if name not in WORKLOADS:
-                raise ConfigError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
+            if name not in known:
+                raise ConfigError(f"workload must be one of {', '.join(known)}, got {name!r}")
         for name in self.methods:
             if name not in METHODS:
                 raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {name!r}")
@@ -91,7 +94,7 @@ class Options:
     def values(self, workload: str, rounds: int, **more: Any) -> dict[str, Any]:
         """Return the settings of a run on a workload."""
         return {
-            **WORKLOADS[workload],
+            **WORKLOADS.get(workload, {}),
             **QUIET,
             "data_dir": self.data_dir,
             "seed": self.seed,
@@ -195,8 +198,12 @@ def described(federation: Federation) -> str:
     )
 
 
-def loaded(method: str, values: Mapping[str, Any], engine: str = "fused") -> Prepared:
+def loaded(
+    method: str, values: Mapping[str, Any], engine: str = "fused", workload: str = ""
+) -> Prepared:
     """Return the run, ready."""
+    if workload in RACES:
+        return races.prepared(workload, method, values, engine)
     return prepare(parse(method, values), engine)
 
 

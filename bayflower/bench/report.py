@@ -180,6 +180,17 @@ COLUMNS: dict[str, Columns] = {
         ("num_rounds", "rounds", text),
         ("wall", "wall", seconds),
     ],
+    "races": [
+        ("workload", "workload", text),
+        ("method", "method", text),
+        ("precision", "products", text),
+        ("num_rounds", "rounds", text),
+        ("total", "all rounds", lambda v: "–" if v is None else f"{v:.2f} s"),
+        ("ms", "ms a round", milliseconds),
+        ("samples_per_second", "samples/s", text),
+        ("peak_memory", "memory", memory),
+        ("rival", "published elsewhere", text),
+    ],
     "profile": [
         ("workload", "workload", text),
         ("method", "method", text),
@@ -203,6 +214,8 @@ CAPTIONS = {
     "cross-device": "median of rounds after {warm_up} that do not count; memory: peak; all "
     "states: what they would take in memory",
     "cpu": "median of rounds after {warm_up} that do not count; time to loop: above 1 is slower",
+    "races": "all rounds: after {warm_up} that do not count; rounds: as published, fewer where the "
+    "time limit ended a case",
     "profile": "mean of {num_rounds} rounds; evaluation is not part of a round",
     "steps": "median; clients: those that are in the step",
 }
@@ -216,7 +229,7 @@ def table(content: dict[str, Any]) -> Table:
     caption = CAPTIONS[suite].format(
         warm_up=first.get("warm_up", "those"), num_rounds=first.get("num_rounds", "some")
     )
-    if where["cuda"] is None and suite in ("methods", "scaling", "cross-device"):
+    if where["cuda"] is None and suite in ("methods", "scaling", "cross-device", "races"):
         caption += "; memory on a CPU: peak of the whole process so far"
     versions = f"{where['device']}, torch {where['torch']}"
     grid = bare_table(

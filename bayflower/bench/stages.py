@@ -322,9 +322,9 @@ def engines(options: Options, say: Say) -> Iterator[tuple[str, dict[str, Any], R
             case = f"{method} on {workload}"
             row: dict[str, Any] = {"case": case, "workload": workload, "method": method}
             try:
-                prepared = loaded(
-                    method, options.values(workload, 1000, stacking="yes", tf32=options.tf32)
-                )
+                more = {"stacking": "yes", "tf32": options.tf32}
+                values = options.values(workload, 1000, **more)
+                prepared = loaded(method, values, workload=workload)
                 say(f"{case}: {WARM_UP} rounds to warm up")
                 if not options.gpu and prepared.halves.model.num_parameters < SMALL_MODEL:
                     torch.set_num_threads(1)  # as the engine does with small networks

@@ -70,7 +70,7 @@ def methods(options: Options, say: Say) -> Iterator[dict[str, Any]]:
                 }
                 try:
                     values = options.values(workload, WARM_UP + rounds, tf32=precision == "tf32")
-                    prepared = loaded(method, values)
+                    prepared = loaded(method, values, workload=workload)
                     say(f"{case}: fused, {WARM_UP} + {rounds} rounds")
                     row |= timed(prepared, WARM_UP, options.seconds, test=True).row()
                     row |= {"data": described(prepared.federation), "failed": None}
@@ -79,12 +79,12 @@ def methods(options: Options, say: Say) -> Iterator[dict[str, Any]]:
                     yield row | {"failed": why(error)}
                     continue
                 if options.one_by_one and precision == "float32":
-                    row |= one_by_one(method, values, options, case, say)
+                    row |= one_by_one(method, values, options, case, say, workload)
                 yield row
 
 
 def one_by_one(
-    method: str, values: dict[str, Any], options: Options, case: str, say: Say
+    method: str, values: dict[str, Any], options: Options, case: str, say: Say, workload: str
 ) -> dict[str, Any]:
     """Return the times of the loop engine, or of the fused engine without stacks where there is no
     Flower.
@@ -100,6 +100,7 @@ def one_by_one(
             method,
             values | rounds | ({} if with_flower else {"stacking": "no"}),
             "loop" if with_flower else "fused",
+            workload,
         )
         found = timed(prepared, LOOP_WARM_UP, options.seconds).row()
     except Exception as error:  # the fused engine's row is worth having without it

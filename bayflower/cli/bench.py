@@ -13,12 +13,13 @@ from .terminal import quiet_logs
 
 def bench(
     suite: Annotated[
-        str, typer.Argument(help="methods, scaling, cross-device, cpu, profile or steps")
+        str, typer.Argument(help="methods, scaling, cross-device, cpu, races, profile or steps")
     ] = "methods",
     workload: Annotated[
         list[str] | None,
         typer.Option(
-            help="digits, fmnist-50 or cifar10-100; repeatable [fmnist-50 on a GPU, else digits]"
+            help="digits, fmnist-50, cifar10-100, pfl-cifar10, flute-mnist-lr, femnist-cnn, "
+            "shakespeare-lstm or cnn3-10; repeatable [fmnist-50 on a GPU, else digits]"
         ),
     ] = None,
     method: Annotated[
@@ -52,7 +53,8 @@ def bench(
         ),
     ] = True,
     tf32: Annotated[
-        bool, typer.Option("--tf32", help="suite methods: also measure with TF32")
+        bool,
+        typer.Option("--tf32", help="also measure with TF32; suite races: with TF32 and bfloat16"),
     ] = False,
     file: Annotated[
         Path | None,

@@ -23,10 +23,15 @@ class Halves(NamedTuple):
     initial: tuple[Tensors, Tensors]
 
 
-def make_halves(run: Run, input_shape: tuple[int, ...], num_classes: int) -> Halves:
-    """Return the halves of `run.method` on the model named in the settings."""
+def make_halves(
+    run: Run, input_shape: tuple[int, ...], num_classes: int, model: Model | None = None
+) -> Halves:
+    """Return the halves of `run.method` on `model`; without it, on the one named in the
+    settings.
+    """
     row = methods.get(run.method)
-    model = build(run.settings.model, input_shape, num_classes, run.settings.features)
+    if model is None:
+        model = build(run.settings.model, input_shape, num_classes, run.settings.features)
     model.bf16 = run.settings.bf16
     server = row.server(run.options, model.anatomy)
     client = row.client(run.options, run.training, model)

@@ -10,7 +10,6 @@ weight gradient) and the two of a pooling (pick, scatter) are closed under diffe
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +18,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from .routes import has_kernels as has_kernels
+
 Size = tuple[int, int]
-
-
-def has_kernels(x: Tensor) -> bool:
-    """Return whether Triton kernels can be used for `x`."""
-    return x.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 def padded(rows: int, multiple: int = 4) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.func import vjp
 
-from .batched import front, on_stacks
+from .batched import front, has_kernels, on_stacks
 
 
 def plain(given: Tensor, on: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +96,13 @@ class Slopes(Function):
 
 def stacked_lstm(given: Tensor, on: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
     """Return (hs, the last c, gates, cs) with the clients' axis in front."""
+    if has_kernels(given) and given.dtype in (torch.float32, torch.bfloat16):
+        from . import lstmkernels
+
+        first = given.transpose(0, 1).contiguous()
+        found = lstmkernels.ahead(first, on, h, c)
+        hs_of_all, gates_of_all, cs_of_all = (one.transpose(0, 1) for one in found)
+        return hs_of_all, cs_of_all[:, -1].clone(), gates_of_all, cs_of_all
     clients, times, batch, _ = given.shape
     turned, c = on.mT.contiguous(), c.reshape(clients * batch, -1)
     rows = given.transpose(0, 1).reshape(times, clients * batch, -1)
@@ -125,13 +132,21 @@ def stacked_slopes(
 ) -> tuple[Tensor, ...]:
     """Return the gradients with the clients' axis in front."""
     clients, times, batch, wide = hs.shape
+    if has_kernels(gates) and gates.dtype in (torch.float32, torch.bfloat16):
+        from . import lstmkernels
+
+        ordered = (one.transpose(0, 1).contiguous() for one in (gates, cs))
+        slopes = to_hs if to_hs.stride(-1) == 1 else to_hs.contiguous()
+        found, to_begin = lstmkernels.back(slopes.transpose(0, 1), to_c, on, c, *ordered)
+        to_h = torch.bmm(found[0], on)
+        return (*of_weights(found.transpose(0, 1), h, hs), to_h, to_begin)
     rows = clients * batch
 
     def flat(one: Tensor) -> Tensor:
         return one.reshape(rows, -1)
 
     to_h, to_c = torch.zeros_like(h), flat(to_c)
-    found = []
+    steps = []
     for t in reversed(range(times)):
         before = flat(cs[:, t - 1] if t else c)
         to_gates, to_c = cell_slopes(
@@ -139,11 +154,15 @@ def stacked_slopes(
         )
         to_gates = to_gates.reshape(clients, batch, 4 * wide)
         to_h = torch.bmm(to_gates, on)
-        found.append(to_gates)
-    to_given = torch.stack(found[::-1]).transpose(0, 1)
+        steps.append(to_gates)
+    to_given = torch.stack(steps[::-1]).transpose(0, 1)
+    return (*of_weights(to_given, h, hs), to_h, to_c.reshape(c.shape))
+
+
+def of_weights(to_given: Tensor, h: Tensor, hs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (∂gates, ∂W_h) of all times."""
     earlier = torch.cat([h[:, None], hs[:, :-1]], 1).flatten(1, 2)
-    to_on = torch.bmm(to_given.flatten(1, 2).mT, earlier)
-    return to_given, to_on, to_h, to_c.reshape(c.shape)
+    return to_given, torch.bmm(to_given.flatten(1, 2).mT, earlier)
 
 
 def cell(given: Tensor, on: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:

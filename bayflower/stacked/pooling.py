@@ -131,9 +131,9 @@ def stacked_pool(x: Tensor, size: Size, slope: float) -> tuple[Tensor, Tensor]:
     W).
     """
     if has_kernels(x):
-        from . import kernels
+        from . import poolkernels
 
-        return kernels.pool(x, size, slope)
+        return poolkernels.pool(x, size, slope)
     best, index = windows(x, size).max(-1)
     index = torch.where(best > 0, index, index + size[0] * size[1])
     return torch.where(best > 0, best, best * slope), index.to(torch.int8)
@@ -147,9 +147,9 @@ def stacked_scatter(
     """
     shape = (len(g), *shape)
     if has_kernels(g):
-        from . import kernels
+        from . import poolkernels
 
-        return kernels.unpool(g, index, shape, size, slope)
+        return poolkernels.unpool(g, index, shape, size, slope)
     area = size[0] * size[1]
     g = torch.where(index >= area, g * slope, g)
     spread = g[..., None] * (index[..., None] % area == torch.arange(area, device=g.device))

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional
 
 from . import chance
+from .batched import front, has_kernels, on_stacks
 
 SELU = 1.7580993408473766  # −lim selu(x) for x → −∞: what a dropped feature is set to, negative
 
@@ -39,7 +41,50 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
     """Return x with each number dropped by itself."""
     if not acts(p, training):
         return NotImplemented
-    return given(x, x * mask(x, tuple(x.shape), p), inplace)
+    return given(x, dropped(x, p), inplace)
+
+
+def dropped(x: Tensor, p: float) -> Tensor:
+    """Return x with each number dropped by itself, by one kernel where there is one."""
+    if has_kernels(x) and dropkernels().fits(x):
+        key = chance.next_key()
+        if isinstance(key, int):
+            key = torch.full((), key, dtype=torch.int64, device=x.device)
+        return Drop.apply(x, key, p)  # type: ignore[no-any-return]
+    return x * mask(x, tuple(x.shape), p)
+
+
+def dropkernels() -> Any:
+    """Return the module with the kernel, which only a GPU can import."""
+    from . import dropkernels
+
+    return dropkernels
+
+
+class Drop(Function):
+    """Dropout by one kernel, with the numbers of a call's key. It is linear, and its own
+    transpose.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, key: Tensor, p: float) -> Tensor:
+        return dropkernels().drops(x[None], key[None], p)[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.p = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return Drop.apply(g, ctx.saved_tensors[0], ctx.p), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], x: Tensor, key: Tensor, p: float
+    ) -> tuple[Tensor, int]:
+        some = (front(x, dims[0], info.batch_size), front(key, dims[1], info.batch_size))
+        return on_stacks(dropkernels().drops, some, p), 0
 
 
 def low_dropout(x: Tensor, p: float, train: bool) -> Any:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .lstm import Lstm
-from .randomly import mask as dropped
+from .randomly import dropped
 from .stackable import in_bfloat16
 
 States = tuple[Tensor, ...]  # (h,), or (h, c)
@@ -107,7 +107,7 @@ def recurrent(cell: Cell, number: int, only_random: bool) -> Callable[..., Any]:
         ends: list[States] = []
         for layer in range(num_layers):
             if layer and random:
-                x = x * dropped(x, tuple(x.shape), dropout)
+                x = dropped(x, dropout)
             outputs = []
             for way in range(directions):
                 place = layer * directions + way

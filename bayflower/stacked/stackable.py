@@ -5,28 +5,54 @@ same numbers up to rounding.
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from . import routes
 from .batched import Conv, Size, padded
+from .direct import WINDOW, Direct, DirectPool, Last
 from .pooling import Pool
 
 
 class StackedConv2d(nn.Conv2d):
-    """torch's convolution, as a product of matrices."""
+    """torch's convolution, as a product of matrices, and the 2×2 pooling after it if that has
+    become part of it: `slope` is the pooling's.
+    """
+
+    slope: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         low = in_bfloat16(x)
-        weight, rows = self.weight, padded(self.weight[0].numel(), 8 if low else 4)
-        bias = self.bias if self.bias is not None else weight.new_zeros(weight.shape[0])
+        x = x.bfloat16() if low else x  # as torch's own layers do
+        size, pad = tuple(self.kernel_size), int(self.padding[0])
+        weight, bias = self.weight, self.bias
+        if routes.grouped(x, self.out_channels, size, pad):
+            if self.slope is None or bias is None:
+                return self.pooled(super().forward(Last.apply(x)))
+            # the bias comes after the maximum, where there is a quarter left to do
+            found = functional.conv2d(Last.apply(x), weight, None, self.stride, self.padding)
+            found = Pool.apply(found, WINDOW, 1.0)[0] + bias.to(x.dtype)[:, None, None]
+            return functional.leaky_relu(found, self.slope)
+        if routes.direct(x, self.out_channels, size):
+            if low:
+                weight, bias = weight.bfloat16(), None if bias is None else bias.bfloat16()
+            if self.slope is not None and bias is not None and routes.joined(x):
+                facts = (self.stride[0], pad, self.slope)
+                return DirectPool.apply(x, weight, bias, *facts)[0]  # type: ignore[no-any-return]
+            return self.pooled(Direct.apply(x, weight, bias, self.stride[0], pad))
+        rows = padded(weight[0].numel(), 8 if low else 4)
+        bias = bias if bias is not None else weight.new_zeros(weight.shape[0])
         filler = weight.new_zeros(weight.shape[0], rows - weight[0].numel() - 1)
         weights = torch.cat([weight.flatten(1), bias[:, None], filler], 1)
-        if low:  # as torch's own layers do
-            x, weights = x.bfloat16(), weights.bfloat16()
-        return Conv.apply(
-            x, weights, tuple(self.kernel_size), self.stride[0], int(self.padding[0])
-        )[0]  # type: ignore[no-any-return]
+        weights = weights.bfloat16() if low else weights
+        return self.pooled(Conv.apply(x, weights, size, self.stride[0], pad)[0])
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """Return x after the pooling that belongs to the layer."""
+        return x if self.slope is None else Pool.apply(x, WINDOW, self.slope)[0]
 
 
 class StackedMaxPool2d(nn.MaxPool2d):
@@ -55,7 +81,9 @@ def for_stacks(module: nn.Module) -> nn.Module:
     networks.
 
     An increasing activation and the maximum of a window may change places, exactly; then there is a
-    quarter of it left to do, and ReLU and LeakyReLU become part of the pooling.
+    quarter of it left to do, and ReLU and LeakyReLU become part of the pooling. In training the
+    pooling becomes part of a convolution right before it; in evaluation others look at what a
+    convolution gives.
     """
     module = copy.deepcopy(module)
     for part in module.modules():
@@ -66,7 +94,25 @@ def for_stacks(module: nn.Module) -> nn.Module:
     for part in module.modules():
         if isinstance(part, nn.Sequential):
             change_places(part)
+            if module.training:
+                join(part)
     return module
+
+
+def join(layers: nn.Sequential) -> None:
+    """Make each 2×2 pooling a part of the convolution before it."""
+    known = [(name, part) for name, part in layers.named_children() if not empty(part)]
+    for (_, conv), (name, pool) in itertools.pairwise(known):
+        if not isinstance(conv, StackedConv2d) or not isinstance(pool, StackedMaxPool2d):
+            continue
+        if pair(pool.kernel_size) == WINDOW:
+            conv.slope = pool.slope
+            layers._modules[name] = nn.Identity()
+
+
+def empty(layer: nn.Module) -> bool:
+    """Return whether a layer gives what it gets."""
+    return type(layer) is nn.Identity
 
 
 def change_places(layers: nn.Sequential) -> None:

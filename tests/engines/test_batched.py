@@ -132,11 +132,14 @@ def test_shared_weights_and_shared_inputs_need_no_axis():
 
 def test_only_layers_of_the_right_kind_are_replaced():
     kinds = {
-        name: [type(part) for part in for_stacks(net).modules()]
+        name: [type(part) for part in for_stacks(net.eval()).modules()]
         for name, (net, _) in nets().items()
     }
     assert kinds["cnn"].count(StackedConv2d) == 2
     assert kinds["cnn"].count(StackedMaxPool2d) == 2
+    joined = list(for_stacks(nets()["cnn"][0].train()).modules())
+    assert not any(isinstance(part, StackedMaxPool2d) for part in joined)
+    assert [part.slope for part in joined if isinstance(part, StackedConv2d)] == [0.1, 0.1]
     assert StackedConv2d not in kinds["kept"]  # groups
     assert StackedMaxPool2d not in kinds["kept"]  # windows overlap
     before = nets()["cnn"][0]

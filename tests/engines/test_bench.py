@@ -4,6 +4,7 @@ something cannot be measured. No times.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import statistics
@@ -17,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bayflower import bench
-from bayflower.bench import cases, stages, suites
+from bayflower.bench import cases, races, stages, suites
 from bayflower.bench.cases import data_bytes, pictures
 from bayflower.cli import app
 from bayflower.errors import ConfigError
@@ -57,6 +58,31 @@ def little():
 def methods(tmp_path_factory) -> tuple[dict, Path]:
     file = tmp_path_factory.mktemp("bench") / "deep" / "methods.json"
     return measured("methods", file, methods=("local", "fedper"), tf32=True), file
+
+
+def test_races_run_the_workloads_of_other_simulators(monkeypatch, tmp_path):
+    text = "To be, or not to be: that is the question.\n" * 40
+    (tmp_path / "shakespeare.txt").write_text(text)
+    for name, race in list(races.RACES.items()):
+        few = dataclasses.replace(race, clients=4, sampled=2, samples=4)
+        monkeypatch.setitem(races.RACES, name, few)
+    content = measured(
+        "races", workloads=("flute-mnist-lr", "shakespeare-lstm", "digits"), data_dir=str(tmp_path)
+    )
+    first, second, other = content["rows"]
+    assert [first["failed"], second["failed"]] == [None, None]
+    assert first["num_rounds"] == second["num_rounds"] == 1
+    assert first["samples_per_second"] == round(8 / first["total"])
+    assert "not a race" in other["failed"]
+    assert "FLUTE" in shown(content)
+    weights = {
+        name: sum(p.numel() for p in race.network().parameters())
+        for name, race in races.RACES.items()
+    }
+    assert weights["pfl-cifar10"] == 1_626_442
+    assert weights["femnist-cnn"] == 1_206_590
+    absent = measured("races", workloads=("shakespeare-lstm",), data_dir=str(tmp_path / "no"))
+    assert "shakespeare.txt is not there" in absent["rows"][0]["failed"]
 
 
 def test_the_file_is_what_was_returned(methods):

@@ -1,0 +1,100 @@
+"""Which of three ways a convolution of a stack takes on a GPU. The rules come from measurements on
+an H200 (`benchmarks/results/convolutions.md`), not from a clock: two runs take the same way.
+
+    patches   a matrix of patches and one product for all clients: numbers without tensor cores,
+              and wide layers, where the product outweighs the copy
+    direct    Triton kernels that read pixels where they are: at most 32 channels
+    grouped   cuDNN's grouped convolution, clients and channels side by side in memory: padded
+              layers of 16 to 128 channels with large batches
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .convkernels import Tile
+
+FEW = 32  # channels up to which patches cost more than their product
+MANY = 32  # samples from which cuDNN's grouped convolutions are fast
+BLOCKS = 264  # programs that fill the device twice
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Return whether Triton kernels can be used for `x`."""
+    return x.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def has_cores(x: Tensor) -> bool:
+    """Return whether products of such numbers are made by tensor cores."""
+    if x.dtype == torch.float32:
+        return torch.backends.cuda.matmul.allow_tf32
+    return x.dtype == torch.bfloat16
+
+
+def direct(x: Tensor, outputs: int, size: tuple[int, ...]) -> bool:
+    """Return whether a convolution of x (B, C, H, W) takes the Triton kernels."""
+    if not (has_kernels(x) and has_cores(x)) or x.shape[-3] > FEW:
+        return False
+    # the gradient of few weights is slow there in TF32
+    few = x.shape[-3] * size[0] * size[1] < 64 and size[0] <= 3 and outputs < 64
+    return not few or x.dtype == torch.bfloat16
+
+
+def implicit_input(size: tuple[int, int]) -> bool:
+    """Return whether the gradient of the input does so too: with large windows most of what its
+    kernel multiplies would be padding.
+    """
+    return max(size) <= 3
+
+
+def joined(x: Tensor) -> bool:
+    """Return whether the pooling after it belongs into the same kernel."""
+    return x.dtype == torch.bfloat16
+
+
+def grouped(x: Tensor, outputs: int, size: tuple[int, ...], pad: int) -> bool:
+    """Return whether a convolution of x (B, C, H, W) takes cuDNN's grouped one."""
+    fine = (16, 32, 64, 128)
+    small = x.shape[-3] in fine and outputs in fine and size[0] == size[1] == 3
+    return small and pad == 1 and x.shape[0] >= MANY and has_kernels(x) and has_cores(x)
+
+
+def likes_last(samples: int, outputs: int) -> bool:
+    """Return whether the next layer probably takes the grouped convolution."""
+    return samples >= MANY and outputs >= 64
+
+
+def wide_tile(rows: int, columns: int, clients: int) -> Tile:
+    """Return the block of a product with many columns: images."""
+    from .convkernels import Tile
+
+    high = 32 if rows <= 32 else 64
+    blocks = clients * -(-rows // high) * -(-columns // 128)
+    return Tile(high, 128 if blocks >= BLOCKS else 64, 32)
+
+
+def pool_tile(outputs: int) -> Tile:
+    """Return the block of a convolution that pools: it keeps two of its kind."""
+    from .convkernels import Tile
+
+    return Tile(32 if outputs <= 32 else 64, 64, 32)
+
+
+def weights_tile(outputs: int, rows: int, places: int, clients: int) -> tuple[Tile, int]:
+    """Return the block of a product that gives the gradient of weights, and into how many parts its
+    long sum is split.
+    """
+    from .convkernels import Tile
+
+    small = outputs <= 32 and rows <= 32
+    tile = Tile(32, 32, 32, 2) if small else Tile(64, 64, 64)
+    blocks = clients * -(-outputs // tile.rows) * -(-rows // tile.columns)
+    splits = 1
+    while blocks * splits < BLOCKS and places // (2 * splits) >= 4 * tile.depth:
+        splits *= 2
+    return tile, splits

@@ -1,0 +1,145 @@
+"""The GPU kernels of stacks against torch's own layers in float64, client by client: convolutions
+with and without pooling, the way that each takes, dropout's bits, LSTMs.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+
+from bayflower.stacked import chance, lstm, randomly, routes
+from bayflower.stacked.stackable import for_stacks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CLIENTS, SAMPLES = 3, 40
+
+
+@pytest.fixture(autouse=True)
+def tensor_cores():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.manual_seed(0)
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def net(channels: int, outputs: int, size: int, pad: int, stride: int = 1) -> nn.Module:
+    side = ((12 + 2 * pad - size) // stride + 1) // 2
+    return nn.Sequential(
+        nn.Conv2d(channels, outputs, size, stride=stride, padding=pad),
+        *(nn.LeakyReLU(0.1), nn.MaxPool2d(2), nn.Flatten()),
+        nn.Linear(outputs * side * side, 5),
+    )
+
+
+# channels, outputs, window, padding, stride; the way it takes in TF32
+CASES = {
+    "direct, large window": (net(1, 32, 5, 0), 1, "direct"),
+    "direct, inner layer": (net(32, 64, 5, 0), 32, "direct"),
+    "direct, padded": (net(3, 64, 3, 1), 3, "direct"),
+    "direct, strided": (net(8, 64, 3, 1, 2), 8, "direct"),
+    "direct, odd numbers": (net(5, 67, 3, 0), 5, "direct"),
+    "patches, few weights": (net(3, 32, 3, 0), 3, "patches"),
+    "patches, wide": (net(256, 256, 3, 1), 256, "patches"),
+    "grouped": (net(64, 64, 3, 1), 64, "grouped"),
+    "grouped, strided": (net(64, 128, 3, 1, 2), 64, "grouped"),
+}
+
+
+def way(layer: nn.Conv2d, x: torch.Tensor) -> str:
+    size, pad = tuple(layer.kernel_size), int(layer.padding[0])
+    if routes.grouped(x, layer.out_channels, size, pad):
+        return "grouped"
+    return "direct" if routes.direct(x, layer.out_channels, size) else "patches"
+
+
+def loss(module):
+    def one(params, x, y):
+        return functional.cross_entropy(functional_call(module, params, (x,)).float(), y)
+
+    return one
+
+
+def meta(module):
+    def one(params, x, y):
+        slopes = grad(loss(module))(params, x, y)
+        moved = {name: value - 0.1 * slopes[name] for name, value in params.items()}
+        return loss(module)(moved, x.flip(0), y.flip(0))
+
+    return one
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["tf32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_layers_of_stacks_have_torchs_numbers_to_the_precision_of_their_products(name, low):
+    module, channels, wanted = CASES[name]
+    module = copy.deepcopy(module).cuda().train()
+    params = {
+        name: torch.stack([value.detach() + 0.05 * torch.randn_like(value)] * CLIENTS)
+        for name, value in module.named_parameters()
+    }
+    x = torch.randn(CLIENTS, SAMPLES, channels, 12, 12, device="cuda")
+    y = torch.randint(0, 5, (CLIENTS, SAMPLES), device="cuda")
+    if not low:
+        assert way(module[0], x[0]) == wanted
+    exact = {name: value.double() for name, value in params.items()}
+    for make in (loss, lambda m: grad(loss(m)), lambda m: grad(loss(m), argnums=1)) + (
+        () if low else (lambda m: grad(meta(m)),)
+    ):
+        plain = copy.deepcopy(module).double()
+        want = vmap(make(plain))(exact, x.double(), y)
+        with torch.autocast("cuda", torch.bfloat16, enabled=low):
+            got = vmap(make(for_stacks(module)))(params, x, y)
+        for a, b in zip(*map(torch.utils._pytree.tree_leaves, (got, want)), strict=True):
+            assert a.shape == b.shape
+            assert (a - b).norm() <= (0.06 if low else 0.01) * b.norm() + 1e-4
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 9), (4, 3, 6), (3, 4, 5, 6)])
+def test_dropout_on_the_device_has_the_bits_of_a_cpu(shape):
+    keys = torch.tensor([5, -77, 2**62])
+    x = torch.randn(3, *shape)
+
+    def one(key, x):
+        with chance.step(key), chance.one_pass():
+            return randomly.dropped(x, 0.3) + randomly.dropped(x, 0.9)
+
+    want = vmap(one)(keys, x)
+    got = vmap(one)(keys.cuda(), x.cuda())
+    assert torch.equal(got.cpu(), want)
+    alone = one(-77, x[1].cuda())
+    assert torch.equal(alone.cpu(), want[1])
+    slope = vmap(grad(lambda x, key: one(key, x).sum()))(x.cuda(), keys.cuda())
+    assert torch.equal(slope.cpu(), vmap(grad(lambda x, key: one(key, x).sum()))(x, keys))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8, 9, 33])
+@pytest.mark.parametrize("exact", [True, False], ids=["float32", "tf32"])
+def test_lstms_have_the_numbers_of_the_plain_formula(batch, exact):
+    torch.backends.cuda.matmul.allow_tf32 = not exact
+    wide, times = 40, 6
+    inputs = (
+        torch.randn(CLIENTS, times, batch, 4 * wide, device="cuda"),
+        torch.randn(CLIENTS, 4 * wide, wide, device="cuda") / 6,
+        *(torch.randn(CLIENTS, batch, wide, device="cuda") for _ in range(2)),
+    )
+
+    def total(layer):
+        def one(given, on, h, c):
+            hs, last = layer(given, on, h, c)[:2]
+            return (hs * torch.arange(times, device="cuda")[:, None, None]).sum() + last.sum()
+
+        return grad(one, argnums=(0, 1, 2, 3))
+
+    want = vmap(total(lstm.plain))(*(value.double() for value in inputs))
+    got = vmap(total(lstm.Lstm.apply))(*inputs)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= (1e-5 if exact or batch <= 8 else 5e-3) * b.norm()
