@@ -3,8 +3,15 @@
 The score of class c for a sample is u_c = log p_c − log(1 − p_c), the logit of its probability: a
 set holds the classes whose score is at least a threshold. Scores are counted in BINS bins of width
 WIDTH logits. The threshold is the lower edge of the bin that holds the score of rank
-⌈(n + 1)·coverage⌉ from above, so it equals the threshold of the pooled scores to one bin, for any
-order and tree of aggregation. Beyond n samples there is no such score: the set holds every class.
+⌈(n + 1)·coverage + d⌉ from above, so it equals the threshold of the pooled scores to one bin, for
+any order and tree of aggregation. Beyond n samples there is no such score: the set holds every
+class.
+
+d counts the PARAMETERS of affine scaling, which are fitted to the same samples (`reused`). A
+parameter that moves some scores against others, such as the bias, fits the held-out ones too well:
+new scores spread wider, by one part in N, the samples that the fit weighs. Of n scores with a
+bell-shaped distribution z·φ(z)·n/N then leave the set, for the normal quantile z of `coverage` (a
+fifth of a sample for each parameter at 90 %).
 
 The promise: if new samples are like the held-out ones (exchangeable), a set holds the true class
 with probability at least `coverage`; with calibration=shrunk, about `coverage`. A set may be empty:
@@ -14,14 +21,18 @@ then no class is likely enough.
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
+
+from .curves import STRENGTH
 
 BINS = 2048
 SPAN = 24.0  # scores beyond ±SPAN count as ±SPAN
 WIDTH = 2 * SPAN / BINS
 ENOUGH = 30  # a client with as many held-out samples needs nobody else's
+PARAMETERS = 3  # fitted to the same samples: temperature, share of the bias, scale of the posterior
 
 
 def scores(log_probs: Tensor) -> Tensor:
@@ -60,35 +71,55 @@ def threshold(own: Tensor, total: Tensor, coverage: float, how: str) -> Tensor:
     `how`: client (own scores), global (everyone's), shrunk (own, filled up with everyone's to
     ENOUGH samples, and between two scores instead of at the lower one).
     """
-    if how != "shrunk":
-        return lowest_bin(own if how == "client" else total, coverage)
     mine, everyone = own.double(), total.double()
+    if how != "shrunk":
+        counts = mine if how == "client" else everyone
+        return lowest_bin(counts, coverage, reused(counts, counts.sum(), coverage))
     number, others = mine.sum(-1, keepdim=True), everyone.sum(-1, keepdim=True)
-    filled = (ENOUGH - number).clamp(min=0) * everyone / others.clamp(min=1)
-    return between_bins(mine + filled, coverage)
+    filled = mine + (ENOUGH - number).clamp(min=0) * everyone / others.clamp(min=1)
+    return between_bins(filled, coverage, reused(filled, mine.sum() + STRENGTH, coverage))
 
 
-def lowest_bin(counts: Tensor, coverage: float) -> Tensor:
-    """Return the bin that holds the score of rank ⌈(n + 1)·coverage⌉ from above; 0 (every class)
-    where there are too few samples.
+def reused(counts: Tensor, weighed: Tensor, coverage: float) -> Tensor:
+    """Return by how many samples the rank grows because affine scaling was fitted to the samples
+    too; `weighed` is the weight of the samples of that fit.
     """
-    number = counts.sum(-1, keepdim=True).double()
-    wanted = torch.ceil((number + 1) * coverage - 1e-9)
+    return PARAMETERS * spread(coverage) * counts.sum(-1) / weighed.clamp(min=1)
+
+
+def spread(coverage: float) -> float:
+    """Return z·φ(z) for the normal quantile z of `coverage`, 0 below a half."""
+    normal = NormalDist()
+    z = max(normal.inv_cdf(coverage), 0.0)
+    return z * normal.pdf(z)
+
+
+def fewest(coverage: float) -> int:
+    """Return the number of held-out samples from which a client's own sets leave classes out."""
+    return math.ceil((coverage + PARAMETERS * spread(coverage)) / (1 - coverage) - 1e-9)
+
+
+def lowest_bin(counts: Tensor, coverage: float, more: Tensor | float = 0.0) -> Tensor:
+    """Return the bin that holds the score of rank ⌈(n + 1)·coverage + more⌉ from above; 0 (every
+    class) where there are too few samples.
+    """
+    number = counts.sum(-1).double()
+    wanted = torch.ceil((number + 1) * coverage + more - 1e-9)[..., None]
     reached = counts.double().flip(-1).cumsum(-1) >= wanted
     place = BINS - 1 - reached.long().argmax(-1)
     return torch.where(reached.any(-1), place, torch.zeros_like(place))
 
 
-def between_bins(counts: Tensor, coverage: float) -> Tensor:
-    """Return the bin at rank (n + 1)·coverage, between the two scores beside it; 0 (every class)
-    where there are too few samples. Rounding the rank up would cover more than promised.
+def between_bins(counts: Tensor, coverage: float, more: Tensor) -> Tensor:
+    """Return the bin at rank (n + 1)·coverage + more, between the two scores beside it; 0 (every
+    class) where there are too few samples. Rounding the rank up would cover more than promised.
     """
     found = []
-    for one in counts.reshape(-1, BINS):
+    for one, extra in zip(counts.reshape(-1, BINS), more.reshape(-1).tolist(), strict=True):
         places = one.nonzero()[:, 0].flip(0)
         mass = one[places]
         ranks = mass.cumsum(0) - mass / 2 + 0.5
-        wanted = (float(one.sum()) + 1) * coverage
+        wanted = (float(one.sum()) + 1) * coverage + extra
         after = int((ranks < wanted - 1e-9).sum())
         if after == len(places):
             found.append(0)

@@ -145,7 +145,7 @@ def promise(
     coverage: float, counts: list[int], filled: bool, how: str, total: int, lowest: Tensor
 ) -> str:
     """Return the promise of prediction sets, in one sentence or two."""
-    needed, by_class = math.ceil(coverage / (1 - coverage) - 1e-9), len(counts) > 1
+    needed, by_class = conformal.fewest(coverage), len(counts) > 1
     open_classes = [k for k, low in enumerate(lowest.tolist()) if low == 0]
     if len(open_classes) == len(counts):
         return (

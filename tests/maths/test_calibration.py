@@ -210,6 +210,71 @@ def test_sets_cover_as_promised_and_counts_stay_in_the_interval() -> None:
     assert inside >= 0.96 * number
 
 
+def test_a_parameter_fitted_to_the_same_samples_costs_a_fifth_of_a_sample() -> None:
+    """Scores of two classes less the classes' difference: the exact cost is known by drawing."""
+    held, draws, coverage = 40, 60_000, 0.9
+    draw = np.random.default_rng(1)
+    score, side = draw.standard_normal((draws, held + 1)), draw.choice([-1.0, 1.0], (draws, 41))
+    shift = (score[:, :held] * side[:, :held]).mean(1)  # least squares
+    left = score - shift[:, None] * side
+    seen, new = np.sort(left[:, :held], 1)[:, ::-1], left[:, held]
+
+    def covered(rank: float) -> float:
+        low, share = int(rank) - 1, rank - int(rank)
+        return float((new >= seen[:, low] * (1 - share) + seen[:, low + 1] * share).mean())
+
+    rank = (held + 1) * coverage
+    counts = torch.full((1, 1), float(held), dtype=torch.float64)
+    cost = float(conformal.reused(counts, counts.sum(), coverage)) / conformal.PARAMETERS
+    assert cost == pytest.approx(0.2249, abs=1e-4)
+    assert covered(rank) < 0.896
+    assert covered(rank + cost) == pytest.approx(0.9, abs=0.004)
+    # where others' samples count as much as the own, the fit is half as close to the own
+    half = conformal.reused(counts, 2 * counts.sum(), coverage) / conformal.PARAMETERS
+    assert float(half) == pytest.approx(cost / 2)
+    assert conformal.spread(0.4) == 0
+
+
+@pytest.mark.parametrize("how", ["shrunk", "client"])
+def test_sets_cover_although_scaling_was_fitted_to_the_same_samples(how: str) -> None:
+    rows, tested, number = 24, 200, 150
+    hits = {"reused": 0, "ignored": 0}
+    for seed in range(number):
+        logits, y = samples(rows + tested, seed)
+        logits = 1.5 * logits
+        bias = 0.5 * torch.randn(K, generator=torch.Generator().manual_seed(seed)).double()
+        floor, one = curves.floor_of(rows), torch.ones(rows)
+        own = curves.Sums(rows, *curves.tables(logits[:rows], {}, bias, floor, y[:rows], one))
+        chosen = curves.choose(own, own, [], "client")
+        shown = curves.scaled(
+            logits.log_softmax(-1), torch.tensor(chosen.temperature), chosen.share * bias
+        )
+        counts = conformal.histogram(shown[:rows], y[:rows], one, by_class=False)
+        if how == "shrunk":
+            plain = conformal.between_bins(counts.double(), 0.9, torch.zeros(1))
+            more = conformal.reused(counts.double(), torch.tensor(float(rows)), 0.9)
+            lowest = conformal.between_bins(counts.double(), 0.9, more)
+        else:
+            plain = conformal.lowest_bin(counts, 0.9)
+            lowest = conformal.threshold(counts, counts, 0.9, how)
+        for name, bins in (("ignored", plain), ("reused", lowest)):
+            inside = conformal.sets(shown[rows:], bins)
+            hits[name] += int(inside.gather(1, y[rows:, None]).sum())
+    shares = {name: count / (number * tested) for name, count in hits.items()}
+    assert shares["reused"] >= 0.9
+    assert shares["ignored"] < shares["reused"] - 0.01
+    assert shares["reused"] < (0.94 if how == "shrunk" else 0.97)
+
+
+def test_fewer_samples_than_needed_leave_every_class_in() -> None:
+    fewest = conformal.fewest(0.9)
+    assert fewest == 16
+    for number, open_set in ((fewest - 1, True), (fewest, False)):
+        counts = torch.zeros(1, conformal.BINS, dtype=torch.int64)
+        counts[0, 1000 : 1000 + number] = 1
+        assert (int(conformal.threshold(counts, counts, 0.9, "client")) == 0) is open_set
+
+
 def test_the_interval_is_the_beta_binomials() -> None:
     scipy_stats = pytest.importorskip("scipy.stats")
     for held, tested in ((30, 50), (60, 100), (500, 300)):
