@@ -19,7 +19,7 @@ is the mean recall of the classes present, which is what FedMAP's tables show (E
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -222,6 +222,51 @@ def calibration(
     return math.fsum(gaps) / sum(row[0] for row in rows), max(
         gap / row[0] for gap, row in zip(gaps, rows, strict=True)
     )
+
+
+def by_chance(bars: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the ECE that a perfectly calibrated model with the confidences of these bars would
+    have on average on as many samples: Σ_b n_b/n · √(2 p_b (1 − p_b) / (π n_b)).
+    """
+    total = sum(bar["count"] for bar in bars)
+    if not total:
+        return None
+    return (
+        math.fsum(
+            math.sqrt(2 / math.pi * bar["confidence"] * (1 - bar["confidence"]) * bar["count"])
+            for bar in bars
+            if bar["count"]
+        )
+        / total
+    )
+
+
+def squared_error(bars: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the mean squared calibration error without the part due to chance (Kumar, Liang and
+    Ma, 2019): Σ_b n_b/n · ((a_b − p_b)² − a_b (1 − a_b) / (n_b − 1)) over bins of two samples or
+    more. It is right on average for any number of samples, and may be negative; None without bins.
+    """
+    kept = [bar for bar in bars if bar["count"] > 1]
+    total = sum(bar["count"] for bar in kept)
+    if not total:
+        return None
+    return (
+        math.fsum(
+            bar["count"]
+            * (
+                (bar["accuracy"] - bar["confidence"]) ** 2
+                - bar["accuracy"] * (1 - bar["accuracy"]) / (bar["count"] - 1)
+            )
+            for bar in kept
+        )
+        / total
+    )
+
+
+def debiased(squares: Sequence[float | None]) -> float | None:
+    """Return the root of the mean of squared errors, 0 if it is negative; None of nothing."""
+    known = [square for square in squares if square is not None]
+    return math.sqrt(max(math.fsum(known) / len(known), 0.0)) if known else None
 
 
 def diagram(count: Tensor, confidence: Tensor, correct: Tensor) -> list[dict[str, Any]]:

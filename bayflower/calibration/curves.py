@@ -13,6 +13,9 @@ Jeffreys' rule gives an event that as many samples did not show.
     raw[form, 0] = Σ over held-out samples of l = −log p_y, uncalibrated; raw[form, 1] = Σ (l − l of
     the point)²;     table[form, h, T] = Σ l, calibrated;        in units of 2^-20, as whole numbers
 
+A client keeps its own sums by fold (every FOLDS-th sample), so that it can choose without a fold
+and look at that fold with fresh eyes (`without`). What it sends is their sum.
+
 The sums have no rounding in any order. A client chooses on its own sums, on everyone's, or between
 both: own + STRENGTH · everyone / number of everyone's samples. So a client with few samples follows
 the others, and one with many its own. The gate: uncalibrated, a posterior is used only where it is
@@ -35,6 +38,7 @@ FINEST = 27  # temperatures
 SMOOTHING = 10.0  # samples that the model's own mean prediction counts for in the bias
 LOWEST, HIGHEST = 0.1, 10.0
 UNIT = 2.0**20
+FOLDS = 4
 STRENGTH = 30.0  # held-out samples that everyone's table counts for beside a client's own
 WORST = 700.0  # nats a sample
 MARGIN = 0.002  # nats a sample by which a posterior must be better than the point
@@ -108,16 +112,17 @@ def tables(
     y: Tensor,
     mask: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums (raw, table) of some held-out samples, int64; runs under vmap."""
+    """Return the sums (raw, table) of some held-out samples by fold, int64; runs under vmap."""
     every = [log_softmax(logits.double())]
     for delta in offsets.values():
         every += [predictive(logits, scale * delta) for scale in SCALES]
     losses = torch.stack([loss(one, y) for one in every])
     squares = (losses - losses[0]).square()
-    raw = torch.stack([summed(losses, mask), summed(squares, mask)], -1)
-    return raw, torch.stack(
+    raw = torch.stack([summed(losses, mask), summed(squares, mask)], -2)
+    table = torch.stack(
         [torch.stack([row(one, share * bias, floor, y, mask) for share in SHARES]) for one in every]
     )
+    return raw.movedim(-1, 0), table.movedim(-1, 0)
 
 
 def loss(log_probs: Tensor, y: Tensor) -> Tensor:
@@ -128,12 +133,23 @@ def loss(log_probs: Tensor, y: Tensor) -> Tensor:
 
 
 def summed(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum over samples (the last axis) in units, int64."""
-    return ((values * UNIT).round().long() * (mask != 0)).sum(-1)
+    """Return the sum over samples (the last axis) in units, by fold, int64 (…, FOLDS)."""
+    return by_fold((values * UNIT).round().long() * (mask != 0))
+
+
+def by_fold(values: Tensor) -> Tensor:
+    """Return the sums of every FOLDS-th value of the last axis (…, FOLDS)."""
+    full = torch.nn.functional.pad(values, (0, -values.shape[-1] % FOLDS))
+    return full.unflatten(-1, (-1, FOLDS)).sum(-2)
+
+
+def fold_of(number: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the fold of each of `number` samples."""
+    return torch.arange(number, device=device) % FOLDS
 
 
 def row(log_probs: Tensor, bias: Tensor, floor: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Return the summed NLL at every temperature, in units, int64 (T,)."""
+    """Return the summed NLL at every temperature, in units, by fold, int64 (T, FOLDS)."""
     heat = temperatures().to(log_probs.device)
     cold = (log_probs[None] / heat[:, None, None] + bias).log_softmax(-1)
     return summed(loss(doubtful(cold, floor), y), mask)
@@ -152,6 +168,7 @@ class Chosen(NamedTuple):
     gated: float | None
     calibrated: float | None
     fitted: dict[str, float]  # and of each posterior as it was fitted
+    plain: bool = False  # whether doubt is the network's own (trust.py), known after scoring
 
 
 class Sums(NamedTuple):
@@ -160,6 +177,11 @@ class Sums(NamedTuple):
     rows: int
     raw: Tensor  # (forms, 2)
     table: Tensor  # (forms, shares, temperatures)
+
+
+def without(every: Sums, part: Sums) -> Sums:
+    """Return the sums of the samples that are not in a part."""
+    return Sums(every.rows - part.rows, every.raw - part.raw, every.table - part.table)
 
 
 def choose(own: Sums, total: Sums, posteriors: Sequence[str], how: str) -> Chosen:

@@ -1,9 +1,10 @@
 """What a person may rely on, as tallies: Brier score, prediction sets, and how well doubt finds
 errors. Whole numbers that add up exactly, as in `metrics.py`.
 
-*Doubt* is one minus the largest probability. Its histogram over right and wrong predictions gives
-the AUROC of error detection and the curve of risk against coverage: the share of wrong predictions
-among the samples with the least doubt.
+*Doubt* is one minus the largest probability: of the calibrated model, or of the network itself
+where held-out samples show that it finds the calibrated model's errors better (`plain_is_better`).
+Its histogram over right and wrong predictions gives the AUROC of error detection and the curve of
+risk against coverage: the share of wrong predictions among the samples with the least doubt.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class Trust(NamedTuple):
     empty: Tensor  # samples with an empty set
     right: Tensor  # (BINS,) right predictions by doubt
     wrong: Tensor  # (BINS,)
+    plain_right: Tensor  # (BINS,) the same by the network's own doubt
+    plain_wrong: Tensor  # (BINS,)
 
 
 def zero() -> Trust:
     """Return the tally of no samples."""
     n, b = torch.zeros((), dtype=torch.int64), torch.zeros(BINS, dtype=torch.int64)
-    return Trust(n, n.double(), n, n, n, b, b)
+    return Trust(n, n.double(), n, n, n, b, b, b, b)
 
 
 def add(a: Trust, b: Trust) -> Trust:
@@ -44,9 +47,17 @@ def add(a: Trust, b: Trust) -> Trust:
     return Trust(*(x + y for x, y in zip(a, b, strict=True)))
 
 
-def tally(log_probs: Tensor, inside: Tensor, y: Tensor, mask: Tensor) -> Trust:
-    """Return the tally of the samples that the mask marks; `inside` (N, K) are their sets. Runs
-    under vmap.
+def tally(
+    log_probs: Tensor,
+    inside: Tensor,
+    y: Tensor,
+    mask: Tensor,
+    plain: Tensor | None = None,
+    use_plain: Tensor | None = None,
+) -> Trust:
+    """Return the tally of the samples that the mask marks; `inside` (N, K) are their sets, `plain`
+    (N,) the network's own doubt, by default that of the probabilities, and `use_plain` whether it
+    is the doubt in use. Runs under vmap.
     """
     used, classes = mask != 0, log_probs.shape[-1]
     probs = torch.nan_to_num(log_probs.double().exp())
@@ -54,17 +65,44 @@ def tally(log_probs: Tensor, inside: Tensor, y: Tensor, mask: Tensor) -> Trust:
     onehot = truth[:, None] == torch.arange(classes, device=y.device)
     top, predicted = probs.max(-1)
     hit = predicted == y
-    place = doubt_bin(1 - top)
-    blank = torch.zeros(BINS, dtype=torch.int64, device=y.device)
+    doubt = 1 - top
+    other = doubt if plain is None else plain
+    if use_plain is not None:
+        doubt = torch.where(use_plain != 0, other, doubt)
     return Trust(
         used.sum(),
         (on_grid((probs - onehot.double()).square().sum(-1)) * used).sum().double() / GRID,
         ((inside & onehot).any(-1) & used).sum(),
         (inside.sum(-1) * used).sum(),
         (~inside.any(-1) & used).sum(),
-        blank.scatter_add(0, place, (hit & used).long()),
-        blank.scatter_add(0, place, (~hit & used).long()),
+        *by_doubt(doubt, hit, used),
+        *by_doubt(other, hit, used),
     )
+
+
+def by_doubt(doubt: Tensor, hit: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the counts of right and of wrong predictions by doubt, (BINS,) each."""
+    place = doubt_bin(doubt)
+    blank = torch.zeros(BINS, dtype=torch.int64, device=doubt.device)
+    right = blank.scatter_add(0, place, (hit & used).long())
+    return right, blank.scatter_add(0, place, (~hit & used).long())
+
+
+def doubts(log_probs: Tensor, plain: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """Return held-out predictions by calibrated and by plain doubt, right and wrong, int64 (2, 2,
+    BINS); they add up.
+    """
+    top, predicted = torch.nan_to_num(log_probs.double().exp()).max(-1)
+    hit, used = predicted == y, mask != 0
+    return torch.stack([torch.stack(by_doubt(one, hit, used)) for one in (1 - top, plain)])
+
+
+def plain_is_better(counts: Tensor) -> bool:
+    """Return whether the network's own doubt finds held-out errors better (`doubts`); not without
+    errors.
+    """
+    shown, plain = (area(*one) for one in counts)
+    return shown is not None and plain is not None and plain > shown
 
 
 def doubt_bin(doubt: Tensor) -> Tensor:
@@ -74,9 +112,10 @@ def doubt_bin(doubt: Tensor) -> Tensor:
 
 def possible(t: Trust, number: int) -> bool:
     """Return whether a tally can have come from `number` samples."""
-    sums = int(t.right.sum()) + int(t.wrong.sum())
+    right, wrong = int(t.right.sum()), int(t.wrong.sum())
     return (
-        int(t.num_examples) == number == sums
+        int(t.num_examples) == number == right + wrong
+        and (int(t.plain_right.sum()), int(t.plain_wrong.sum())) == (right, wrong)
         and all(bool((leaf >= 0).all()) for leaf in t)
         and int(t.covered) <= number
         and int(t.covered) + int(t.empty) <= number
@@ -89,7 +128,12 @@ def auroc(t: Trust) -> float | None:
     """Return the probability that a wrong prediction has more doubt than a right one; None without
     both.
     """
-    right, wrong = t.right.double(), t.wrong.double()
+    return area(t.right, t.wrong)
+
+
+def area(right: Tensor, wrong: Tensor) -> float | None:
+    """Return the AUROC of error detection from predictions by doubt; None without both kinds."""
+    right, wrong = right.double(), wrong.double()
     pairs = float(right.sum() * wrong.sum())
     if not pairs:
         return None
@@ -132,6 +176,7 @@ def summarise(tallies: Mapping[int, Trust]) -> dict[str, Any]:
         "set_size": share(pooled.set_size, number),
         "empty_sets": share(pooled.empty, number),
         "error_auroc": auroc(pooled),
+        "error_auroc_plain": area(pooled.plain_right, pooled.plain_wrong),
         "risk_coverage": risks(pooled),
         "per_client": {
             client: {

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from .. import metrics
-from ..calibration import conformal, curves, trust
+from ..calibration import curves, trust
 from ..calibration.curves import Chosen
 from ..contract import ClientHalf
 from ..data import DataSettings
 from ..errors import WireError
-from ..rounds import uncertain
+from ..rounds import deciding, uncertain
 from ..rounds.calibrated import Calibrated, One, Taken, tests_of
-from ..rounds.uncertain import Held, Judged, Uncertain
+from ..rounds.deciding import Held
+from ..rounds.uncertain import Judged, Uncertain
 from ..tree import Tensors, flatten, matching, unflatten
 
 STAGES = ("hold", "score", "judge")
@@ -76,23 +77,24 @@ def answer(
     fitted = uncertain.fit_alone(known, adapted, broadcast, data.train, data.num_held)
     own = uncertain.hold_alone(known, fitted, data.held)
     if order.stage == "hold":
-        return {"rows": own.rows, "raw": own.raw, "table": own.table}, None
-    scores = {"scores": sums.get("scores", known.nothing_held().scores)}
-    total = matching({**sums, **scores}, known.nothing_held())
+        every = deciding.whole(own)
+        return {"rows": every.rows, "raw": every.raw, "table": every.table}, None
+    blank = known.nothing_held()
+    total = matching({"scores": blank.scores, "doubts": blank.doubts, **sums}, blank)
     own = uncertain.score_alone(known, fitted, own, total, data.held, order.how)
     if order.stage == "score":
-        return {"scores": own.scores}, None
+        return {"scores": own.scores, "doubts": own.doubts}, None
     chosen, choice = uncertain.settled(
         known, fitted, own, total, data.held, order.how, order.coverage
     )
     judged = uncertain.judge_alone(
         known, fitted, choice, tests_of(data.test, half.model, seed=seed, client=client)
     )
-    one = One(int(own.rows), chosen, judged, choice)
+    one = One(int(own.rows.sum()), chosen, judged, choice)
     taken = Taken(
         known.kinds, known.layer, fitted, choice, one, order.how, order.coverage, int(total.rows)
     )
-    said = {"rows": own.rows, "chosen": as_vector(chosen, known.kinds)}
+    said = {"rows": own.rows.sum(), "chosen": as_vector(chosen, known.kinds)}
     said["kinds"] = torch.tensor(list(json.dumps(known.kinds).encode()), dtype=torch.uint8)
     return {**said, **flatten(judged, "judged")}, taken
 
@@ -103,7 +105,7 @@ def as_vector(chosen: Chosen, kinds: Mapping[str, Any]) -> Tensor:
     gate, scale = chosen.gate
     held = [chosen.point, chosen.gated, chosen.calibrated, *(chosen.fitted.get(k) for k in kinds)]
     numbers = [float(names.index(chosen.posterior)), chosen.scale, chosen.temperature]
-    numbers += [chosen.share, float(names.index(gate)), scale]
+    numbers += [chosen.share, float(names.index(gate)), scale, float(chosen.plain)]
     return torch.tensor(
         [*numbers, *(-1.0 if one is None else one for one in held)], dtype=torch.float64
     )
@@ -112,21 +114,22 @@ def as_vector(chosen: Chosen, kinds: Mapping[str, Any]) -> Tensor:
 def from_vector(vector: Tensor, kinds: Mapping[str, Any]) -> Chosen:
     """Return what a client uses; raise if it cannot be."""
     names = ["", *kinds]
-    if vector.shape != (9 + len(kinds),) or not bool(torch.isfinite(vector).all()):
+    if vector.shape != (10 + len(kinds),) or not bool(torch.isfinite(vector).all()):
         raise WireError("the numbers of what the client uses are missing or not finite")
-    place, scale, temperature, share, gate, gated, *held = vector.tolist()
+    place, scale, temperature, share, gate, gated, plain, *held = vector.tolist()
     if not (
         place in range(len(names))
         and gate in range(len(names))
         and 0 <= min(scale, gated) <= max(scale, gated) <= max(curves.SCALES)
         and 0 < temperature <= 2 * curves.HIGHEST
         and 0 <= share <= 1
+        and plain in (0, 1)
     ):
         raise WireError("the numbers of what the client uses are impossible")
     known = [None if one < 0 else one for one in held]
     fitted = {name: one for name, one in zip(kinds, known[3:], strict=True) if one is not None}
     use = (names[int(place)], scale, temperature, share, (names[int(gate)], gated))
-    return Chosen(*use, known[0], known[1], known[2], fitted)
+    return Chosen(*use, known[0], known[1], known[2], fitted, bool(plain))
 
 
 # -- the server ------------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ class Calibrator:
     def __init__(self, settings: DataSettings) -> None:
         self.settings, self.stage = settings, STAGES[0]
         self.tables: dict[int, Tensors] = {}  # rows, raw and table by training client
-        self.scores: dict[int, Tensor] = {}
+        self.scores: dict[int, Tensors] = {}  # scores and doubts by training client
         self.ones: dict[int, One] = {}
         self.kinds: dict[str, tuple[str, str]] = {}
 
@@ -173,7 +176,7 @@ class Calibrator:
         """Return everyone's sums so far."""
         found: Tensors = uncertain.added(list(self.tables.values()))
         if self.scores:
-            found["scores"] = uncertain.added(list(self.scores.values()))
+            found |= uncertain.added(list(self.scores.values()))
         return found
 
     def result(self, new: set[int], num_classes: int) -> Calibrated | None:
@@ -183,7 +186,7 @@ class Calibrator:
             return None
         others = {client: one for client, one in self.ones.items() if client in new}
         by_class = self.settings.sets == "class"
-        blank = uncertain.nothing_held(len(self.kinds), num_classes, by_class)
+        blank = deciding.nothing_held(len(self.kinds), num_classes, by_class)
         total = unflatten(Held, {**flatten(blank), **self.sums()})
         return Calibrated(clients, others, total, self.kinds)
 
@@ -215,16 +218,18 @@ class Calibrator:
         ):
             raise WireError("the tables of held-out NLL have impossible values")
 
-    def _scores(self, flat: Tensors, client: int, num_classes: int, new: bool) -> Tensor:
-        groups = num_classes if self.settings.sets == "class" else 1
-        scores = flat.get("scores")
-        if scores is None or scores.shape != (groups, conformal.BINS):
-            raise WireError("the histogram of scores is missing or has another shape")
-        if scores.dtype != torch.int64 or bool((scores < 0).any()):
-            raise WireError("the histogram of scores has impossible values")
-        if not new and int(scores.sum()) != int(self.tables[client]["rows"]):
-            raise WireError("the histogram counts other samples than the table")
-        return scores
+    def _scores(self, flat: Tensors, client: int, num_classes: int, new: bool) -> Tensors:
+        blank = deciding.nothing_held(0, num_classes, self.settings.sets == "class")
+        for name, like in (("scores", blank.scores), ("doubts", blank.doubts)):
+            found = flat.get(name)
+            if found is None or found.shape != like.shape:
+                raise WireError(f"the histogram of {name} is missing or has another shape")
+            if found.dtype != torch.int64 or bool((found < 0).any()):
+                raise WireError(f"the histogram of {name} has impossible values")
+        counts = [int(flat["scores"].sum()), *flat["doubts"].sum((1, 2)).tolist()]
+        if not new and counts != [int(self.tables[client]["rows"])] * 3:
+            raise WireError("the histograms count other samples than the table")
+        return {"scores": flat["scores"], "doubts": flat["doubts"]}
 
     def _one(self, flat: Tensors, sizes: Any, num_classes: int) -> One:
         try:
@@ -278,7 +283,7 @@ def matching_judged(flat: Tensors, forms: list[str], num_classes: int) -> Judged
         leaf.shape == () and leaf.dtype == torch.int64 and int(leaf) >= 0
         for leaf in alarms.values()
     )
-    if not right or set(alarms) != set(uncertain.ALARMS):
+    if not right or set(alarms) != set(deciding.ALARMS):
         raise WireError("the counts of alarms are missing or impossible")
     if len(forms) * (len(blank) + len(empty)) + len(alarms) != len(flat):
         raise WireError("the tallies have names that are not expected")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..calibration import conformal
 from ..contract import Purpose, Survey
 from ..data import DataSettings
 from ..networks.model import Batch
-from ..rounds import solo, uncertain
+from ..rounds import deciding, solo, uncertain
 from ..rounds.calibrated import One, tests_of
-from ..rounds.uncertain import Choice, Fitted, Held, Uncertain
+from ..rounds.deciding import Choice, Held
+from ..rounds.uncertain import Fitted, Uncertain
 from ..stacked.replay import Graphs
 from ..tree import map_tree, stack, take, to
 from .engine import Fused
@@ -58,7 +58,12 @@ class Calibration:
             found = self.over(self.fused.stack.held, chunk, self.uncertain.hold, fitted)
             for place, client in enumerate(chunk):
                 self.own[client] = to(take(found, place), "cpu")
-        return uncertain.added(list(self.own.values())) if self.own else None
+        return self.summed() if self.own else None
+
+    def summed(self) -> Held:
+        """Return the sums of all clients."""
+        found: Held = uncertain.added([deciding.whole(own) for own in self.own.values()])
+        return found
 
     def score(self, total: Held) -> Held:
         """Return the sums with the histograms of all clients' calibrated scores."""
@@ -72,13 +77,21 @@ class Calibration:
                         self.uncertain, one, self.own[client], total, held, how
                     )
                 continue
-            choices = [uncertain.decide(self.own[client], total, names, how)[1] for client in chunk]
-            scores = self.over(
-                self.fused.stack.held, chunk, self.uncertain.score, fitted, self.there(choices)
+            own = [self.own[client] for client in chunk]
+            choices = [deciding.decide(one, total, names, how)[1] for one in own]
+            folds = [deciding.decide_folds(one, total, names, how) for one in own]
+            scored = self.over(
+                self.fused.stack.held,
+                chunk,
+                self.uncertain.score,
+                fitted,
+                self.there(choices),
+                self.there(folds),
             )
             for place, client in enumerate(chunk):
-                self.own[client] = self.own[client]._replace(scores=scores[place].cpu())
-        return uncertain.added(list(self.own.values()))
+                one = to(take(scored, place), "cpu")
+                self.own[client] = self.own[client]._replace(**one._asdict())
+        return self.summed()
 
     def judge(self, total: Held) -> dict[int, One]:
         """Return every client with what it uses and its tallies."""
@@ -105,23 +118,22 @@ class Calibration:
             client=client,
         )
         judged = uncertain.judge_alone(self.uncertain, fitted, choice, tests)
-        return One(int(own.rows), chosen, judged, choice)
+        return One(int(own.rows.sum()), chosen, judged, choice)
 
     def _judge_stacked(self, chunk: list[int], fitted: Any, total: Held) -> dict[int, One]:
         settings, data = self.settings, self.fused.stack
         names, chosen, choices = tuple(self.uncertain.kinds), [], []
         for client in chunk:
             own = self.own[client]
-            one, choice = uncertain.decide(own, total, names, settings.calibration)
-            lowest = conformal.threshold(
-                own.scores, total.scores, settings.coverage, settings.calibration
-            )
+            how = settings.calibration
+            both = deciding.decide(own, total, names, how)
+            one, choice = deciding.with_sets(both, own, total, how, settings.coverage)
             chosen.append(one)
-            choices.append(choice._replace(lowest=lowest))
+            choices.append(choice)
         rows = self.rows_over(data.held, chunk, fitted, self.there(choices))
         for place, client in enumerate(chunk):
             measured = rows[place, : data.held_size(client)].cpu()
-            choices[place] = choices[place]._replace(alarms=uncertain.thresholds(measured))
+            choices[place] = choices[place]._replace(alarms=deciding.thresholds(measured))
         there = self.there(choices)
         judged: dict[int, dict[str, Any]] = {client: {} for client in chunk}
         for name, samples in self.tests(chunk).items():
@@ -129,7 +141,9 @@ class Calibration:
             for place, client in enumerate(chunk):
                 judged[client][name] = to(take(one_test, place), "cpu")
         return {
-            client: One(int(self.own[client].rows), chosen[place], judged[client], choices[place])
+            client: One(
+                int(self.own[client].rows.sum()), chosen[place], judged[client], choices[place]
+            )
             for place, client in enumerate(chunk)
         }
 

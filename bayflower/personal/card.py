@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import metrics
 from ..calibration import conformal, trust
 from ..rounds.calibrated import TEST, Taken, forms
-from ..rounds.uncertain import ALARMS
+from ..rounds.deciding import ALARMS
 
 ERRORS = 5  # held-out errors, and right predictions, from which measures of doubt are compared
 NOT_CALIBRATED = (
@@ -35,6 +35,7 @@ def point_only(why: str) -> dict[str, Any]:
         "calibration": None,
         "held_out": None,
         "sets": None,
+        "doubt": "One minus the largest probability.",
         "tests": None,
         "alarms": {},
         "information": {"offered": False, "why": "There is no posterior in use."},
@@ -78,6 +79,7 @@ def block(client: int, taken: Taken, held: dict[str, Tensor] | None, y: Tensor) 
             },
         },
         "sets": sets(taken, y),
+        "doubt": doubt(taken),
         "tests": {name: tested(client, taken, name) for name in one.judged},
         "alarms": alarms(taken, held, bool(information["offered"])),
         "information": information,
@@ -139,6 +141,16 @@ def sets(taken: Taken, y: Tensor) -> dict[str, Any]:
         "smallest_probability": [float(value) for value in conformal.edge(lowest)],
         "promise": promise(coverage, counts, filled, how, taken.total_rows, lowest),
     }
+
+
+def doubt(taken: Taken) -> str:
+    """Return in words which doubt is in use."""
+    if not taken.one.chosen.plain:
+        return "One minus the largest calibrated probability."
+    return (
+        "One minus the largest probability of the network itself: on held-out samples it finds "
+        "errors better than the calibrated one."
+    )
 
 
 def promise(
@@ -253,4 +265,5 @@ def abstention(held: dict[str, Tensor] | None, y: Tensor) -> dict[str, Any]:
 def right_or_wrong(held: dict[str, Tensor], y: Tensor) -> trust.Trust:
     """Return the tally of held-out predictions."""
     inside = torch.zeros_like(held["probabilities"], dtype=torch.bool)
-    return trust.tally(held["probabilities"].log(), inside, y, torch.ones(len(y)))
+    plain, use = held["doubt"], torch.ones((), dtype=torch.int64)
+    return trust.tally(held["probabilities"].log(), inside, y, torch.ones(len(y)), plain, use)

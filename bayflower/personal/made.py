@@ -122,6 +122,8 @@ def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any
     extras["affine/bias"] = choice.share * fitted.bias
     extras["affine/floor"] = fitted.floor
     extras["sets/lowest"] = choice.lowest
+    if chosen.plain:
+        extras["doubt/plain"] = torch.ones((), dtype=torch.int64)
     if fitted.classes is not None:
         extras |= {f"classes/{n}": v for n, v in fitted.classes._asdict().items()}
     held, y = None, torch.zeros(0, dtype=torch.int64)

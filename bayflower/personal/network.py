@@ -6,6 +6,7 @@ What surrounds the network is in extras.safetensors, by these names:
     input/median, mean, std         how raw rows are prepared
     posterior/NAME, scale           of the posterior in use (maths/laplace.py), and its scale
     affine/temperature, bias, floor  calibration of the log-probabilities (calibration/curves.py)
+    doubt/plain                     present: doubt is that of the network itself
     sets/lowest                     the lowest bin that a set takes in (calibration/conformal.py)
     classes/means, …                Gaussians of the training features, for the distance
     alarms/NAME                     threshold of each measure
@@ -25,7 +26,8 @@ from torch.func import functional_call
 from ..calibration import conformal, curves
 from ..files.atomic import below
 from ..maths import laplace
-from ..rounds.uncertain import ALARMS, doubts
+from ..rounds.deciding import ALARMS
+from ..rounds.uncertain import doubts
 from ..tree import Tensors
 
 NARROW = ("posterior/in",)  # large, and single precision is enough
@@ -101,10 +103,11 @@ class Ready(nn.Module):
         shown = calibrated(logits, offsets, extras)
         probabilities = shown.exp()
         entropy, information = doubts(logits, offsets, *affine(extras))
+        point = curves.log_softmax(logits.double()).exp()
         found = {
             "probabilities": probabilities,
-            "point": curves.log_softmax(logits.double()).exp(),
-            "doubt": 1 - probabilities.amax(-1),
+            "point": point,
+            "doubt": 1 - (point if "doubt" in self.parts else probabilities).amax(-1),
             "entropy": entropy,
         }
         if "information" in self.measures:

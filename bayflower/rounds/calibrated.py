@@ -19,13 +19,11 @@ from ..files.atomic import load_tensors, save_tensors
 from ..networks.model import Batch, Model
 from ..networks.parts import looks_up
 from ..tree import flatten, unflatten
+from .deciding import ALARMS, Choice, Held, whole
 from .solo import Samples
 from .uncertain import (
-    ALARMS,
     FORMS,
-    Choice,
     Fitted,
-    Held,
     Judged,
     Uncertain,
     fit_alone,
@@ -35,7 +33,7 @@ from .uncertain import (
     settled,
 )
 
-FILE, FORMAT = "calibration.safetensors", "bayflower-calibration-1"
+FILE, FORMAT = "calibration.safetensors", "bayflower-calibration-2"
 TEST = "test"  # the samples as they are; other names are shifts
 SHOWN = ("accuracy", "nll", "ece", "ece_allclass", "worst_client_accuracy")
 
@@ -100,13 +98,13 @@ def take_home(
     fitted = fit_alone(uncertain, adapted, broadcast, data.train, data.num_held)
     own = hold_alone(uncertain, fitted, data.held)
     how = settings.calibration if total is not None else "client"
-    everyone = own if total is None else total
+    everyone = whole(own) if total is None else total
     own = score_alone(uncertain, fitted, own, everyone, data.held, how)
-    everyone = own if total is None else total
+    everyone = whole(own) if total is None else total
     chosen, choice = settled(uncertain, fitted, own, everyone, data.held, how, settings.coverage)
     tests = tests_of(data.test, half.model, seed=seed, client=client) if len(data.test.y) else {}
     judged = judge_alone(uncertain, fitted, choice, tests)
-    one = One(int(own.rows), chosen, judged, choice)
+    one = One(int(own.rows.sum()), chosen, judged, choice)
     rows = int(everyone.rows)
     return Taken(
         uncertain.kinds, uncertain.layer, fitted, choice, one, how, settings.coverage, rows
@@ -167,6 +165,7 @@ def forms(clients: Mapping[int, One], test: str) -> dict[str, Any]:
         if not tallies:
             continue
         summary = metrics.summarise(tallies)
+        bars = summary["reliability"]["top_label"]
         trusts = trust.summarise({c: clients[c].judged[test].trusts[form] for c in tallies})
         del trusts["per_client"]
         # the sets are those of the calibrated model
@@ -174,8 +173,10 @@ def forms(clients: Mapping[int, One], test: str) -> dict[str, Any]:
             trusts = {key: trusts[key] for key in ("brier", "error_auroc", "risk_coverage")}
         found[form] = {
             **{key: summary[key] for key in SHOWN},
+            "ece_by_chance": metrics.by_chance(bars),
+            "rms_debiased": metrics.debiased([metrics.squared_error(bars)]),
             **trusts,
-            "reliability": summary["reliability"]["top_label"],
+            "reliability": bars,
             "worst_client_nll": max(
                 (row["nll"] for row in summary["per_client"] if row["nll"] is not None),
                 default=None,
@@ -214,6 +215,7 @@ def per_client(client: int, one: One, how: str, coverage: float) -> dict[str, An
         "uncalibrated": {"posterior": chosen.gate[0] or None, "scale": chosen.gate[1]},
         "temperature": chosen.temperature,
         "bias": chosen.share,
+        "doubt": "network" if chosen.plain else "calibrated",
         "held_out_nll": {
             "point": chosen.point,
             "posterior": chosen.gated,

@@ -3,7 +3,9 @@
 1. `fit`: a pass over the training data gives the posteriors of the model (`maths/laplace.py`).
 2. `hold`: a pass over the held-out samples gives their table of NLL. With its own table and
    everyone's a client chooses posterior, scale and affine scaling (`decide`).
-3. `score`: another pass gives the histogram of the calibrated scores, for prediction sets.
+3. `score`: another pass gives the histogram of the calibrated scores, for prediction sets, and of
+   right and wrong predictions by doubt. The latter are of models calibrated without the sample's
+   fold, so that they may decide which doubt finds errors better.
 4. `judge`: the client is tested as a point, with its posterior as it was fitted, with the one that
    passed the gate, and calibrated.
 
@@ -27,23 +29,23 @@ from ..contract import ClientHalf
 from ..maths import laplace
 from ..networks.last import forward_last, last_layer
 from ..networks.model import Batch
-from ..tree import Tensors, map_tree, to
+from ..tree import Tensors, map_tree, take, to
+from .deciding import (
+    ALARMS,
+    Choice,
+    Held,
+    Scored,
+    decide,
+    decide_folds,
+    folded,
+    nothing_held,
+    thresholds,
+    with_sets,
+)
 from .solo import numbers as numbers
 
 PIECE = 128  # samples in one pass
-UNUSUAL = 0.95  # share of held-out samples that stay below the thresholds of alarms
 FORMS = ("point", "fitted", "posterior", "calibrated")
-NOTHING = 1e-9  # below it a measure is rounding
-ALARMS = ("entropy", "information", "distance")
-
-
-class Held(NamedTuple):
-    """What held-out samples say, as whole numbers that add up over clients."""
-
-    rows: Tensor
-    raw: Tensor  # (forms, 2), see calibration/curves.py
-    table: Tensor  # (forms, shares, temperatures)
-    scores: Tensor  # (1 or K, bins), see calibration/conformal.py
 
 
 class Labels(NamedTuple):
@@ -62,17 +64,6 @@ class Fitted(NamedTuple):
     classes: laplace.Classes | None  # of the client's own training features
     bias: Tensor  # (K,), see calibration/curves.py
     floor: Tensor  # share of even probabilities
-
-
-class Choice(NamedTuple):
-    """What a client uses."""
-
-    scales: Tensors  # of every posterior; at most one is above 0
-    gate: Tensors  # the same without calibration
-    temperature: Tensor
-    share: Tensor  # of the bias
-    lowest: Tensor  # the lowest bin that a set takes in, (1 or K,)
-    alarms: Tensors  # thresholds by measure
 
 
 class Judged(NamedTuple):
@@ -161,19 +152,30 @@ class Uncertain:
 
     # -- 2: held-out samples -----------------------------------------------------------------------
     def hold(self, fitted: Fitted, batch: Batch) -> Held:
-        """Return what a batch of held-out samples adds; no scores yet."""
+        """Return what a batch of held-out samples adds, by fold; no scores yet."""
         out = self.outputs(fitted, batch.x)
         scaling = (fitted.bias, fitted.floor)
+        blank = self.nothing_held(batch.y.device)
         return Held(
-            (batch.mask != 0).sum(),
+            curves.by_fold((batch.mask != 0).long()),
             *curves.tables(out.logits, out.offsets, *scaling, batch.y, batch.mask),
-            self.nothing_held(batch.y.device).scores,
+            blank.scores,
+            blank.doubts,
         )
 
-    def score(self, fitted: Fitted, choice: Choice, batch: Batch) -> Tensor:
-        """Return the histogram of the calibrated scores of a batch of held-out samples."""
-        shown = self.calibrated(fitted, choice, self.outputs(fitted, batch.x))
-        return conformal.histogram(shown, batch.y, batch.mask, self.by_class)
+    def score(self, fitted: Fitted, choice: Choice, others: Choice, batch: Batch) -> Scored:
+        """Return the histograms of a batch of held-out samples; `others` are the choices without
+        each fold.
+        """
+        out, y, mask = self.outputs(fitted, batch.x), batch.y, batch.mask
+        shown = self.calibrated(fitted, choice, out)
+        fresh = [self.calibrated(fitted, take(others, f), out) for f in range(curves.FOLDS)]
+        fold = curves.fold_of(len(y), y.device).reshape(1, -1, 1).expand(1, *shown.shape)
+        each = torch.stack(fresh).gather(0, fold)[0]
+        return Scored(
+            conformal.histogram(shown, y, mask, self.by_class),
+            trust.doubts(each, plain_doubt(out), y, mask),
+        )
 
     def calibrated(self, fitted: Fitted, choice: Choice, out: Outputs) -> Tensor:
         """Return the calibrated log-probabilities."""
@@ -208,26 +210,24 @@ class Uncertain:
         values = dict(zip(ALARMS, (entropy, information, out.distance), strict=True))
         return Judged(
             {name: metrics.tally(one.exp(), y, mask) for name, one in forms.items()},
-            {name: trust.tally(one, inside, y, mask) for name, one in forms.items()},
+            {
+                name: trust.tally(one, inside, y, mask, *self.doubt_of(name, choice, out))
+                for name, one in forms.items()
+            },
             {
                 name: ((values[name] > choice.alarms[name]) & (mask != 0)).sum()
                 for name in choice.alarms
             },
         )
 
+    def doubt_of(self, form: str, choice: Choice, out: Outputs) -> tuple[Tensor, ...]:
+        """Return the network's own doubt, and whether it is in use; nothing but for calibrated."""
+        return (plain_doubt(out), choice.plain) if form == "calibrated" else ()
 
-def nothing_held(
-    posteriors: int, classes: int, by_class: bool, device: torch.device | str = "cpu"
-) -> Held:
-    """Return what no held-out samples say."""
-    forms = 1 + posteriors * len(curves.SCALES)
-    blank: dict[str, Any] = {"dtype": torch.int64, "device": device}
-    return Held(
-        torch.zeros((), **blank),
-        torch.zeros(forms, 2, **blank),
-        torch.zeros(forms, len(curves.SHARES), curves.FINEST, **blank),
-        torch.zeros(classes if by_class else 1, conformal.BINS, **blank),
-    )
+
+def plain_doubt(out: Outputs) -> Tensor:
+    """Return one minus the largest probability of the network itself (N,)."""
+    return 1 - torch.nan_to_num(curves.log_softmax(out.logits.double()).exp()).amax(-1)
 
 
 def mixed(out: Outputs, scales: Tensors) -> Tensor:
@@ -255,44 +255,6 @@ def doubts(
     shown = curves.scaled(curves.predictive(logits, offsets), temperature, bias)
     entropy = -(shown.exp() * shown).sum(-1)
     return entropy, (-(mean.exp() * mean).sum(-1) - inside).clamp(min=0)
-
-
-def decide(
-    own: Held, total: Held, posteriors: tuple[str, ...], how: str
-) -> tuple[curves.Chosen, Choice]:
-    """Return what a client uses, from its own table and everyone's; sets hold every class and no
-    alarm sounds until their thresholds are known.
-    """
-    sums = [curves.Sums(int(held.rows), held.raw, held.table) for held in (own, total)]
-    chosen = curves.choose(sums[0], sums[1], posteriors, how)
-
-    def scales(posterior: str, scale: float) -> Tensors:
-        return {
-            name: torch.tensor(scale if name == posterior else 0.0, dtype=torch.float64)
-            for name in posteriors
-        }
-
-    return chosen, Choice(
-        scales(chosen.posterior, chosen.scale),
-        scales(*chosen.gate),
-        torch.tensor(chosen.temperature, dtype=torch.float64),
-        torch.tensor(chosen.share, dtype=torch.float64),
-        torch.zeros(len(own.scores), dtype=torch.int64),
-        {name: torch.tensor(torch.inf, dtype=torch.float64) for name in ALARMS},
-    )
-
-
-def thresholds(measured: Tensor) -> Tensors:
-    """Return the thresholds of alarms from the measures of held-out samples (N, 3); with fewer than
-    20 samples their largest.
-    """
-    if not len(measured):
-        return {name: torch.tensor(torch.inf, dtype=torch.float64) for name in ALARMS}
-    level = UNUSUAL if len(measured) >= 20 else 1.0
-    found = torch.quantile(measured.double().cpu(), level, dim=0)
-    # a measure that is zero up to rounding says nothing: the point has no information
-    found = torch.where(found > NOTHING, found, torch.inf)
-    return dict(zip(ALARMS, found.unbind(), strict=True))
 
 
 def added(parts: list[Any]) -> Any:
@@ -327,9 +289,9 @@ def fit_alone(uncertain: Uncertain, state: Any, broadcast: Any, train: Batch, ro
 
 
 def hold_alone(uncertain: Uncertain, fitted: Fitted, held: Batch | None) -> Held:
-    """Return the table of one client's held-out samples."""
+    """Return the table of one client's held-out samples, by fold."""
     if held is None:
-        return uncertain.nothing_held()
+        return folded(uncertain.nothing_held())
     found: Held = over(held, partial(uncertain.hold, fitted))
     return to(found, "cpu")
 
@@ -337,13 +299,14 @@ def hold_alone(uncertain: Uncertain, fitted: Fitted, held: Batch | None) -> Held
 def score_alone(
     uncertain: Uncertain, fitted: Fitted, own: Held, total: Held, held: Batch | None, how: str
 ) -> Held:
-    """Return the table and the histogram of one client's held-out samples."""
+    """Return the table and the histograms of one client's held-out samples."""
     if held is None:
         return own
-    _, choice = decide(own, total, tuple(uncertain.kinds), how)
-    there = to(choice, held.y.device)
-    scores: Tensor = over(held, partial(uncertain.score, fitted, there))
-    return own._replace(scores=scores.cpu())
+    names = tuple(uncertain.kinds)
+    there = to(decide(own, total, names, how)[1], held.y.device)
+    others = to(decide_folds(own, total, names, how), held.y.device)
+    scored: Scored = over(held, partial(uncertain.score, fitted, there, others))
+    return own._replace(**to(scored, "cpu")._asdict())
 
 
 def settled(
@@ -356,9 +319,8 @@ def settled(
     coverage: float,
 ) -> tuple[curves.Chosen, Choice]:
     """Return everything that one client uses, thresholds of sets and alarms included."""
-    chosen, choice = decide(own, total, tuple(uncertain.kinds), how)
-    lowest = conformal.threshold(own.scores, total.scores, coverage, how)
-    choice = choice._replace(lowest=lowest)
+    both = decide(own, total, tuple(uncertain.kinds), how)
+    chosen, choice = with_sets(both, own, total, how, coverage)
     if held is None:
         return chosen, choice
     there = to(choice, held.y.device)

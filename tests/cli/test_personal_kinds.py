@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import bayflower
 from bayflower import cli
-from bayflower.calibration import curves
+from bayflower.calibration import curves, trust
 from bayflower.errors import ConfigError
 from bayflower.maths import laplace
 from bayflower.networks.model import Batch
@@ -40,9 +40,10 @@ def test_a_posterior_in_use_says_what_judge_says(method, name, kind, runs, tmp_p
     that are not neutral.
     """
     scale = 0.01 if kind == "classes" else 0.7
-    end = using(end_of(runs(method), TRAINED), name, scale)
+    own = kind == "diagonal"  # whether doubt is that of the network itself
+    end = using(end_of(runs(method), TRAINED), name, scale, plain=own)
     assert end.taken.kinds[name][0] == kind
-    card = keep(tmp_path, end, ("safetensors", "pt2", *(["onnx"] if kind == "sampled" else [])))
+    card = keep(tmp_path, end, ("safetensors", "pt2", "onnx"))
     assert card["uncertainty"]["posterior"]["kind"] == kind
     assert f"scaled down to {scale} times" in card["uncertainty"]["why"]
     model, judged = load_personal(tmp_path), end.taken.one.judged
@@ -56,10 +57,14 @@ def test_a_posterior_in_use_says_what_judge_says(method, name, kind, runs, tmp_p
     assert int(said.sets[rows, y].sum()) == int(judged["test"].trusts["calibrated"].covered)
     assert int(said.sets.sum()) == int(judged["test"].trusts["calibrated"].set_size)
     assert card["metrics"]["nll"] == pytest.approx(nll / len(y), abs=1e-6)
+    assert np.allclose(said.doubt, 1 - (said.point if own else said.probabilities).max(1))
+    assert ("network itself" in card["uncertainty"]["doubt"]) == own
+    trusts = judged["test"].trusts["calibrated"]
+    wrong = trust.doubt_bin(torch.as_tensor(said.doubt[said.label != y]))
+    assert torch.equal(torch.bincount(wrong, minlength=trust.BINS), trusts.wrong)
     # the programs say the same, of many samples and of one
     programs = [torch.export.load(tmp_path / card["files"]["pt2"]).module()]
-    if "onnx" in card["files"]:
-        programs.append(onnx(tmp_path / card["files"]["onnx"]))
+    programs.append(onnx(tmp_path / card["files"]["onnx"]))
     for program in programs:
         for size in (1, len(y)):
             got = program(end.data.test.x[:size])
@@ -231,7 +236,7 @@ def test_sets_by_class_and_what_too_few_samples_promise(tmp_path):
     out = trained(tmp_path / "alone", "fedavg", rounds=1, calibration="client")
     card = export(out, TRAINED, tmp_path / "own", ("safetensors",))
     assert card["uncertainty"]["sets"]["promise"] == (
-        "Every set holds all classes: 8 held-out samples are too few to promise 90%; it takes 9."
+        "Every set holds all classes: 8 held-out samples are too few to promise 90%; it takes 16."
     )
     assert load_personal(tmp_path / "own").uncertainty(end.data.test.x).sets.all()
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from conftest import small, small_prepared
 
-from bayflower.calibration import conformal, curves
+from bayflower.calibration import conformal, curves, trust
 from bayflower.contract import ClientHalf
 from bayflower.engines import execute, prepare, run_to_result
 from bayflower.errors import WireError
 from bayflower.files import checkpoint
 from bayflower.flower.calibrating import Calibrator, Order, as_vector, from_vector
 from bayflower.methods import METHODS
-from bayflower.rounds import uncertain
+from bayflower.rounds import deciding, uncertain
 from bayflower.rounds.calibrated import FILE, block, load_total
 from bayflower.tree import flatten
 
@@ -102,6 +102,39 @@ def test_sums_are_of_training_clients_and_rows_are_not_trained_on() -> None:
         assert (with_it.y_test == without.y_test).all()
         assert without.y_held is None
     assert int(found.total.scores.sum()) == sum(held.values())
+    assert found.total.doubts.sum((1, 2)).tolist() == [sum(held.values())] * 2
+    plain = trust.plain_is_better(found.total.doubts)
+    assert {one.chosen.plain for one in found.clients.values()} == {plain}
+
+
+def test_a_fold_does_not_decide_about_itself() -> None:
+    """Other labels in a fold change what all other folds would use, and not what it would use."""
+    draw = torch.Generator().manual_seed(0)
+    rows = 40
+    logits = 3 * torch.randn(rows, 4, generator=draw, dtype=torch.float64)
+    y = torch.randint(4, (rows,), generator=draw)
+    bias, floor = torch.randn(4, generator=draw).double(), curves.floor_of(rows)
+    fold = curves.fold_of(rows)
+
+    def own(labels: torch.Tensor) -> deciding.Held:
+        mask = torch.ones(rows)
+        found = curves.tables(logits, {}, bias, floor, labels, mask)
+        blank = deciding.nothing_held(0, 4, False)
+        return blank._replace(rows=curves.by_fold(mask.long()), raw=found[0], table=found[1])
+
+    other = torch.where(fold == 1, logits.argmax(-1), y)
+    found = []
+    for labels in (y, other):
+        held = own(labels)
+        every = deciding.whole(own(y))._replace(table=deciding.whole(held).table)
+        found.append(deciding.decide_folds(held, every, (), "shrunk").temperature)
+    same = (found[0] == found[1]).tolist()
+    assert same == [False, True, False, False]
+    slow = own(y)
+    for part in range(curves.FOLDS):
+        left = fold != part
+        want = curves.tables(logits[left], {}, bias, floor, y[left], torch.ones(30))[1].sum(0)
+        assert torch.equal(slow.table.sum(0) - slow.table[part], want)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +187,7 @@ def settings():
 
 
 def table(rows: int = 3, posteriors: int = 1) -> dict[str, torch.Tensor]:
-    blank = uncertain.nothing_held(posteriors, 10, False)
+    blank = deciding.nothing_held(posteriors, 10, False)
     return {
         "rows": torch.tensor(rows),
         "raw": blank.raw + rows * 1000,
@@ -193,18 +226,40 @@ def test_a_table_of_another_shape_is_left_out_and_scores_must_agree() -> None:
     assert int(server.sums()["rows"]) == 6
     scores = torch.zeros(1, conformal.BINS, dtype=torch.int64)
     scores[0, 5] = 4
+    doubts = torch.zeros(2, 2, trust.BINS, dtype=torch.int64)
+    doubts[:, 0, 9] = 4
     with pytest.raises(WireError, match="other samples"):
+        server.hear({"scores": scores, "doubts": doubts}, 1, False, SIZES, 10)
+    with pytest.raises(WireError, match="scores is missing or has another shape"):
+        server.hear({"scores": scores[:, :7], "doubts": doubts}, 1, False, SIZES, 10)
+    with pytest.raises(WireError, match="doubts is missing or has another shape"):
         server.hear({"scores": scores}, 1, False, SIZES, 10)
-    with pytest.raises(WireError, match="shape"):
-        server.hear({"scores": scores[:, :7]}, 1, False, SIZES, 10)
+    with pytest.raises(WireError, match="impossible"):
+        server.hear({"scores": scores, "doubts": -doubts}, 1, False, SIZES, 10)
+    scores[0, 5], doubts[:, 0, 9] = 3, 3
+    doubts[1, :, 9] = torch.tensor([1, 1])
+    with pytest.raises(WireError, match="other samples"):
+        server.hear({"scores": scores, "doubts": doubts}, 1, False, SIZES, 10)
+    doubts[1, 1, 9] = 2
+    server.hear({"scores": scores, "doubts": doubts}, 1, False, SIZES, 10)
+    assert int(server.sums()["doubts"].sum()) == 6
 
 
 def test_what_a_client_uses_travels_as_numbers() -> None:
     kinds = {"laplace": ("kronecker", "a"), "own": ("diagonal", "b")}
     chosen = curves.Chosen("own", 0.5, 1.5, 0.5, ("laplace", 1.0), 1.0, 0.9, None, {"laplace": 2.0})
+    chosen = chosen._replace(plain=True)
     assert from_vector(as_vector(chosen, kinds), kinds) == chosen
     wrong = as_vector(chosen, kinds)
-    for place, value in ((0, 7.0), (1, -0.5), (2, 0.0), (3, 2.0), (4, 0.5), (6, torch.nan)):
+    for place, value in (
+        (0, 7.0),
+        (1, -0.5),
+        (2, 0.0),
+        (3, 2.0),
+        (4, 0.5),
+        (6, 2.0),
+        (7, torch.nan),
+    ):
         changed = wrong.clone()
         changed[place] = value
         with pytest.raises(WireError):

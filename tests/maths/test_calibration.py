@@ -30,7 +30,8 @@ def test_a_table_is_the_nll_of_every_form() -> None:
     draw = torch.Generator().manual_seed(5)
     offsets = torch.randn(6, 30, K, generator=draw, dtype=torch.float64)
     floor = curves.floor_of(30)
-    raw, found = curves.tables(logits, {"one": offsets}, bias, floor, y, torch.ones(30))
+    folds = curves.tables(logits, {"one": offsets}, bias, floor, y, torch.ones(30))
+    raw, found = (part.sum(0) for part in folds)
     forms = curves.forms(["one"])
     assert found.shape == (len(forms), len(curves.SHARES), curves.FINEST)
     assert raw.shape == (len(forms), 2)
@@ -53,8 +54,8 @@ def test_a_table_is_the_nll_of_every_form() -> None:
 def sums(logits, y, offsets=None) -> curves.Sums:
     """Return the sums of some held-out samples without a bias."""
     bias, floor = torch.zeros(K, dtype=torch.float64), curves.floor_of(len(y))
-    one = torch.ones(len(y))
-    return curves.Sums(len(y), *curves.tables(logits, offsets or {}, bias, floor, y, one))
+    folds = curves.tables(logits, offsets or {}, bias, floor, y, torch.ones(len(y)))
+    return curves.Sums(len(y), *(part.sum(0) for part in folds))
 
 
 def test_padding_and_numbers_that_are_not_finite() -> None:
@@ -64,7 +65,7 @@ def test_padding_and_numbers_that_are_not_finite() -> None:
     mask = torch.ones(10)
     mask[7:] = 0
     bias, floor = torch.zeros(K, dtype=torch.float64), curves.floor_of(10)
-    part = curves.tables(logits, {}, bias, floor, y, mask)[0]
+    part = curves.tables(logits, {}, bias, floor, y, mask)[0].sum(0)
     assert bool((part <= whole).all())
     worst = sums(logits, y).raw
     assert int(worst[0, 0] - part[0, 0]) == 3 * int(curves.WORST * curves.UNIT)
@@ -244,7 +245,8 @@ def test_sets_cover_although_scaling_was_fitted_to_the_same_samples(how: str) ->
         logits = 1.5 * logits
         bias = 0.5 * torch.randn(K, generator=torch.Generator().manual_seed(seed)).double()
         floor, one = curves.floor_of(rows), torch.ones(rows)
-        own = curves.Sums(rows, *curves.tables(logits[:rows], {}, bias, floor, y[:rows], one))
+        folds = curves.tables(logits[:rows], {}, bias, floor, y[:rows], one)
+        own = curves.Sums(rows, *(part.sum(0) for part in folds))
         chosen = curves.choose(own, own, [], "client")
         shown = curves.scaled(
             logits.log_softmax(-1), torch.tensor(chosen.temperature), chosen.share * bias
@@ -343,6 +345,40 @@ def test_tallies_are_those_of_scikit_learn_and_add_up() -> None:
     assert trust.possible(whole, 500)
     assert not trust.possible(whole._replace(covered=torch.tensor(501)), 500)
     assert trust.auroc(trust.zero()) is None
+
+
+def test_the_doubt_in_use_is_the_one_that_finds_errors_better() -> None:
+    sk = pytest.importorskip("sklearn.metrics")
+    logits, y = samples(400)
+    shown = (logits + torch.tensor([1.5, 0.0, 0.0, 0.0])).log_softmax(-1)
+    plain = 1 - logits.softmax(-1).amax(-1)
+    counts = trust.doubts(shown, plain, y, torch.ones(400))
+    wrong = (shown.argmax(-1) != y).numpy()
+    exact = [sk.roc_auc_score(wrong, one) for one in (1 - shown.exp().amax(-1), plain)]
+    found = [trust.area(*one) for one in counts]
+    assert found == pytest.approx(exact, abs=3e-3)
+    assert trust.plain_is_better(counts) == (exact[1] > exact[0])
+    assert trust.plain_is_better(counts.flip(0)) != trust.plain_is_better(counts)
+    assert not trust.plain_is_better(torch.zeros_like(counts))
+    inside = torch.zeros_like(shown, dtype=torch.bool)
+    for use in (0, 1):
+        tally = trust.tally(shown, inside, y, torch.ones(400), plain, torch.tensor(use))
+        assert trust.auroc(tally) == found[use]
+        assert trust.summarise({0: tally})["error_auroc_plain"] == found[1]
+        assert trust.possible(tally, 400)
+    assert not trust.possible(tally._replace(plain_right=tally.plain_wrong), 400)
+    mask = torch.arange(400) < 300
+    parts = [trust.doubts(shown, plain, y, one) for one in (mask, ~mask)]
+    assert torch.equal(parts[0] + parts[1], counts)
+
+
+@pytest.mark.parametrize("number", [1, 4, 10, 128])
+def test_folds_add_up(number: int) -> None:
+    values = torch.arange(2 * number).reshape(2, number)
+    found = curves.by_fold(values)
+    fold = curves.fold_of(number)
+    for part in range(curves.FOLDS):
+        assert torch.equal(found[:, part], values[:, fold == part].sum(-1))
 
 
 @pytest.mark.parametrize("shape", [(6, 3, 8, 8), (6, 5)])

@@ -9,13 +9,24 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from bayflower.data.vision import prepare_torchvision
-from bayflower.metrics import NUM_BINS, Tally, add, summarise, tally, zero
+from bayflower.metrics import (
+    NUM_BINS,
+    Tally,
+    add,
+    by_chance,
+    debiased,
+    squared_error,
+    summarise,
+    tally,
+    zero,
+)
 
 
 def needed(module: str, name: str) -> Callable[..., Any]:
@@ -268,3 +279,42 @@ def test_overconfident_softmax_has_two_calibration_errors() -> None:
     out = summarise({0: tally((2.5 * logits).softmax(-1), y, ones(4000))})
     assert out["ece"] > 0.2
     assert out["ece_allclass"] < 0.01
+
+
+def test_the_debiased_error_of_a_perfect_model_is_zero_on_average() -> None:
+    """The plain ECE of a perfectly calibrated model is the one by chance; of a model that claims
+    0.1 too much it is hidden in it, and the debiased error finds it.
+    """
+    draw = np.random.default_rng(7)
+    plain, chance, squares, over = [], [], [], []
+    for _ in range(400):
+        p = draw.uniform(0.62, 0.98, 60)
+        y = torch.as_tensor((draw.uniform(size=60) > p).astype(np.int64))  # class 0 with p
+        for claim, found in ((p, squares), (np.minimum(p + 0.1, 0.999), over)):
+            probs = torch.as_tensor(np.stack([claim, 1 - claim], 1))
+            out = summarise({0: tally(probs, y, ones(60))})
+            found.append(squared_error(out["reliability"]["top_label"]))
+            if found is squares:
+                plain.append(out["ece"])
+                chance.append(by_chance(out["reliability"]["top_label"]))
+    assert np.mean(plain) == pytest.approx(np.mean(chance), rel=0.05)
+    assert np.mean(plain) > 0.07
+    assert abs(np.mean(squares)) < 3 * np.std(squares) / 20 + 5e-4
+    assert debiased(squares) < 0.03
+    assert debiased(over) == pytest.approx(0.09, abs=0.015)
+
+
+def test_the_debiased_error_by_hand() -> None:
+    bars = [
+        {"count": 4, "accuracy": 0.75, "confidence": 0.5},
+        {"count": 1, "accuracy": 0.0, "confidence": 0.9},
+        {"count": 0, "accuracy": None, "confidence": None},
+        {"count": 6, "accuracy": 0.5, "confidence": 0.6},
+    ]
+    want = (4 * (0.0625 - 0.1875 / 3) + 6 * (0.01 - 0.25 / 5)) / 10
+    assert squared_error(bars) == pytest.approx(want)
+    parts = [4 * math.sqrt(2 * 0.25 / 4), math.sqrt(2 * 0.09), 6 * math.sqrt(2 * 0.24 / 6)]
+    assert by_chance(bars) == pytest.approx(sum(parts) / math.sqrt(math.pi) / 11)
+    assert debiased([want, None, 0.5]) == pytest.approx(math.sqrt((want + 0.5) / 2))
+    assert debiased([want]) == 0
+    assert squared_error(bars[1:3]) is debiased([None]) is by_chance(bars[2:3]) is None

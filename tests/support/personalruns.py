@@ -15,7 +15,8 @@ from bayflower.personal.made import Kept
 from bayflower.personal.runs import client_state, kept, open_run
 from bayflower.rounds import solo
 from bayflower.rounds.calibrated import One, tests_of
-from bayflower.rounds.uncertain import Choice, Uncertain, judge_alone, pieces, thresholds
+from bayflower.rounds.deciding import Choice, thresholds
+from bayflower.rounds.uncertain import Uncertain, judge_alone, pieces
 
 TRAINED, NEW = 1, 5  # of five clients that train and two that do not
 
@@ -56,7 +57,9 @@ def expected(folder: Path, client: int) -> tuple[torch.Tensor, torch.Tensor, dic
     return end.data.test.x, probs, next(row for row in block if row["client"] == client)
 
 
-def using(end: Kept, posterior: str, scale: float = 0.7, lowest: int = 900) -> Kept:
+def using(
+    end: Kept, posterior: str, scale: float = 0.7, lowest: int = 900, plain: bool = False
+) -> Kept:
     """Return a client that uses one of its posteriors at a scale, tested again by `judge`: what the
     gate would have decided on other data.
     """
@@ -71,6 +74,7 @@ def using(end: Kept, posterior: str, scale: float = 0.7, lowest: int = 900) -> K
         torch.tensor(0.8, **wide),
         torch.tensor(0.5, **wide),
         torch.tensor([lowest]),
+        torch.tensor(int(plain)),
         taken.choice.alarms,
     )
     uncertain = Uncertain(end.half, False)
@@ -80,7 +84,9 @@ def using(end: Kept, posterior: str, scale: float = 0.7, lowest: int = 900) -> K
             uncertain.measures(taken.fitted, choice, part) for part in pieces(end.data.held)
         ]
     choice = choice._replace(alarms=thresholds(torch.cat(measured)))
-    chosen = taken.one.chosen._replace(posterior=posterior, scale=scale, temperature=0.8, share=0.5)
+    chosen = taken.one.chosen._replace(
+        posterior=posterior, scale=scale, temperature=0.8, share=0.5, plain=plain
+    )
     tests = tests_of(end.data.test, end.half.model, seed=end.seed, client=end.client)
     judged = judge_alone(uncertain, taken.fitted, choice, tests)
     one = One(taken.one.rows, chosen, judged, choice)
