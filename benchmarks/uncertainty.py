@@ -285,7 +285,32 @@ def section(title: str, methods: dict[str, list[Run]]) -> str:
         )
         cells.append(", ".join(f"{name} {count}" for name, count in used.most_common()))
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *shortfalls(methods), "", *shifts(methods)])
+    parts = [*lines, "", *shortfalls(methods), "", *own_posteriors(methods), *shifts(methods)]
+    return "\n".join(parts)
+
+
+def own_posteriors(methods: dict[str, list[Run]]) -> list[str]:
+    """Return each method's own posterior against the fitted Laplace approximation."""
+    lines = []
+    for method, runs in sorted(methods.items()):
+        if not numbers(runs, "own", "nll"):
+            continue
+        rows = [row["nll"] for run in runs for row in run["uncertainty"]["clients"]["per_client"]]
+        gaps = [row["own"] - row["fitted"] for row in rows if None not in row.values()]
+        cells = [f"{mean(numbers(runs, form, 'nll')):.3f}" for form in ("point", "own", "fitted")]
+        cells.append(f"{mean(gaps):+.3f} ± {interval(gaps):.3f}")
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    if not lines:
+        return []
+    return [
+        "NLL of each method's own posterior against that of the fitted Laplace approximation, both "
+        "at their own scale, on the same clients (the gate scales them):",
+        "",
+        "| method | point | own | Laplace | own − Laplace |",
+        "|---|---|---|---|---|",
+        *lines,
+        "",
+    ]
 
 
 def shortfalls(methods: dict[str, list[Run]]) -> list[str]:

@@ -2,19 +2,21 @@
 
     request    carries                        the reply holds
     hold       nothing (it rides on the test) the client's table of held-out NLL
-    score      everyone's table               the client's histogram of calibrated scores
-    judge      everyone's table and histogram what the client uses, and its tallies
+    score      everyone's table               the client's histograms of scores and of doubt
+    judge      everyone's sums                what the client uses, and its tallies
 
 The sums of training clients add up exactly, so replies may come in any order. A client that does
-not answer, or whose sums are impossible, is left out of them and reported.
+not answer, or whose sums are impossible, is left out of them and reported. A client remembers its
+posteriors from one request to the next (`Memory`).
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from ..errors import WireError
 from ..rounds import deciding, uncertain
 from ..rounds.calibrated import Calibrated, One, Taken, tests_of
 from ..rounds.deciding import Held
-from ..rounds.uncertain import Judged, Uncertain
+from ..rounds.uncertain import Fitted, Judged, Uncertain
 from ..tree import Tensors, flatten, matching, unflatten
 
 STAGES = ("hold", "score", "judge")
@@ -61,11 +63,57 @@ class Order:
         return cls(stage, how, float(coverage), sets)
 
 
+class Begun(NamedTuple):
+    """What a client needs again in the next request: its adapted state, posteriors and tables."""
+
+    adapted: Any
+    known: Uncertain
+    fitted: Fitted
+    own: Held
+
+
+class Memory:
+    """What clients of this process began, at most `numbers` numbers; the oldest go first. In a new
+    process it is made again, with the same bits.
+    """
+
+    def __init__(self, numbers: int) -> None:
+        self.numbers, self.begun = numbers, OrderedDict[tuple[Any, ...], Begun]()
+        self.lock = threading.Lock()
+
+    def recall(self, key: tuple[Any, ...]) -> Begun | None:
+        """Return what was begun with these inputs, and forget it; None if it is not here."""
+        with self.lock:
+            return self.begun.pop(key, None)
+
+    def keep(self, key: tuple[Any, ...], begun: Begun) -> None:
+        """Remember what was begun."""
+        with self.lock:
+            self.begun[key] = begun
+            while sum(map(size, self.begun.values())) > self.numbers:
+                self.begun.popitem(last=False)
+
+
+def size(begun: Begun) -> int:
+    """Return how many numbers a client's part of the memory has."""
+    parts = (begun.adapted, begun.fitted, begun.own)
+    return sum(leaf.numel() for part in parts for leaf in flatten(part).values())
+
+
+MEMORY = Memory(2**25)
+
+
+def begin(order: Order, half: ClientHalf, adapted: Any, broadcast: Any, data: Any) -> Begun:
+    """Return a client's posteriors and the tables of its held-out samples."""
+    known = Uncertain(half, order.sets == "class")
+    fitted = uncertain.fit_alone(known, adapted, broadcast, data.train, data.num_held)
+    return Begun(adapted, known, fitted, uncertain.hold_alone(known, fitted, data.held))
+
+
 def answer(
     order: Order,
     half: ClientHalf,
-    adapted: Any,
-    broadcast: Any,
+    begun: Begun,
     data: Any,
     sums: Tensors,
     *,
@@ -73,9 +121,7 @@ def answer(
     client: int,
 ) -> tuple[Tensors, Taken | None]:
     """Return (what the client replies, what it takes home if this was the last request)."""
-    known = Uncertain(half, order.sets == "class")
-    fitted = uncertain.fit_alone(known, adapted, broadcast, data.train, data.num_held)
-    own = uncertain.hold_alone(known, fitted, data.held)
+    _, known, fitted, own = begun
     if order.stage == "hold":
         every = deciding.whole(own)
         return {"rows": every.rows, "raw": every.raw, "table": every.table}, None

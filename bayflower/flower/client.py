@@ -207,18 +207,23 @@ def evaluate_reply(
         order = calibrating.Order.read(head["calibration"])
         if order.stage != "hold":
             sums = records.arrays(message, records.CALIBRATION)
-    cause = " ".join(
-        [
-            digest(broadcast),
-            digest(state),
-            *(str(head[name]) for name in ("seed", "purpose", "instructions")),
-            *([str(head["calibration"]), digest(sums)] if order else []),
-        ]
-    )
+    inputs = [
+        digest(broadcast),
+        digest(state),
+        *(str(head[name]) for name in ("seed", "purpose", "instructions")),
+    ]
+    cause = " ".join([*inputs, *([str(head["calibration"]), digest(sums)] if order else [])])
     done = site.store.load_test(head["run"], site.client)
     if done is not None and (done.round, done.cause) == (keys["round"], cause):
         return test_records(done)
-    adapted = solo.adapt(half, state, broadcast, site.data.train, head["purpose"], **keys)
+    rows = (len(site.data.train.y), site.data.num_held)
+    key = (head["run"], *keys.values(), *inputs, *rows, order.sets if order else "")
+    begun = calibrating.MEMORY.recall(key) if order else None
+    adapted = (
+        begun.adapted
+        if begun
+        else solo.adapt(half, state, broadcast, site.data.train, head["purpose"], **keys)
+    )
     views: dict[str, Any] = {}
     said: Tensors = {}
     taken = None
@@ -226,7 +231,10 @@ def evaluate_reply(
         views = solo.test(half, adapted, broadcast, site.data.test, **keys)
     if order is not None:
         ours = {"seed": keys["seed"], "client": site.client}
-        said, taken = calibrating.answer(order, half, adapted, broadcast, site.data, sums, **ours)
+        begun = begun or calibrating.begin(order, half, adapted, broadcast, site.data)
+        said, taken = calibrating.answer(order, half, begun, site.data, sums, **ours)
+        if taken is None:  # another request will follow
+            calibrating.MEMORY.keep(key, begun)
     if isinstance(site.store, DiskStore) and (order is None or taken):
         folder = site.store.folder(head["run"], site.client) / "personal"
         end: dict[str, Any] = {

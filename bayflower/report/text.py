@@ -82,6 +82,7 @@ def result_table(result: dict[str, Any]) -> Table:
 FORMS = {
     "point": "point",
     "fitted": "posterior as fitted",
+    "own": "method's posterior",
     "posterior": "posterior in use",
     "calibrated": "calibrated",
 }

@@ -6,8 +6,8 @@
 3. `score`: another pass gives the histogram of the calibrated scores, for prediction sets, and of
    right and wrong predictions by doubt. The latter are of models calibrated without the sample's
    fold, so that they may decide which doubt finds errors better.
-4. `judge`: the client is tested as a point, with its posterior as it was fitted, with the one that
-   passed the gate, and calibrated.
+4. `judge`: the client is tested as a point, with its Laplace posterior as it was fitted, with the
+   method's own posterior if it has one, with what passed the gate, and calibrated.
 
 Tables and histograms are whole numbers that add up exactly (`calibration/`); nothing else of the
 held-out samples leaves a client. Everything but `decide` runs under `torch.func.vmap`.
@@ -45,7 +45,7 @@ from .deciding import (
 from .solo import numbers as numbers
 
 PIECE = 128  # samples in one pass
-FORMS = ("point", "fitted", "posterior", "calibrated")
+FORMS = ("point", "fitted", "own", "posterior", "calibrated")
 
 
 class Labels(NamedTuple):
@@ -202,6 +202,8 @@ class Uncertain:
         forms = {"point": point}
         if "laplace" in out.offsets:
             forms["fitted"] = curves.predictive(out.logits, out.offsets["laplace"])
+        if "own" in out.offsets:
+            forms["own"] = curves.predictive(out.logits, out.offsets["own"])
         offset = mixed(out, choice.scales)
         forms["posterior"] = curves.predictive(out.logits, mixed(out, choice.gate))
         forms["calibrated"] = self.calibrated(fitted, choice, out)

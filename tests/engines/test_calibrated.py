@@ -18,6 +18,7 @@ from bayflower.contract import ClientHalf
 from bayflower.engines import execute, prepare, run_to_result
 from bayflower.errors import WireError
 from bayflower.files import checkpoint
+from bayflower.flower import calibrating
 from bayflower.flower.calibrating import Calibrator, Order, as_vector, from_vector
 from bayflower.methods import METHODS
 from bayflower.rounds import deciding, uncertain
@@ -60,7 +61,7 @@ def test_a_stack_and_messages_give_the_same_uncertainty(method: str) -> None:
     assert stacked.clients.keys() == alone.clients.keys()
     assert len(alone.new_clients) == 2
     here, there = (block(found, "shrunk", 0.9)["clients"]["forms"] for found in (stacked, alone))
-    assert here.keys() == there.keys() == set(uncertain.FORMS)
+    assert here.keys() == there.keys() == set(uncertain.FORMS) - (set() if own else {"own"})
     for form in here:
         for name in ("accuracy", "nll", "brier"):
             # a sample between two classes may fall to either side, a client between two scales too
@@ -287,6 +288,31 @@ def test_impossible_tallies_are_refused(spoil: str) -> None:
     }
     with pytest.raises(WireError):
         read_judged({**flat, **changes[spoil]}, 10, 0 if spoil == "too many" else number)
+
+
+def test_a_client_fits_its_posteriors_once_for_all_requests(monkeypatch) -> None:
+    counts = {"fit": 0, "hold": 0}
+
+    def counted(name, fn):
+        def once(*args):
+            counts[name] += 1
+            return fn(*args)
+
+        return once
+
+    monkeypatch.setattr(uncertain, "fit_alone", counted("fit", uncertain.fit_alone))
+    monkeypatch.setattr(uncertain, "hold_alone", counted("hold", uncertain.hold_alone))
+    monkeypatch.setattr(calibrating, "MEMORY", calibrating.Memory(2**25))
+    found = execute(small_prepared("fedavg", "loop", **ON)).calibrated
+    clients = len(found.clients) + len(found.new_clients)
+    assert counts == {"fit": clients, "hold": clients}
+    assert not calibrating.MEMORY.begun  # nothing is left
+    # without room everything is made again, with the same bits
+    monkeypatch.setattr(calibrating, "MEMORY", calibrating.Memory(0))
+    again = execute(small_prepared("fedavg", "loop", **ON)).calibrated
+    assert counts["fit"] == 4 * clients
+    for name, leaf in numbers(found).items():
+        assert torch.equal(leaf, numbers(again)[name]), name
 
 
 def test_words_are_not_shifted() -> None:
