@@ -1,8 +1,8 @@
 """What a person may rely on, as tallies: Brier score, prediction sets, and how well doubt finds
 errors. Whole numbers that add up exactly, as in `metrics.py`.
 
-*Doubt* is one minus the largest probability: of the calibrated model, or of the network itself
-where held-out samples show that it finds the calibrated model's errors better (`plain_is_better`).
+*Doubt* is one minus the largest probability: of the calibrated model where held-out samples show
+that it finds that model's errors better by MARGIN, else of the network itself (`keeps_plain`).
 Its histogram over right and wrong predictions gives the AUROC of error detection and the curve of
 risk against coverage: the share of wrong predictions among the samples with the least doubt.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..metrics import GRID, on_grid
 
 BINS = 512
+MARGIN = 0.02  # AUROC by which calibrated doubt must be better than the network's own
 COVERAGES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 
 
@@ -97,12 +98,12 @@ def doubts(log_probs: Tensor, plain: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([torch.stack(by_doubt(one, hit, used)) for one in (1 - top, plain)])
 
 
-def plain_is_better(counts: Tensor) -> bool:
-    """Return whether the network's own doubt finds held-out errors better (`doubts`); not without
-    errors.
+def keeps_plain(counts: Tensor) -> bool:
+    """Return whether doubt stays the network's own: calibrated doubt does not find held-out errors
+    better by MARGIN (`doubts`). Without errors it is the calibrated one.
     """
     shown, plain = (area(*one) for one in counts)
-    return shown is not None and plain is not None and plain > shown
+    return shown is not None and plain is not None and shown < plain + MARGIN
 
 
 def doubt_bin(doubt: Tensor) -> Tensor:

@@ -148,8 +148,8 @@ def doubt(taken: Taken) -> str:
     if not taken.one.chosen.plain:
         return "One minus the largest calibrated probability."
     return (
-        "One minus the largest probability of the network itself: on held-out samples it finds "
-        "errors better than the calibrated one."
+        "One minus the largest probability of the network itself: on held-out samples the "
+        "calibrated one does not find errors better."
     )
 
 

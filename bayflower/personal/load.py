@@ -38,7 +38,7 @@ class Prediction(NamedTuple):
     label: np.ndarray  # (N,) the likeliest class
     probabilities: np.ndarray  # (N, K) calibrated
     point: np.ndarray  # (N, K) of the network itself
-    # (N,) 1 − the largest probability: calibrated or point, whichever finds errors better
+    # (N,) 1 − the largest probability: calibrated where that finds errors better, else point
     doubt: np.ndarray
     entropy: np.ndarray  # (N,) in nats, before even probabilities are mixed in
     # (N,) the part of it due to uncertain weights; None unless it finds errors as well as doubt

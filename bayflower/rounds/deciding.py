@@ -133,10 +133,10 @@ def as_choice(chosen: curves.Chosen, posteriors: tuple[str, ...], groups: int) -
 def with_sets(
     both: tuple[curves.Chosen, Choice], own: Held, total: Held, how: str, coverage: float
 ) -> tuple[curves.Chosen, Choice]:
-    """Return a choice with the threshold of its sets and the doubt in use: that which finds errors
-    better on the held-out samples that `how` says.
+    """Return a choice with the threshold of its sets and the doubt in use, from the held-out rows
+    that `how` says.
     """
-    plain = trust.plain_is_better(own.doubts if how == "client" else total.doubts)
+    plain = trust.keeps_plain(own.doubts if how == "client" else total.doubts)
     lowest = conformal.threshold(own.scores, total.scores, coverage, how)
     return both[0]._replace(plain=plain), both[1]._replace(
         lowest=lowest, plain=torch.tensor(int(plain))

@@ -104,7 +104,7 @@ def test_sums_are_of_training_clients_and_rows_are_not_trained_on() -> None:
         assert without.y_held is None
     assert int(found.total.scores.sum()) == sum(held.values())
     assert found.total.doubts.sum((1, 2)).tolist() == [sum(held.values())] * 2
-    plain = trust.plain_is_better(found.total.doubts)
+    plain = trust.keeps_plain(found.total.doubts)
     assert {one.chosen.plain for one in found.clients.values()} == {plain}
 
 

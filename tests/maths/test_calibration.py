@@ -357,9 +357,11 @@ def test_the_doubt_in_use_is_the_one_that_finds_errors_better() -> None:
     exact = [sk.roc_auc_score(wrong, one) for one in (1 - shown.exp().amax(-1), plain)]
     found = [trust.area(*one) for one in counts]
     assert found == pytest.approx(exact, abs=3e-3)
-    assert trust.plain_is_better(counts) == (exact[1] > exact[0])
-    assert trust.plain_is_better(counts.flip(0)) != trust.plain_is_better(counts)
-    assert not trust.plain_is_better(torch.zeros_like(counts))
+    assert abs(exact[0] - exact[1]) > 0.02
+    assert trust.keeps_plain(counts) == (exact[1] > exact[0] - 0.02)
+    assert trust.keeps_plain(counts.flip(0)) != trust.keeps_plain(counts)
+    assert trust.keeps_plain(torch.stack([counts[0], counts[0]]))  # calibrated must be better
+    assert not trust.keeps_plain(torch.zeros_like(counts))
     inside = torch.zeros_like(shown, dtype=torch.bool)
     for use in (0, 1):
         tally = trust.tally(shown, inside, y, torch.ones(400), plain, torch.tensor(use))
