@@ -32,9 +32,18 @@ def tensor_cores():
 
 
 def net(channels: int, outputs: int, size: int, pad: int, stride: int = 1) -> nn.Module:
-    side = ((12 + 2 * pad - size) // stride + 1) // 2
+    """A smooth network: what is near a kink may fall on either side of it."""
+    side = (12 + 2 * pad - size) // stride + 1
     return nn.Sequential(
         nn.Conv2d(channels, outputs, size, stride=stride, padding=pad),
+        *(nn.Tanh(), nn.Flatten(), nn.Linear(outputs * side * side, 5)),
+    )
+
+
+def pooled(channels: int, outputs: int, size: int, pad: int) -> nn.Module:
+    side = (12 + 2 * pad - size + 1) // 2
+    return nn.Sequential(
+        nn.Conv2d(channels, outputs, size, padding=pad),
         *(nn.LeakyReLU(0.1), nn.MaxPool2d(2), nn.Flatten()),
         nn.Linear(outputs * side * side, 5),
     )
@@ -97,10 +106,32 @@ def test_layers_of_stacks_have_torchs_numbers_to_the_precision_of_their_products
         plain = copy.deepcopy(module).double()
         want = vmap(make(plain))(exact, x.double(), y)
         with torch.autocast("cuda", torch.bfloat16, enabled=low):
-            got = vmap(make(for_stacks(module)))(params, x, y)
-        for a, b in zip(*map(torch.utils._pytree.tree_leaves, (got, want)), strict=True):
-            assert a.shape == b.shape
-            assert (a - b).norm() <= (0.06 if low else 0.01) * b.norm() + 1e-4
+            got, torchs = (vmap(make(m))(params, x, y) for m in (for_stacks(module), module))
+        every = map(torch.utils._pytree.tree_leaves, (got, torchs, want))
+        for a, b, exactly in zip(*every, strict=True):
+            assert a.shape == exactly.shape
+            # as far from the truth as torch's own layers with these products, and hardly more
+            far, usual = (a - exactly).norm(), (b - exactly).norm()
+            assert far <= 2 * usual + (0.02 if low else 0.002) * exactly.norm()
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["tf32", "bf16"])
+@pytest.mark.parametrize(
+    ("channels", "outputs", "size", "pad"), [(1, 32, 5, 0), (3, 64, 3, 1), (64, 64, 3, 1)]
+)
+def test_convolutions_that_pool_pick_the_same_elements_but_for_ties(
+    channels, outputs, size, pad, low
+):
+    module = pooled(channels, outputs, size, pad).cuda().train()
+    params = {n: torch.stack([p.detach()] * CLIENTS) for n, p in module.named_parameters()}
+    x = torch.randn(CLIENTS, SAMPLES, channels, 12, 12, device="cuda")
+    y = torch.randint(0, 5, (CLIENTS, SAMPLES), device="cuda")
+    exact = {name: value.double() for name, value in params.items()}
+    want = vmap(grad(loss(copy.deepcopy(module).double())))(exact, x.double(), y)
+    with torch.autocast("cuda", torch.bfloat16, enabled=low):
+        got = vmap(grad(loss(for_stacks(module))))(params, x, y)
+    for name, value in want.items():
+        assert (got[name] - value).norm() <= (0.25 if low else 0.1) * value.norm()
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 9), (4, 3, 6), (3, 4, 5, 6)])
@@ -142,4 +173,4 @@ def test_lstms_have_the_numbers_of_the_plain_formula(batch, exact):
     want = vmap(total(lstm.plain))(*(value.double() for value in inputs))
     got = vmap(total(lstm.Lstm.apply))(*inputs)
     for a, b in zip(got, want, strict=True):
-        assert (a - b).norm() <= (1e-5 if exact or batch <= 8 else 5e-3) * b.norm()
+        assert (a - b).norm() <= (1e-5 if exact else 5e-3) * b.norm()
