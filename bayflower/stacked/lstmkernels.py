@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW = 8  # samples of a batch up to which products are made without tensor cores
+UNITS, SAMPLES = 16, 16  # of a program
 
 
 @triton.jit
@@ -30,18 +30,6 @@ def _tanh(x):
     near = tl.abs(x) * (1.0 - x * x * (0.33333334 - 0.13333334 * x * x))
     size = tl.where(tl.abs(x) < 0.03, near, far)
     return tl.where(x < 0, -size, size)
-
-
-@triton.jit
-def _times(x, w, acc, PRECISION: tl.constexpr):
-    """acc + x wᵀ: without tensor cores for few samples, of which a tensor core would leave most of
-    its rows empty.
-    """
-    if PRECISION == "few":
-        acc += tl.sum(x.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :], 2)
-    else:
-        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
-    return acc
 
 
 @triton.jit
@@ -88,13 +76,13 @@ def _ahead(
         place = on + u[:, None] * wide + k[None, :]
         there = known[:, None] & inside[None, :]
         w = tl.load(place, mask=there, other=0.0)
-        i = _times(before, w, i, PRECISION)
+        i = tl.dot(before, tl.trans(w), i, input_precision=PRECISION)
         w = tl.load(place + wide * wide, mask=there, other=0.0)
-        f = _times(before, w, f, PRECISION)
+        f = tl.dot(before, tl.trans(w), f, input_precision=PRECISION)
         w = tl.load(place + 2 * wide * wide, mask=there, other=0.0)
-        g = _times(before, w, g, PRECISION)
+        g = tl.dot(before, tl.trans(w), g, input_precision=PRECISION)
         w = tl.load(place + 3 * wide * wide, mask=there, other=0.0)
-        o = _times(before, w, o, PRECISION)
+        o = tl.dot(before, tl.trans(w), o, input_precision=PRECISION)
     i, f, g, o = _sigmoid(i), _sigmoid(f), _tanh(g), _sigmoid(o)
     new = f * old.to(tl.float32) + i * g
     kind = h_out.dtype.element_ty
@@ -164,7 +152,7 @@ def _back(
                 mask=known[:, None] & inside[None, :],
                 other=0.0,
             )
-            acc = _times(slopes, w, acc, PRECISION)
+            acc = tl.dot(slopes, tl.trans(w), acc, input_precision=PRECISION)
     slope = acc + given.to(tl.float32)
     cell += slope * o * (1.0 - bent * bent)
     kind = found.dtype.element_ty
@@ -182,14 +170,12 @@ def sizes(
     memory most of its time.
     """
     exact = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    few = batch <= FEW
-    units, samples = (8, triton.next_power_of_2(batch)) if few else (16, 16)
-    grid = (triton.cdiv(wide, units), clients, triton.cdiv(batch, samples))
+    grid = (triton.cdiv(wide, UNITS), clients, triton.cdiv(batch, SAMPLES))
     return grid, {
-        "UNITS": units,
-        "SAMPLES": samples,
+        "UNITS": UNITS,
+        "SAMPLES": SAMPLES,
         "DEPTH": min(256, max(16, triton.next_power_of_2(wide))),
-        "PRECISION": "few" if few else "ieee" if exact else "tf32",
+        "PRECISION": "ieee" if exact else "tf32",
         "num_warps": 4,
         "num_stages": 2,
     }

@@ -30,12 +30,15 @@ class StackedConv2d(nn.Conv2d):
         size, pad = tuple(self.kernel_size), int(self.padding[0])
         weight, bias = self.weight, self.bias
         if routes.grouped(x, self.out_channels, size, pad):
-            if self.slope is None or bias is None:
-                return self.pooled(super().forward(Last.apply(x)))
+            facts = (self.stride, self.padding)
+            found = functional.conv2d(Last.apply(x), weight.to(x.dtype), None, *facts)
+            if bias is None:
+                return self.pooled(found)
+            bias = bias.to(x.dtype)[:, None, None]
+            if self.slope is None:
+                return found + bias
             # the bias comes after the maximum, where there is a quarter left to do
-            found = functional.conv2d(Last.apply(x), weight, None, self.stride, self.padding)
-            found = Pool.apply(found, WINDOW, 1.0)[0] + bias.to(x.dtype)[:, None, None]
-            return functional.leaky_relu(found, self.slope)
+            return functional.leaky_relu(Pool.apply(found, WINDOW, 1.0)[0] + bias, self.slope)
         if routes.direct(x, self.out_channels, size):
             if low:
                 weight, bias = weight.bfloat16(), None if bias is None else bias.bfloat16()
