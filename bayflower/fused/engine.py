@@ -33,7 +33,9 @@ from .phases import Stack, StackedPass, StackedPhase
 from .totals import stacked_updates
 
 log = logging.getLogger("bayflower")
-TEST_PIECE = 256  # test samples of a client in one forward pass
+TEST_PIECE = 256  # test samples of a client in one forward pass, at most
+TEST_SAMPLES = 4096  # test samples of all clients in one forward pass
+TEST_WEIGHTS = 4e9  # bytes of the weights of all clients in one forward pass, at most
 
 
 class Fused:
@@ -88,6 +90,20 @@ class Fused:
             self.fits = len(ordered)
         most = self.most or len(ordered)
         return [ordered[start : start + most] for start in range(0, len(ordered), most)]
+
+    def test_chunks(
+        self, chosen: Sequence[int], sent: Callable[[list[int]], Any]
+    ) -> list[list[int]]:
+        """Return `chosen` in chunks to test together: a test needs less of a client than training,
+        but comes to many more clients at once.
+        """
+        each = 3 * self.half.model.num_parameters * self.stack.train.x.element_size()
+        most = max(1, int(TEST_WEIGHTS / each))
+        return [
+            chunk[start : start + most]
+            for chunk in self.chunks(chosen, sent)
+            for start in range(0, len(chunk), most)
+        ]
 
     # -- one round --------------------------------------------------------------------------------
     def train(self, chosen: list[int], broadcast: Any, round: int) -> tuple[Any, Tensor]:
@@ -215,10 +231,8 @@ class Fused:
         for view in self.half.views():
             key = ("test", view, purpose, len(chosen))
             if key not in self.stacked_passes:
-                longest, piece = (
-                    int(self.stack.test_sizes.max()),
-                    solo.CHUNK if noise else TEST_PIECE,
-                )
+                longest, few = int(self.stack.test_sizes.max()), TEST_SAMPLES // len(chosen)
+                piece = solo.CHUNK if noise else min(TEST_PIECE, max(few, 1))
                 self.stacked_passes[key] = StackedPass(
                     self._tally(view),
                     self.stack.test,

@@ -194,7 +194,7 @@ class FusedRun:
         """Return every view's tally of some clients after a round."""
         views: Views = {}
         with self.meter.time("evaluation"):
-            for chunk in fused.chunks(chosen, self.broadcast_to):
+            for chunk in fused.test_chunks(chosen, self.broadcast_to):
                 found = fused.test(chunk, self.broadcast_to(chunk), round, purpose)
                 for view, tallies in found.items():
                     views.setdefault(view, {}).update(tallies)

@@ -30,8 +30,9 @@ class StackedConv2d(nn.Conv2d):
         size, pad = tuple(self.kernel_size), int(self.padding[0])
         weight, bias = self.weight, self.bias
         if routes.grouped(x, self.out_channels, size, pad):
-            facts = (self.stride, self.padding)
-            found = functional.conv2d(Last.apply(x), weight.to(x.dtype), None, *facts)
+            found = functional.conv2d(
+                Last.apply(x), weight.to(x.dtype), None, self.stride, self.padding
+            )
             if bias is None:
                 return self.pooled(found)
             bias = bias.to(x.dtype)[:, None, None]
