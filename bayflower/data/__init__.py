@@ -12,12 +12,13 @@ from .federation import (
     hold_out,
     load_client,
     load_federation,
+    names,
     num_classes,
     scaling,
     standardise,
 )
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
-from .source import Source
+from .source import Names, Source
 from .sources import load_source, read_npz
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "ClientData",
     "DataSettings",
     "Federation",
+    "Names",
     "Scaling",
     "Source",
     "client_scaling",
@@ -37,6 +39,7 @@ __all__ = [
     "load_client",
     "load_federation",
     "load_source",
+    "names",
     "noise",
     "num_classes",
     "num_steps",

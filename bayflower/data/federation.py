@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from . import domains, partition, synthetic
 from .batches import rng
 from .settings import DataSettings
-from .source import Source
+from .source import Names, Source
 from .sources import load_source
 
 
@@ -46,6 +46,7 @@ class Federation(NamedTuple):
     dataset: str
     partition: dict[str, Any]
     note: str  # a note to show beside the name of the data set; "" if there is none
+    names: Names = Names()  # of the clients, by number, the classes and the input columns
 
 
 class _Layout(NamedTuple):
@@ -63,6 +64,22 @@ def num_classes(settings: DataSettings, seed: int) -> int:
     """Return the number of classes, without making any client's samples."""
     source = _layout(settings, seed).source
     return 2 if source is None else source.num_classes
+
+
+def names(settings: DataSettings, seed: int) -> Names:
+    """Return the names of clients (by number), classes and input columns, without making any
+    client's samples.
+    """
+    layout = _layout(settings, seed)
+    source = layout.source
+    if source is None:
+        return Names(classes=tuple(map(str, range(synthetic.NUM_CLASSES))))
+    sites: tuple[str, ...] = ()
+    if settings.partition == "natural" and source.domain is None:
+        known = dict(zip(source.owners(), source.site_names(), strict=True))
+        there = layout.description["natural_clients"]  # of the samples that are kept
+        sites = tuple(known[there[member]] for member in layout.members)
+    return Names(sites, source.class_names(), source.names.columns)
 
 
 def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
@@ -98,6 +115,7 @@ def load_federation(settings: DataSettings, seed: int) -> Federation:
         dataset=about["dataset"],
         partition={**about["partition"], **sizes},
         note=about["note"],
+        names=names(settings, seed),
     )
 
 

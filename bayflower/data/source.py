@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+
+class Names(NamedTuple):
+    """What the data call their sites, classes and columns. Texts, in order.
+
+    In a `Source`, `sites` has the name of each natural owner, in the order of their numbers. In a
+    `Federation`, it has the name of each client, by its number: those that train, then the new
+    ones. It is empty if clients were drawn by a partition or generated: then client 3 of one seed
+    is not client 3 of another.
+    """
+
+    sites: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # one for each class; its number where the data have no name
+    columns: tuple[str, ...] = ()  # one for each input column of a table; () if they are not known
+
+
+UNNAMED = Names()
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +40,23 @@ class Source:
     note: str = ""  # a note to show beside the name, such as "stand-in for ..."
     # (N,) the data set that each sample comes from, if several were joined
     domain: np.ndarray | None = None
+    names: Names = UNNAMED  # sites and classes may be empty here: see `site_names`, `class_names`
+
+    def class_names(self) -> tuple[str, ...]:
+        """Return the name of each class; its number where the data have no name."""
+        return self.names.classes or tuple(map(str, range(self.num_classes)))
+
+    def owners(self) -> list[int]:
+        """Return the numbers of the natural owners."""
+        if self.client is None:
+            return []
+        return [int(owner) for owner in np.unique(self.client[self.client >= 0])]
+
+    def site_names(self) -> tuple[str, ...]:
+        """Return the name of each natural owner, in the order of their numbers; () if there are
+        none.
+        """
+        return self.names.sites or tuple(map(str, self.owners()))
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Return float32 samples: uint8 images as (x/255 - 0.5)/0.5 in NCHW, everything else as it

@@ -132,6 +132,11 @@ def test_natural_clients_and_the_test_mark(tmp_path: Path) -> None:
         assert sorted(data.y_test) == sorted(arrays["y"][mine & arrays["test"]])
         assert np.allclose(data.x_train.mean(0), 0, atol=1e-5)
         assert np.allclose(data.x_train.std(0), 1, atol=1e-5)
+    assert federation.names.sites == ("0", "1", "2")
+    assert federation.names.classes == ("0", "1", "2")
+    assert federation.names.columns == ()
+    drawn = load_federation(DataSettings(dataset=path, partition="iid", num_clients=3), 0)
+    assert drawn.names.sites == ()
     with pytest.raises(
         ConfigError, match="must be at most 3, the natural clients of 'mine', got 4"
     ):
