@@ -21,7 +21,7 @@ import torch
 
 from . import methods
 from .contract import Phase
-from .data import DataSettings
+from .data import DataSettings, resolve
 from .errors import ConfigError, field_types
 from .maths.optim import Optimizer, OptimizerName
 from .networks.papers import MODELS
@@ -341,7 +341,8 @@ def parse(
             raise ConfigError(f"method {method!r} has no setting {key!r}; {hint}")
         group = known[name]
         chosen[group][name] = convert(name, value, field_types(kinds[group])[name])
-    return Run(method, **{group: kind(**chosen[group]) for group, kind in kinds.items()})
+    made = {group: kind(**chosen[group]) for group, kind in kinds.items()}
+    return Run(method, **{**made, "data": resolve(made["data"])})
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:

@@ -60,9 +60,7 @@ def run_under_flower(
         "resume": resume,
         "wait": 120,
     }
-    if Path(first.run.data.dataset).suffix:  # the apps run in other folders
-        config["dataset"] = str(Path(first.run.data.dataset).resolve())
-    config["data_dir"] = str(Path(first.run.data.data_dir).resolve())
+    config |= first.run.data.absolute()  # the apps run in other folders
     run_app(first.engine, config, first.run.data.total_clients, out, port, show, app)
     folders = [out / one.run.method for one in prepared] if len(prepared) > 1 else [out]
     return [json.loads((folder / "result.json").read_text()) for folder in folders]

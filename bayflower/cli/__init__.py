@@ -14,6 +14,7 @@ from ..errors import BayflowerError, ConfigError
 from . import (
     bench,
     cite,
+    data,
     deploy,
     doctor,
     lists,
@@ -35,7 +36,7 @@ app = typer.Typer(
     epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(run.run, run.compare, report.report),
+    *(data.data, run.run, run.compare, report.report),
     *(personal.export, personal.personalise, predict.predict),
     *(lists.methods, lists.settings, lists.models, tryout.try_app, reproduce.reproduce, tune.tune),
     *(bench.bench, doctor.doctor, cite.cite, lists.version),

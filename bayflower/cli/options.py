@@ -11,7 +11,29 @@ Dataset = Annotated[
     typer.Option(
         help="digits, synthetic, fmnist, mnist, cifar10, cifar100, emnist, emnist47, "
         "officecaltech, heart, femnist, celeba, "
-        "several as A+B, or a path to an .npz file"
+        "several as A+B, or your own data: a .csv, .parquet or .npz file, several files "
+        "('sites/*.csv'), or a folder of images"
+    ),
+]
+
+
+Target = Annotated[str | None, typer.Option(help="your own data: column of the labels")]
+
+
+SiteColumn = Annotated[
+    str | None,
+    typer.Option(
+        "--site",
+        help="your own data: column of the sites, each of which is a client; off = none; folder "
+        "of images: a .csv with columns file and site",
+    ),
+]
+
+
+Test = Annotated[
+    str | None,
+    typer.Option(
+        help="test samples: a column that marks them, a file of them, or a share of each client's"
     ),
 ]
 

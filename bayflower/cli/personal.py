@@ -119,7 +119,11 @@ def personalise(
     folder: Folder,
     into: Into,
     data: Annotated[
-        Path, typer.Option(help="an .npz file with the new client's x and y, as in docs/data.md")
+        Path,
+        typer.Option(
+            help="the new client's samples: a table or folder as the run's, or an .npz file with x "
+            "and y, as in docs/data.md"
+        ),
     ],
     test_fraction: Annotated[
         float, typer.Option(help="share of the samples used for the test")

@@ -16,8 +16,6 @@ import typer
 from ..errors import ConfigError
 from .options import AsJson
 
-EMPTY = {"", "na", "nan", "null", "none", "?"}  # a missing value in a .csv file
-
 
 def predict(
     folder: Annotated[
@@ -26,7 +24,9 @@ def predict(
     data: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="new samples: .csv with a header row, .npy, or .npz with x"
+            metavar="FILE",
+            help="new samples: .csv or .parquet with the columns of training, .npy, .npz with x, "
+            "or a folder of images",
         ),
     ],
     out: Annotated[Path, typer.Option(help="the .csv file to write, a row for each sample")],
@@ -39,7 +39,7 @@ def predict(
     ] = None,
     keep: Annotated[
         list[str] | None,
-        typer.Option(help="column of the .csv that is no input; it is copied to the output"),
+        typer.Option(help="column of the table that is copied to the output, such as an id"),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the output if it exists")
@@ -57,10 +57,11 @@ def predict(
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists; choose another --out, or add --overwrite")
     model = load_personal(folder)
-    x, kept = samples(data, model.card["network"], keep or [])
+    x, kept = samples(data, model.card, keep or [])
+    classes = (model.card.get("reading") or {}).get("classes")
     found = model.uncertainty(x, abstain)
     drift = drifted(found.alarms, model.card["uncertainty"]["alarms"])
-    write_text(out, scores(found, kept))
+    write_text(out, scores(found, kept, classes))
     number, sets = len(found.label), found.sets
     said: dict[str, Any] = {
         "samples": number,
@@ -78,23 +79,30 @@ def predict(
     size = "" if sets is None else f", sets of {said['mean_set_size']:.2f} classes on average"
     print(f"{number} samples: {said['abstains']:.1%} abstained{size}")
     for label, count in zip(*np.unique(found.label, return_counts=True), strict=True):
-        print(f"  label {label}: {count}")
+        print(f"  label {classes[label] if classes else label}: {count}")
     print(f"sets: {found.promise}")
     if drift.warning:
         print(f"warning: {drift.warning}")
     print(f"scores: {out}")
 
 
-def samples(
-    path: Path, network: dict[str, Any], keep: list[str]
-) -> tuple[np.ndarray, dict[str, list[str]]]:
-    """Return the samples of a file, and the columns that are copied to the output."""
-    if path.suffix == ".csv":
-        return table(path, network, keep)
+def samples(path: Path, card: dict[str, Any], keep: list[str]) -> tuple[Any, dict[str, list[str]]]:
+    """Return the samples of a file or a folder of images, and the columns that are copied to the
+    output.
+    """
+    from ..data.tables import is_table
+
+    if is_table(path):
+        return table(path, card, keep)
     if keep:
-        raise ConfigError(f"--keep names columns of a .csv file, got {path}; leave it out")
+        raise ConfigError(f"--keep names columns of a table, got {path}; leave it out")
+    if path.is_dir():
+        return pictures(path, card["network"])
     if path.suffix not in (".npy", ".npz"):
-        raise ConfigError(f"{path} must end in .csv, .npy or .npz; convert it to one of them")
+        raise ConfigError(
+            f"{path} must be a .csv, .parquet, .npy or .npz file, or a folder of images; convert "
+            "it to one of them"
+        )
     try:
         with path.open("rb") as stream:
             content = np.load(stream, allow_pickle=False)
@@ -112,34 +120,35 @@ def samples(
         ) from None
 
 
-def table(
-    path: Path, network: dict[str, Any], keep: list[str]
-) -> tuple[np.ndarray, dict[str, list[str]]]:
-    """Return the inputs of a .csv file, and the columns to copy."""
+def pictures(root: Path, network: dict[str, Any]) -> tuple[np.ndarray, dict[str, list[str]]]:
+    """Return the images below a folder, brought to the model's size, and their file names."""
+    from ..data.photos import Files, listed
+
+    shape = network["input_shape"]
+    if len(shape) != 3 or not network.get("pixels") or shape[0] not in (1, 3):
+        raise ConfigError(f"{root} is a folder of images, but the model takes no image files")
+    files = listed(root)
+    read = Files([root / file for file in files], (shape[1], shape[2]), shape[0] == 3)
+    return read[np.arange(len(files))], {"file": files}
+
+
+def table(path: Path, card: dict[str, Any], keep: list[str]) -> tuple[Any, dict[str, list[str]]]:
+    """Return the inputs of a table, read as the training data were, and the columns to copy."""
+    from ..data.alike import rows
+    from ..data.columns import check_numbers, from_json
+    from ..data.tables import read_table
     from ..personal.inputs import in_order
 
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            head, *rows = [row for row in csv.reader(file) if row] or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path} cannot be read as a table ({error}); save it as CSV") from None
-    head = [name.strip() for name in head]
-    if not rows:
-        raise ConfigError(f"{path} has no samples; it needs a header row and a row for each sample")
-    if len(set(head)) < len(head) or all(is_number(name) for name in head):
-        raise ConfigError(
-            f"the first row of {path} must name the columns, each once, got {', '.join(head[:5])}…"
-        )
+    network, known = card["network"], (card.get("reading") or {}).get("table")
+    found = read_table(path)
+    head = list(found.columns)
     if unknown := [name for name in keep if name not in head]:
         raise ConfigError(
             f"{path} has no column {', '.join(unknown)} to keep; it has {', '.join(head[:8])}"
         )
-    for place, row in enumerate(rows):
-        if len(row) != len(head):
-            raise ConfigError(
-                f"row {place + 1} of {path} has {len(row)} values, the header {len(head)}; a "
-                "missing value is empty, between its commas"
-            )
+    kept = {name: [str(text) for text in found.columns[name].texts] for name in keep}
+    if known:
+        return rows(found, from_json(known), keep), kept
     names, shape = [name for name in head if name not in keep], tuple(network["input_shape"])
     if network.get("columns"):
         names = in_order(names, network["columns"])
@@ -148,52 +157,30 @@ def table(
             f"{path} has {len(names)} input columns, but the model needs {math.prod(shape)}; name "
             "columns that are no inputs with --keep, such as an id or the label"
         )
-    places = [head.index(name) for name in names]
-    x = np.array(
-        [[number(row[at], head[at], line, path) for at in places] for line, row in enumerate(rows)]
-    )
-    return x.reshape(-1, *shape), {name: [row[head.index(name)] for row in rows] for name in keep}
+    for name in names:
+        check_numbers(found.columns[name], f"column {name!r} of {path}")
+    x = np.stack([found.columns[name].numbers for name in names], axis=1)
+    return x.reshape(-1, *shape), kept
 
 
-def number(text: str, column: str, line: int, path: Path) -> float:
-    """Return one value of a table."""
-    if text.strip().lower() in EMPTY:
-        return math.nan
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(
-            f"column {column!r} of {path} must hold numbers, got {text!r} in row {line + 1}; "
-            "encode it as in training, or name it with --keep"
-        ) from None
-
-
-def is_number(text: str) -> bool:
-    """Return whether a text is a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def scores(found: Any, kept: dict[str, list[str]]) -> str:
-    """Return the output as CSV."""
+def scores(found: Any, kept: dict[str, list[str]], names: list[str] | None) -> str:
+    """Return the output as CSV; classes by name where they have one."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    classes = found.probabilities.shape[1]
-    writer.writerow(
-        [*kept, "label", *(f"p{k}" for k in range(classes)), "doubt", "set", "abstains", "alarms"]
-    )
+    number = found.probabilities.shape[1]
+    plain = names is None or names == [str(k) for k in range(number)]
+    known = list(map(str, range(number))) if names is None else names
+    heads = [f"p{k}" if plain else f"p_{name}" for k, name in enumerate(known)]
+    writer.writerow([*kept, "label", *heads, "doubt", "set", "abstains", "alarms"])
     for place, inside in enumerate(found.set_labels()):
         sounding = [name for name, above in found.alarms.items() if above[place]]
         writer.writerow(
             [
                 *(values[place] for values in kept.values()),
-                found.label[place],
+                known[found.label[place]],
                 *(f"{p:.6g}" for p in found.probabilities[place]),
                 f"{found.doubt[place]:.6g}",
-                "|".join(map(str, inside)),
+                "|".join(known[k] for k in inside),
                 "yes" if found.abstains[place] else "no",
                 "|".join(sounding),
             ]

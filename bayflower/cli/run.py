@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from .. import methods as table
+from .data import announce
 from .options import (
     AsJson,
     Clients,
@@ -22,6 +23,9 @@ from .options import (
     Rounds,
     Seed,
     Sets,
+    SiteColumn,
+    Target,
+    Test,
     Verbose,
 )
 from .terminal import bar, bars, check_folder, quiet_logs, values
@@ -33,6 +37,9 @@ def run(
         typer.Argument(help="see `bayflower methods`", autocompletion=lambda: list(table.METHODS)),
     ],
     dataset: Dataset = None,
+    target: Target = None,
+    site: SiteColumn = None,
+    test: Test = None,
     engine: Engine = "fused",
     clients: Clients = None,
     rounds: Rounds = None,
@@ -70,6 +77,9 @@ def run(
     given = values(
         sets,
         dataset=dataset,
+        target=target,
+        sites=site,
+        test=test,
         num_clients=clients,
         rounds=rounds,
         seed=seed,
@@ -86,6 +96,7 @@ def run(
         checkpoint.begin_anew(folder)
     tracker = TensorBoard(folder / "tensorboard") if tensorboard else nullcontext()
     prepared = prepare(chosen, engine)
+    announce(prepared, as_json)
     with (
         tracker as track,
         bar(chosen.settings.rounds, table.get(method).title, hidden=as_json) as progress,
@@ -126,6 +137,9 @@ def compare(
         ),
     ],
     dataset: Dataset = None,
+    target: Target = None,
+    site: SiteColumn = None,
+    test: Test = None,
     engine: Engine = "fused",
     clients: Clients = None,
     rounds: Rounds = None,
@@ -158,6 +172,9 @@ def compare(
     given = values(
         sets,
         dataset=dataset,
+        target=target,
+        sites=site,
+        test=test,
         num_clients=clients,
         rounds=rounds,
         seed=seed,
@@ -174,6 +191,7 @@ def compare(
     }
     check_folder(out)
     prepared = {method: prepare(chosen, engine) for method, chosen in runs.items()}
+    announce(prepared[methods[0]], as_json)
     results: list[dict[str, Any]] = []
     if engine in ("ray", "deployment"):
         titles = {method: table.get(method).title for method in prepared}

@@ -2,11 +2,12 @@
 torch; nothing here imports flwr.
 """
 
+from .alike import read_alike
 from .batches import largest_batch, noise, num_steps, plan, rng
+from .doors import read, save
 from .federation import (
     ClientData,
     Federation,
-    Scaling,
     client_scaling,
     describe,
     hold_out,
@@ -14,12 +15,13 @@ from .federation import (
     load_federation,
     names,
     num_classes,
-    scaling,
-    standardise,
 )
+from .npz import read_npz
+from .scaling import Scaling, scaling, standardise
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
+from .sites import resolve
 from .source import Names, Source
-from .sources import load_source, read_npz
+from .sources import load_source
 
 __all__ = [
     "DATASETS",
@@ -44,8 +46,12 @@ __all__ = [
     "num_classes",
     "num_steps",
     "plan",
+    "read",
+    "read_alike",
     "read_npz",
+    "resolve",
     "rng",
+    "save",
     "scaling",
     "standardise",
 ]

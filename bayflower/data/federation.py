@@ -19,7 +19,9 @@ import numpy as np
 from ..errors import ConfigError
 from . import domains, partition, synthetic
 from .batches import rng
+from .scaling import Scaling, scaling, standardise
 from .settings import DataSettings
+from .sites import drawn_members, named_members, no_sites, resolve
 from .source import Names, Source
 from .sources import load_source
 
@@ -62,7 +64,7 @@ class _Layout(NamedTuple):
 
 def num_classes(settings: DataSettings, seed: int) -> int:
     """Return the number of classes, without making any client's samples."""
-    source = _layout(settings, seed).source
+    source = _layout(resolve(settings), seed).source
     return 2 if source is None else source.num_classes
 
 
@@ -70,6 +72,7 @@ def names(settings: DataSettings, seed: int) -> Names:
     """Return the names of clients (by number), classes and input columns, without making any
     client's samples.
     """
+    settings = resolve(settings)
     layout = _layout(settings, seed)
     source = layout.source
     if source is None:
@@ -86,7 +89,7 @@ def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
     """Return the data set's name, its note, and how it was split, in JSON types; without the
     clients' sizes.
     """
-    layout = _layout(settings, seed)
+    layout = _layout(resolve(settings), seed)
     source = layout.source
     name, note = ("synthetic", "") if source is None else (source.name, source.note)
     return {"dataset": name, "note": note, "partition": layout.description}
@@ -95,6 +98,7 @@ def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
 @lru_cache(maxsize=2)
 def load_federation(settings: DataSettings, seed: int) -> Federation:
     """Return every client's data. Cached: do not change the arrays."""
+    settings = resolve(settings)
     layout = _layout(settings, seed)
     # tuning does not use the new clients
     made = settings.num_clients if settings.validation else settings.total_clients
@@ -121,6 +125,7 @@ def load_federation(settings: DataSettings, seed: int) -> Federation:
 
 def load_client(settings: DataSettings, seed: int, client: int) -> ClientData:
     """Return one client's data, the same as in `load_federation`, without making other clients."""
+    settings = resolve(settings)
     if not 0 <= client < settings.total_clients:
         raise ConfigError(
             f"client must be in [0, {settings.total_clients - 1}], got {client}; num_clients is "
@@ -140,7 +145,7 @@ def _layout(settings: DataSettings, seed: int) -> _Layout:
         "test_fraction": settings.fraction,
     }
     if settings.dataset == "synthetic":
-        members = _members(total, settings, seed)
+        members = drawn_members(total, settings, seed)
         described |= {
             "kind": "synthetic",
             "scenario": settings.scenario,
@@ -176,8 +181,18 @@ def _layout(settings: DataSettings, seed: int) -> _Layout:
             f"lower num_clients or new_clients"
         )
     parts = [kept[part] for part in parts]
-    members = members or _members(len(parts), settings, seed)
+    if not members and (settings.new_sites or settings.leave_out):
+        members = named_members(source, numbers["natural_clients"], settings, seed)
+    members = members or drawn_members(len(parts), settings, seed)
+    by_name = settings.partition == "natural" and source.domain is None and source.names.sites
     for client, member in enumerate(members):
+        if len(parts[member]) < settings.min_size and by_name:
+            owner = numbers["natural_clients"][member]
+            site = dict(zip(source.owners(), source.site_names(), strict=True))[owner]
+            raise ConfigError(
+                f"site {site!r} has {len(parts[member])} samples, fewer than min_size "
+                f"{settings.min_size}; leave it out (leave_out={site}) or lower min_size"
+            )
         if len(parts[member]) < settings.min_size:
             raise ConfigError(
                 f"client {client} would have {len(parts[member])} samples, fewer than min_size "
@@ -244,47 +259,23 @@ def _parts(
             "share_of_a_minor": shares[1],
         }
     if source.client is None:
-        raise ConfigError(
-            f"partition must not be 'natural' for {source.name!r}, which has no natural clients; "
-            "try 'dirichlet'"
-        )
+        raise ConfigError(no_sites(source.name))
     owners = source.client[kept]
     return partition.natural(owners), {
         "natural_clients": [int(owner) for owner in np.unique(owners[owners >= 0])]
     }
 
 
-def _members(parts: int, settings: DataSettings, seed: int) -> list[int]:
-    """Return the part of each client id. A seeded permutation chooses which parts train and which
-    are new; both stay in order.
-    """
-    order = rng(seed, "members").permutation(parts)
-    training, new = (
-        order[: settings.num_clients],
-        order[settings.num_clients : settings.total_clients],
-    )
-    return [int(part) for part in (*np.sort(training), *np.sort(new))]
-
-
-class Scaling(NamedTuple):
-    """How a table's columns are prepared: NaN becomes the median, then (x − mean) / std. A column
-    without data has std ∞: it is 0.
-    """
-
-    median: np.ndarray
-    mean: np.ndarray
-    std: np.ndarray
-
-    def apply(self, x: np.ndarray) -> np.ndarray:
-        """Return the table prepared, float32."""
-        x = x.astype(np.float64)
-        return ((np.where(np.isnan(x), self.median, x) - self.mean) / self.std).astype(np.float32)
-
-
 def client_scaling(settings: DataSettings, seed: int, client: int) -> Scaling | None:
     """Return how a client's table is prepared; None for images."""
-    data = _raw(_layout(settings, seed), settings, seed, client)
-    return scaling(data.x_train) if data.x_train.ndim == 2 else None
+    settings = resolve(settings)
+    layout = _layout(settings, seed)
+    data = _raw(layout, settings, seed, client)
+    return scaling(data.x_train, _flags(layout)) if data.x_train.ndim == 2 else None
+
+
+def _flags(layout: _Layout) -> np.ndarray | None:
+    return None if layout.source is None else layout.source.flags()
 
 
 def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:
@@ -292,7 +283,8 @@ def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> 
     if data.x_train.ndim != 2:
         return data
     held = [] if data.x_held is None else [data.x_held]
-    x_train, x_test, *held = standardise(data.x_train, data.x_test, *held)
+    flags = _flags(layout)
+    x_train, x_test, *held = standardise(data.x_train, data.x_test, *held, flags=flags)
     return data._replace(x_train=x_train, x_test=x_test, x_held=held[0] if held else None)
 
 
@@ -354,26 +346,3 @@ def hold_out(train: np.ndarray, share: float, most: int) -> tuple[np.ndarray, np
     """
     count = min(int(share * len(train) + 0.5), most, len(train) - 1)
     return train[count:], train[:count]
-
-
-def standardise(train: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return all tables in float32 with NaN set to the training median and columns shifted and
-    scaled to training mean 0, variance 1.
-
-    A column that is constant in training keeps its scale; one that is all missing in training is 0
-    throughout.
-    """
-    known = scaling(train)
-    return tuple(known.apply(one) for one in (train, *others))
-
-
-def scaling(train: np.ndarray) -> Scaling:
-    """Return the scaling that standardises a table, from its training part."""
-    train = train.astype(np.float64)
-    unknown = np.isnan(train).all(axis=0)
-    median = np.zeros(train.shape[1])
-    median[~unknown] = np.nanmedian(train[:, ~unknown], axis=0)
-    train = np.where(np.isnan(train), median, train)
-    mean, std = train.mean(axis=0), train.std(axis=0)
-    std = np.where(train.min(axis=0) == train.max(axis=0), 1.0, std)
-    return Scaling(median, mean, np.where(unknown, np.inf, std))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import ConfigError
 from ..settings import setting
+from .checks import at_least, is_path, member, names_in
+from .images import LAYOUTS
+from .npz import Options, is_share
 
 # name -> (samples of the original data set, torchvision's class or "" if only an .npz file works,
 # a note to show beside the name)
@@ -29,10 +34,16 @@ KNOWN: dict[str, tuple[int, str, str]] = {
 }
 DATASETS = ("digits", "synthetic", *KNOWN)
 PARTITIONS = ("dirichlet", "iid", "pathological", "major-minor", "quantity", "natural")
+CLIENTS = 10  # if their number is not set and the data have no sites
 READINGS = ("r1", "r2", "r3")
 SCENARIOS = ("feature", "quantity", "label")
 CALIBRATIONS = ("shrunk", "client", "global", "off")
 SETS = ("marginal", "class")
+# how a user's own data are read, and which sites take part
+READING_SETTINGS = (
+    *("target", "sites", "test", "categorical", "drop", "layout", "white", "image_side"),
+    *("new_sites", "leave_out"),
+)
 CALIBRATION_SETTINGS = ("calibration", "calibration_share", "calibration_rows", "coverage", "sets")
 
 
@@ -43,20 +54,66 @@ class DataSettings:
     dataset: str = setting(
         "digits",
         "digits, synthetic, mnist, cifar10, … (see `bayflower doctor`), several as A+B, or the "
-        "path of an .npz file with x, y and optionally test, client, num_classes",
+        "path of your own data: a .csv, .parquet or .npz file, several files (a pattern, or "
+        "separated by commas; one a site), or a folder of images",
+    )
+    target: str = setting(
+        "",
+        "your own data: column of the labels; '' = the one called target, label, class, outcome, "
+        "diagnosis or y",
+    )
+    sites: str = setting(
+        "",
+        "your own data: column of the sites; '' = the one called site, client, hospital, centre, "
+        "center or clinic; off = none; folder of images: a .csv with columns file and site",
+    )
+    test: str = setting(
+        "",
+        "your own data: column that marks test samples, or a file or folder of test samples, or "
+        "the share of each client's samples; '' = as test_fraction says",
+    )
+    categorical: str = setting(
+        "", "tables: columns whose numbers are categories, separated by commas"
+    )
+    drop: str = setting("", "tables: columns to leave out, separated by commas")
+    layout: str = setting(
+        "auto",
+        "arrays of images: NHW, NHWC, NCHW or flat (plain values); auto = found by the shape, "
+        "refused if it is unclear",
+    )
+    white: float | None = setting(
+        None,
+        "arrays of images: value of a white pixel, scaled to 1 (black, 0, to −1); 0 = values as "
+        "they are; none = found by the range, refused if it is unclear",
+    )
+    image_side: int = setting(
+        0,
+        "folder of images: side in pixels that images are brought to; 0 = their own size if it is "
+        "the same and at most 128, else 64",
     )
     data_dir: str = setting(
         "data", "folder of the data sets: <data_dir>/<dataset>.npz, or torchvision's own folders"
     )
     download: bool = setting(False, "download missing data sets with torchvision")
-    num_clients: int = setting(10, "number of clients that train")
+    num_clients: int = setting(
+        0, "number of clients that train; 0 = all sites with partition=natural, else 10"
+    )
     new_clients: int = setting(
         0, "number of further clients of the same partition that take part in no round"
     )
+    new_sites: str = setting(
+        "",
+        "partition=natural: sites, by name, that take part in no round and are the new clients; "
+        "separated by commas",
+    )
+    leave_out: str = setting(
+        "", "partition=natural: sites, by name, that are not used; separated by commas"
+    )
     partition: str = setting(
-        "dirichlet",
+        "auto",
         "how samples are split between clients: dirichlet, iid, pathological, major-minor, "
-        "quantity or natural; dataset=synthetic makes its own clients",
+        "quantity or natural (by site); auto = natural where your own data have sites (.npz files: "
+        "where `sites` is set), else dirichlet; dataset=synthetic makes its own clients",
     )
     beta: float = setting(
         0.3,
@@ -123,32 +180,34 @@ class DataSettings:
     )
 
     def __post_init__(self) -> None:
+        self._settle()
         if self.domains:
             self._check_domains()
-        elif self.dataset not in DATASETS and not self.dataset.endswith(".npz"):
+        elif self.dataset not in DATASETS and not self.is_path:
             raise ConfigError(
                 f"dataset must be one of {', '.join(DATASETS)}, got {self.dataset!r}; a path to "
-                "an .npz file with arrays x and y works too"
+                "an .npz file, a table (.csv, .parquet) or a folder of images works too"
             )
-        _member("partition", self.partition, PARTITIONS)
-        _member("major_minor_reading", self.major_minor_reading, READINGS)
-        _member("scenario", self.scenario, SCENARIOS)
-        _member("calibration", self.calibration, CALIBRATIONS)
-        _member("sets", self.sets, SETS)
-        _at_least("num_clients", self.num_clients, 1, "")
-        _at_least("new_clients", self.new_clients, 0, "; 0 means that every client trains")
-        _at_least(
+        self._check_reading()
+        member("partition", self.partition, (*PARTITIONS, "auto"))
+        member("major_minor_reading", self.major_minor_reading, READINGS)
+        member("scenario", self.scenario, SCENARIOS)
+        member("calibration", self.calibration, CALIBRATIONS)
+        member("sets", self.sets, SETS)
+        at_least("num_clients", self.num_clients, 0, "; 0 means all sites, or 10")
+        at_least("new_clients", self.new_clients, 0, "; 0 means that every client trains")
+        at_least(
             "min_size", self.min_size, 2, "; a client needs one sample to train and one to test"
         )
-        _at_least("classes_per_client", self.classes_per_client, 1, "")
-        _at_least(
+        at_least("classes_per_client", self.classes_per_client, 1, "")
+        at_least(
             "samples_per_class", self.samples_per_class, 0, "; 0 means that everything is split"
         )
-        _at_least("major_classes", self.major_classes, 1, "")
-        _at_least(
+        at_least("major_classes", self.major_classes, 1, "")
+        at_least(
             "samples_per_client", self.samples_per_client, 0, "; 0 means as many as the data allow"
         )
-        _at_least("calibration_rows", self.calibration_rows, 1, "; calibration=off holds nothing")
+        at_least("calibration_rows", self.calibration_rows, 1, "; calibration=off holds nothing")
         for name in ("calibration_share", "coverage"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(
@@ -191,14 +250,93 @@ class DataSettings:
                 "no samples as test"
             )
 
+    def _settle(self) -> None:
+        """Set what follows from other settings: partition and num_clients where no file decides,
+        new_clients from the names of new sites.
+        """
+        if self.partition == "auto" and (not self.is_path or self._plain_npz):
+            object.__setattr__(self, "partition", "dirichlet")
+        by_site = self.partition in ("auto", "natural")
+        if (self.new_sites or self.leave_out) and self.partition == "dirichlet" and self.is_path:
+            object.__setattr__(self, "partition", "natural")
+            by_site = True
+        if (self.new_sites or self.leave_out) and not by_site:
+            raise ConfigError(
+                f"new_sites and leave_out need partition=natural, got {self.partition!r}"
+            )
+        if self.new_sites:
+            number = len(names_in(self.new_sites))
+            if self.new_clients not in (0, number):
+                raise ConfigError(
+                    f"new_clients must be {number}, the number of new_sites, got "
+                    f"{self.new_clients}; leave it out"
+                )
+            object.__setattr__(self, "new_clients", number)
+        made = self.dataset in ("digits", "synthetic") or self.domains
+        if self.num_clients == 0 and (made or not by_site):
+            object.__setattr__(self, "num_clients", CLIENTS)
+
+    def _check_reading(self) -> None:
+        member("layout", self.layout, LAYOUTS)
+        at_least("image_side", self.image_side, 0, "; 0 means that it is chosen by the images")
+        if self.white is not None and not 0 <= self.white < math.inf:
+            raise ConfigError(f"white must be at least 0 and finite, got {self.white}")
+        if not self.is_path:
+            for name in ("target", "sites", "test", "categorical", "drop"):
+                if getattr(self, name) and not (name == "test" and is_share(self.test)):
+                    raise ConfigError(
+                        f"{name} is for your own data, a file or a folder; dataset "
+                        f"{self.dataset!r} takes none"
+                    )
+        if self.test and self.test_fraction is not None:
+            raise ConfigError("give test or test_fraction, not both")
+        if is_share(self.test) and not 0 < float(self.test) < 1:
+            raise ConfigError(
+                f"test must be a share in (0, 1), a column or a file, got {self.test}"
+            )
+
+    @property
+    def is_path(self) -> bool:
+        """Return whether the data set is a user's own: a file, several, or a folder."""
+        return self.dataset not in DATASETS and is_path(self.dataset)
+
+    @property
+    def _plain_npz(self) -> bool:
+        """Return whether the data set is one .npz file of which no array is named as sites."""
+        return self.dataset.endswith(".npz") and not self.sites and not self.several
+
+    @property
+    def several(self) -> bool:
+        """Return whether the data set is written as several files."""
+        text = self.dataset
+        return self.is_path and any(mark in text for mark in "*?[,") and not Path(text).exists()
+
+    def options(self) -> Options:
+        """Return how a user's own data are to be read."""
+        names = ("target", "test", "categorical", "drop", "layout", "white", "image_side")
+        unseen = ",".join(filter(None, [self.new_sites, self.leave_out]))
+        return Options(
+            site=self.sites, unseen=unseen, **{name: getattr(self, name) for name in names}
+        )
+
+    def absolute(self) -> dict[str, str]:
+        """Return the settings that are paths, as absolute paths, for programs that run in another
+        folder.
+        """
+        found = {"data_dir": str(Path(self.data_dir).resolve())}
+        if self.is_path:
+            whole = Path(self.dataset)
+            parts = [self.dataset] if whole.exists() else self.dataset.split(",")
+            found["dataset"] = ",".join(os.path.abspath(part.strip()) for part in parts)
+            for name in ("sites", "test"):
+                if getattr(self, name) and Path(getattr(self, name)).exists():
+                    found[name] = os.path.abspath(getattr(self, name))
+        return found
+
     @property
     def domains(self) -> tuple[str, ...]:
         """Return the names of the data sets if there are several; () for one."""
-        return (
-            tuple(self.dataset.split("+"))
-            if "+" in self.dataset and not self.dataset.endswith(".npz")
-            else ()
-        )
+        return tuple(self.dataset.split("+")) if "+" in self.dataset and not self.is_path else ()
 
     def _check_domains(self) -> None:
         names = self.domains
@@ -253,16 +391,6 @@ class DataSettings:
         test.
         """
         default = 0.3 if self.dataset == "synthetic" else 0.2
+        if self.test:
+            return float(self.test) if is_share(self.test) else 0.0
         return default if self.test_fraction is None else self.test_fraction
-
-
-def _member(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _at_least(name: str, value: int, least: int, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}{remedy}")
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}{remedy}")

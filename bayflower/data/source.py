@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .columns import Encoder
+from .images import Images
+
 
 class Names(NamedTuple):
     """What the data call their sites, classes and columns. Texts, in order.
@@ -41,6 +44,25 @@ class Source:
     # (N,) the data set that each sample comes from, if several were joined
     domain: np.ndarray | None = None
     names: Names = UNNAMED  # sites and classes may be empty here: see `site_names`, `class_names`
+    encoder: Encoder | None = None  # how rows of a table with named columns became x
+    images: Images | None = None  # how an array of images became x
+    lines: tuple[str, ...] = ()  # what else was done while reading, a sentence each
+
+    def flags(self) -> np.ndarray | None:
+        """Return which columns of a table are 0 or 1 by construction and are not standardised;
+        None if there are none.
+        """
+        return None if self.encoder is None else self.encoder.flags()
+
+    def reading(self) -> dict[str, Any]:
+        """Return how the data were read, in JSON types: what a personal model needs to read new
+        samples the same way, and to name the classes.
+        """
+        return {
+            "table": None if self.encoder is None else self.encoder.to_json(),
+            "images": None if self.images is None else dict(self.images._asdict()),
+            "classes": list(self.class_names()),
+        }
 
     def class_names(self) -> tuple[str, ...]:
         """Return the name of each class; its number where the data have no name."""

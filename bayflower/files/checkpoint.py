@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..config import Limits, Run
 from ..data import DataSettings
-from ..data.settings import CALIBRATION_SETTINGS
+from ..data.settings import CALIBRATION_SETTINGS, READING_SETTINGS
 from ..errors import ConfigError
 from ..tree import Tensors, flatten, unflatten
 from .atomic import below, load_tensors, save_tensors
@@ -41,8 +41,12 @@ FREE = {
 }  # may differ
 
 
-BEFORE_CALIBRATION = {
-    **{name: DataSettings.__dataclass_fields__[name].default for name in CALIBRATION_SETTINGS},
+# settings that runs of an earlier version did not have
+BEFORE = {
+    **{
+        name: DataSettings.__dataclass_fields__[name].default
+        for name in (*CALIBRATION_SETTINGS, *READING_SETTINGS)
+    },
     "calibration": "off",
 }
 
@@ -108,7 +112,7 @@ def read(folder: Path) -> Checkpoint | None:
     records = [RoundRecord(record) for record in facts["records"]]
     server, roster = below(tensors, "server"), facts.get("roster", {})
     # runs from before there was calibration held no samples out
-    config = {**BEFORE_CALIBRATION, **facts["config"]}
+    config = {**BEFORE, **facts["config"]}
     return Checkpoint(
         facts["run"],
         facts["round"],

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 from ..data import Source
+from ..data.alike import rows
+from ..data.cells import read
+from ..data.columns import Encoder, from_json
+from ..data.images import BRIGHT, Images
+from ..data.tables import Table, frame, is_frame
 from ..errors import ConfigError
 
 MISSING = ("NoneType", "NAType", "NaTType")  # types of missing values in tables of objects
@@ -20,12 +25,38 @@ MISSING = ("NoneType", "NAType", "NaTType")  # types of missing values in tables
 
 def tensor(given: Any, card: dict[str, Any]) -> Tensor:
     """Return inputs as a tensor (N, *input_shape) in the network's dtype."""
-    network = card["network"]
-    x = pixels(array(given, network.get("columns")), network)
+    network, reading = card["network"], card.get("reading") or {}
+    if reading.get("table"):
+        x = encoded(given, from_json(reading["table"]), network)
+    else:
+        known = reading.get("images")
+        x = array(given, network.get("columns"))
+        x = pixels(x, network, Images(**known) if known else None)
     x = shaped(x, tuple(network["input_shape"]))
     if network["input_dtype"].startswith("int"):
         return whole(x, network)
     return numbers(x, network, card.get("prepared", card["inputs"].startswith("raw rows")))
+
+
+def encoded(given: Any, encoder: Encoder, network: dict[str, Any]) -> np.ndarray:
+    """Return rows of a table as inputs: a data frame or a table by its columns' names; an array
+    with as many values as the table has columns, in their order; or rows that are encoded already.
+    """
+    if isinstance(given, Table):
+        return rows(given, encoder)
+    if is_frame(given):
+        return rows(frame(given, "the table"), encoder)
+    raw = given.to_numpy() if hasattr(given, "to_numpy") else given
+    raw = np.asarray(raw.detach().cpu() if isinstance(raw, Tensor) else raw)
+    number = len(encoder.inputs)
+    if raw.ndim in (1, 2) and raw.shape[-1] == number != network["input_shape"][0]:
+        cells = raw.reshape(-1, number)
+        named = {one.name: cells[:, place] for place, one in enumerate(encoder.inputs)}
+        return rows(
+            Table("the array", {name: read(values, name) for name, values in named.items()}),
+            encoder,
+        )
+    return array(given, None)
 
 
 def array(given: Any, columns: list[str] | None) -> np.ndarray:
@@ -87,27 +118,68 @@ def number(value: Any, place: int) -> float:
         ) from None
 
 
-def pixels(x: np.ndarray, network: dict[str, Any]) -> np.ndarray:
-    """Return images of whole numbers 0…255 as the network was trained on them; other inputs as they
-    are.
+def pixels(x: np.ndarray, network: dict[str, Any], known: Images | None) -> np.ndarray:
+    """Return images as the network was trained on them; other inputs as they are. `known` says how
+    the training images were read.
     """
     shape = tuple(network["input_shape"])
-    if x.dtype != np.uint8 or len(shape) != 3:
+    if len(shape) != 3:
         return x
-    if not network.get("pixels"):
+    if network.get("pixels"):
+        return whole_pixels(x, shape) if x.dtype.kind in "iub" else prepared_floats(x)
+    if known is not None:
+        return as_trained(x, shape, known)
+    if x.dtype == np.uint8:
         raise ConfigError(
             f"inputs are images of type uint8, but the model was trained on floating-point images "
             f"of shape {shape}; scale them as in training, e.g. x.astype('float32') / 255"
         )
+    return x
+
+
+def whole_pixels(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return images of whole numbers 0…255, the channels last or first, as in training."""
+    if x.dtype == bool:
+        x = x.astype(np.uint8) * np.uint8(255)
+    elif x.dtype != np.uint8:
+        if x.size and (int(x.min()) < 0 or int(x.max()) > 255):
+            raise ConfigError(
+                f"inputs are whole numbers from {int(x.min())} to {int(x.max())}, but pixels go "
+                "from 0 to 255; scale them as in training"
+            )
+        x = x.astype(np.uint8)
     single = (*shape[1:], shape[0])
-    if x.shape in (single, shape[1:]):
+    if x.shape in (single, shape[1:], shape):
         x = x[None]
+    if x.shape[1:] == shape != single:
+        x = x.transpose(0, 2, 3, 1)
     if x.shape[1:] != single and not (shape[0] == 1 and x.shape[1:] == shape[1:]):
         raise ConfigError(
             f"inputs of type uint8 must have shape {('N', *single)}, got {x.shape}; put the "
             "channels last"
         )
     return Source("", x, np.zeros(len(x), np.int64), 1).samples(np.arange(len(x)))
+
+
+def prepared_floats(x: np.ndarray) -> np.ndarray:
+    """Return floats that are scaled already; raise if they are pixels 0…255."""
+    if x.dtype.kind == "f" and x.size and float(x.min()) >= 0 and float(x.max()) > BRIGHT:
+        raise ConfigError(
+            f"inputs are floats up to {float(x.max()):g}, which look like pixels 0…255; give them "
+            "as whole numbers (x.astype('uint8')), or scaled to (x/255 − 0.5)/0.5"
+        )
+    return x
+
+
+def as_trained(x: np.ndarray, shape: tuple[int, ...], known: Images) -> np.ndarray:
+    """Return images laid out and scaled as those in the training file; prepared ones, which have
+    the network's shape and negative values, as they are.
+    """
+    raw = {"NHW": shape[1:], "NHWC": (*shape[1:], shape[0]), "NCHW": shape}[known.layout]
+    if x.shape == raw:
+        x = x[None]
+    ready = x.shape[1:] == shape and (raw != shape or (x.size and float(x.min()) < 0))
+    return x if x.shape[1:] != raw or (ready and known.white) else known.apply(x)
 
 
 def shaped(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

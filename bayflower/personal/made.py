@@ -60,7 +60,8 @@ class Kept(NamedTuple):
     taken: Taken | None = None  # its calibrated uncertainty; None if calibration is off
     tally: metrics.Tally | None = None  # of the personal model on the test data, where it is known
     pixels: bool = False  # whether training images were uint8, scaled to (x/255 − 0.5)/0.5
-    columns: tuple[str, ...] = ()  # names of a table's columns, where they are known
+    columns: tuple[str, ...] = ()  # names of a table's input columns, where they are known
+    reading: dict[str, Any] | None = None  # how the data were read (`Source.reading`)
 
 
 def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) -> dict[str, Any]:
@@ -193,6 +194,7 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
             "columns": list(kept.columns) or None,
         },
         "inputs": inputs(kept),
+        "reading": kept.reading,
         "prepared": kept.scaling is not None,
         "data": {
             "dataset": kept.dataset or None,
@@ -232,6 +234,12 @@ def tested(kept: Kept) -> dict[str, Any] | None:
 
 def inputs(kept: Kept) -> str:
     """Return in words what inputs the model takes."""
+    if table := (kept.reading or {}).get("table"):
+        names = ", ".join(one["name"] for one in table["inputs"])
+        return (
+            f"raw rows with the columns {names}; missing values are empty. Programs (pt2, ONNX) "
+            "take the encoded rows, with the columns of `network`"
+        )
     if kept.scaling:
         return "raw rows; missing values are NaN"
     if kept.pixels:

@@ -22,6 +22,7 @@ from ..data import (
     load_client,
     load_federation,
     load_source,
+    read_alike,
     read_npz,
     rng,
     scaling,
@@ -90,7 +91,7 @@ def export_one(
     state = None if client >= settings.num_clients else client_state(opened, client)
     known = client_scaling(settings, seed, client)
     found = kept(opened, client, samples, state, known, settings.dataset)
-    return keep(into, found._replace(pixels=has_pixels(settings)), formats)
+    return keep(into, described(found, source_of(settings)), formats)
 
 
 def export_all(
@@ -150,15 +151,17 @@ def personalise(
     test_fraction: float = 0.2,
     data_dir: str = "",
 ) -> dict[str, Any]:
-    """Write a personal model for a new client whose samples are in the .npz file `data`, as the
-    method defines it; return its card. A part of the training samples is held out for calibration
-    as in the run.
+    """Write a personal model for a new client, as the method defines it; return its card.
+
+    Its samples are in `data`: an .npz file, or a table or folder like those of the run. A part of
+    the training samples is held out for calibration as in the run.
     """
     if not 0 <= test_fraction < 1:
         raise ConfigError(f"test_fraction must be in [0, 1), got {test_fraction}; 0 means no test")
     opened = open_run(folder, data_dir)
     settings = opened.run.data
-    source, client = read_npz(data), settings.total_clients
+    like, client = source_of(settings), settings.total_clients
+    source = read_npz(data) if like is None else read_alike(data, like, settings.test)
     classes = opened.halves.model.num_classes
     if int(source.y.max()) >= classes:
         raise ConfigError(
@@ -175,7 +178,7 @@ def personalise(
     if settings.calibrated:
         train, held = hold_out(train, settings.calibration_share, settings.calibration_rows)
     table = source.x.ndim == 2
-    known = scaling(source.samples(train)) if table else None
+    known = scaling(source.samples(train), source.flags()) if table else None
     dtype = opened.run.settings.torch_dtype()
 
     def batch(rows: Any) -> Batch:
@@ -193,13 +196,22 @@ def personalise(
             f"{data} has samples of shape {shape}, but the federation's models need {wanted}"
         )
     found = kept(opened, client, samples, None, known, source.name)
-    return keep(into, found._replace(pixels=is_pixels(source)), formats)
+    return keep(into, described(found, source if like is None else like), formats)
 
 
 @lru_cache(maxsize=2)
-def has_pixels(settings: DataSettings) -> bool:
-    """Return whether the data set of a run has images of type uint8."""
-    return settings.dataset != "synthetic" and is_pixels(load_source(settings))
+def source_of(settings: DataSettings) -> Source | None:
+    """Return the data set of a run; None if it is generated."""
+    return None if settings.dataset == "synthetic" else load_source(settings)
+
+
+def described(found: Kept, source: Source | None) -> Kept:
+    """Return a client with how its data were read."""
+    if source is None:
+        return found
+    return found._replace(
+        pixels=is_pixels(source), columns=source.names.columns, reading=source.reading()
+    )
 
 
 def is_pixels(source: Source) -> bool:

@@ -65,6 +65,8 @@ def defaults(method: str) -> tuple[dict[str, Any], frozenset[str]]:
         for kind in groups(method).values()
         for item in dataclasses.fields(kind)
     }
+    settled = parse(method).flat()  # left open by their defaults: the data decide
+    found |= {name: settled[name] for name in ("num_clients", "partition")}
     return {**found, **get(method).defaults, **pinned(method)}, frozenset(
         item.name for item in dataclasses.fields(groups(method)["limits"])
     )

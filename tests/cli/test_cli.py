@@ -118,11 +118,11 @@ def test_compare_gives_each_method_the_settings_it_has(tmp_path):
 
 
 def wrong_data(folder) -> dict[str, str]:
-    np.savez(folder / "range.npz", x=np.zeros((40, 3)), y=np.array([0, 1, 5, -1] * 10))
+    np.savez(folder / "range.npz", x=np.zeros((40, 3)), y=np.array([0, 1, 0.5, 1] * 10))
     np.savez(folder / "short.npz", x=np.zeros((40, 3)), y=np.zeros(39, int))
     np.savez(folder / "nokey.npz", x=np.zeros((40, 3)))
     (folder / "text.npz").write_text("not a zip")
-    return {"range": "label", "short": "40", "nokey": "y", "text": "text.npz"}
+    return {"range": "classes", "short": "40", "nokey": "y", "text": "text.npz"}
 
 
 BAD = [
@@ -136,7 +136,7 @@ BAD = [
     (["run", "fedmap", "--set", "sigma2=much"], "sigma2 must be a number, got 'much'"),
     (["run", "fedmap", "--set", "sigma2"], "--set needs KEY=VALUE, got 'sigma2'"),
     (["run", "fedmap", "--set", "rounds=3", "--rounds", "2"], "setting 'rounds' was given twice"),
-    (["run", "fedmap", "--clients", "0"], "num_clients must be at least 1, got 0"),
+    (["run", "fedmap", "--clients", "-1"], "num_clients must be at least 0, got -1"),
     (["run", "fedmap", "--rounds", "0"], "rounds must be at least 1, got 0"),
     (["run", "fedmap", "--set", "rounds=2.5"], "rounds must be a whole number, got '2.5'"),
     (

@@ -20,7 +20,7 @@ from bayflower.data import load_source, read_npz
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.personal import export, load_personal, personalise
 from bayflower.personal.inputs import in_order
-from bayflower.personal.runs import has_pixels, open_run
+from bayflower.personal.runs import is_pixels, open_run, source_of
 
 
 class Frame:
@@ -95,11 +95,17 @@ def test_images_with_and_without_channels_and_as_pixels(images, runs, tmp_path):
     want = model.predict_proba(source.samples(np.arange(120)))
     assert np.array_equal(model.predict_proba(x), want)
     assert np.allclose(model.predict_proba(x[5]), want[5:6], atol=1e-12)
-    assert has_pixels(open_run(root / "run").run.data)
-    with pytest.raises(ConfigError, match=r"shape \('N', 8, 8, 3\), got \(120, 3, 8, 8\)"):
-        model.predict(x.transpose(0, 3, 1, 2))
+    assert is_pixels(source_of(open_run(root / "run").run.data))
+    assert np.array_equal(model.predict_proba(x.transpose(0, 3, 1, 2)), want)
+    assert np.array_equal(model.predict_proba(x.astype(np.int64)), want)
+    with pytest.raises(ConfigError, match=r"shape \('N', 8, 8, 3\), got \(120, 8, 3, 8\)"):
+        model.predict(x.transpose(0, 1, 3, 2))
     with pytest.raises(ConfigError, match=r"put the channels first: x.transpose\(0, 3, 1, 2\)"):
+        model.predict(x / 255)
+    with pytest.raises(ConfigError, match="which look like pixels 0…255; give them as whole num"):
         model.predict(x.astype(float))
+    with pytest.raises(ConfigError, match="from 0 to 510, but pixels go from 0 to 255"):
+        model.predict(x.astype(int) * 2)
     export(runs("fedmap"), 0, tmp_path, ("safetensors",))
     digits, model = load_source(open_run(runs("fedmap")).run.data).x[:5], load_personal(tmp_path)
     want = model.predict_proba(digits)
@@ -278,10 +284,10 @@ def test_a_csv_goes_in_and_scores_come_out(tables, tmp_path, capsys, monkeypatch
         ("a,b,short,row", [], "row 1 of new.csv has 3 values, the header 4"),
         ("", [], "has no samples; it needs a header row"),
         ("there", [], "scores.csv exists; choose another --out, or add --overwrite"),
-        ("new.txt", [], "new.txt must end in .csv, .npy or .npz"),
+        ("new.txt", [], "new.txt must be a .csv, .parquet, .npy or .npz file, or a folder"),
         ("new.npz", [], "new.npz has y, but no array x with the samples"),
         ("bad.npy", [], "bad.npy cannot be read as arrays"),
-        ("none.csv", [], "none.csv cannot be read as a table"),
+        ("none.csv", [], "no file none.csv; give the path of a .csv or .parquet file"),
     ],
 )
 def test_files_that_do_not_fit_change_nothing(

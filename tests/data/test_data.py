@@ -33,8 +33,8 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"num_clients": 0}, "num_clients must be at least 1, got 0"),
-        ({"num_clients": 2.5}, "num_clients must be an integer of at least 1, got 2.5"),
+        ({"num_clients": -1}, "num_clients must be at least 0, got -1"),
+        ({"num_clients": 2.5}, "num_clients must be an integer of at least 0, got 2.5"),
         ({"new_clients": -1}, "new_clients must be at least 0, got -1"),
         (
             {"min_size": 1},

@@ -1,0 +1,162 @@
+"""`bayflower data`, and the way from a file to scores for new samples: from CSV, Parquet and a
+folder of images.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prefork import bayflower
+from wards import SITES, patients, write
+
+from bayflower.config import parse
+from bayflower.data import load_client, read, save
+from bayflower.data.tables import read_table
+from bayflower.personal import inputs, load_personal, personalise
+
+QUICK = ("--rounds", "1", "--set", "local_epochs=1", "--set", "device=cpu")
+TABLE = ("--target", "outcome", "--site", "hospital")
+
+
+def call(folder: Path, *words: str) -> str:
+    """Run a command; return what it printed."""
+    done = bayflower(*words, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def without_seconds(result: dict) -> dict:
+    """Return what must be equal to the bit."""
+    return {"final": result["final"], "uncertainty": result["uncertainty"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on a table, its report, one exported model and its scores for new rows."""
+    folder = tmp_path_factory.mktemp("table")
+    write(folder / "patients.csv", patients(120))
+    new = patients(9, seed=4)
+    new[0]["stage"], new[1]["age"], new[2]["cholesterol"] = "IV", None, None
+    for row in new:
+        del row["outcome"]
+    write(folder / "new.csv", [dict(sorted(row.items())) for row in new])  # another order
+    said = {"data": call(folder, "data", "patients.csv", *TABLE)}
+    given = ("--dataset", "patients.csv", *TABLE, *QUICK, "--out", "runs")
+    said["compare"] = call(folder, "compare", "fedmap", "local", *given)
+    said["report"] = call(folder, "report", "runs", "--html", "page.html")
+    said["export"] = call(folder, "export", "runs/fedmap", "model", "--client", "1")
+    keep = ("--keep", "patient_id", "--out", "scores.csv")
+    said["predict"] = call(folder, "predict", "model", "new.csv", *keep)
+    return folder, said, new
+
+
+def test_from_a_table_to_scores(trained):
+    folder, said, new = trained
+    assert "table of 120 rows, 3 columns as 7 inputs" in said["data"]
+    assert "column 'admitted' left out: dates" in said["data"]
+    assert "settings: partition=natural, num_clients=3" in said["data"]
+    assert "Network: mlp, inputs 7, 2 classes" in said["compare"]
+    assert (folder / "page.html").stat().st_size > 10_000
+    rows = list(csv.DictReader((folder / "scores.csv").read_text().splitlines()))
+    assert [row["patient_id"] for row in rows] == [row["patient_id"] for row in new]
+    assert {row["label"] for row in rows} <= {"sick", "well"}
+    for row in rows:
+        assert float(row["p_sick"]) + float(row["p_well"]) == pytest.approx(1, abs=1e-5)
+    # the model's own words on the same rows, encoded by hand
+    model = load_personal(folder / "model")
+    encoded = []
+    for row in new:
+        chol, age = row["cholesterol"], row["age"]
+        stage = [float(row["stage"] == one) for one in ("I", "II", "III")]
+        known = [np.nan if age is None else age, *stage, float(not any(stage))]
+        encoded.append([*known, np.nan if chol is None else chol, float(chol is None)])
+    want = model.predict_proba(np.array(encoded))
+    got = np.array([[float(row["p_sick"]), float(row["p_well"])] for row in rows])
+    assert np.allclose(got, want, atol=1e-6)
+
+
+def test_a_card_agrees_with_how_the_training_data_were_read(trained):
+    """What the model sees of a training row is what training saw, to the bit."""
+    folder, _, _ = trained
+    config = json.loads((folder / "runs" / "fedmap" / "result.json").read_text())["config"]
+    method = config.pop("method")
+    data = load_client(
+        parse(method, {**config, "dataset": str(folder / "patients.csv")}).data, 0, 1
+    )
+    model = load_personal(folder / "model")
+    x = inputs.tensor(read_table(folder / "patients.csv"), model.card)
+    seen = model.ready.prepared(x).numpy()
+    mine = {row.tobytes() for row in seen}
+    assert all(row.tobytes() in mine for row in np.concatenate([data.x_train, data.x_test]))
+
+
+def test_parquet_and_our_own_file_give_the_same_bits(trained):
+    folder, _, new = trained
+    save(read(folder / "patients.csv", target="outcome", site="hospital"), folder / "ours.npz")
+    files = {"ours.npz": ("--site", "client")}
+    try:
+        import pandas
+        import pyarrow
+    except ImportError:
+        pyarrow = None
+    if pyarrow is not None:
+        frame = pandas.DataFrame(patients(120))
+        frame.to_parquet(folder / "patients.parquet")
+        pandas.DataFrame(new).to_parquet(folder / "new.parquet")
+        files["patients.parquet"] = TABLE
+    want = json.loads((folder / "runs" / "fedmap" / "result.json").read_text())
+    for name, options in files.items():
+        call(folder, "run", "fedmap", "--dataset", name, *options, *QUICK, "--out", f"runs-{name}")
+        got = json.loads((folder / f"runs-{name}" / "result.json").read_text())
+        assert without_seconds(got) == without_seconds(want), name
+    if pyarrow is not None:
+        call(folder, "export", "runs-patients.parquet", "model-p", "--client", "1")
+        keep = ("--keep", "patient_id", "--out", "scores-p.csv")
+        call(folder, "predict", "model-p", "new.parquet", *keep)
+        assert (folder / "scores-p.csv").read_text() == (folder / "scores.csv").read_text()
+
+
+def test_a_new_site_with_one_class_gets_a_model(trained, tmp_path, monkeypatch):
+    folder, _, _ = trained
+    mine = [row for row in patients(40, seed=9) if row["outcome"] == "well"]
+    write(tmp_path / "mine.csv", mine)
+    monkeypatch.chdir(folder)
+    card = personalise(
+        folder / "runs" / "fedmap", tmp_path / "mine.csv", tmp_path / "model", ("safetensors",)
+    )
+    assert card["data"]["train_per_class"][0] == 0
+    assert card["reading"]["classes"] == ["sick", "well"]
+    found = load_personal(tmp_path / "model").predict_proba(read_table(folder / "new.csv"))
+    assert found.shape == (9, 2)
+
+
+def test_from_a_folder_of_images_to_scores(tmp_path):
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for site in SITES[:2]:
+        for label, level in (("dark", 60), ("light", 190)):
+            (tmp_path / "scans" / site / label).mkdir(parents=True)
+            for k in range(8):
+                pixels = np.clip(draw.normal(level, 20, (10, 10)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "scans" / site / label / f"{k}.png")
+    said = json.loads(call(tmp_path, "data", "scans", "--json"))
+    assert said["classes"] == ["dark", "light"]
+    assert [row["rows"] for row in said["sites"]] == [16, 16]
+    assert said["input_shape"] == [1, 10, 10]
+    more = ("--rounds", "1", "--set", "local_epochs=20", "--set", "lr=0.01", "--set", "device=cpu")
+    call(tmp_path, "run", "fedavg", "--dataset", "scans", *more, "--out", "run")
+    call(tmp_path, "report", "run", "--html", "page.html")
+    call(tmp_path, "export", "run", "model", "--client", "0")
+    (tmp_path / "new").mkdir()
+    for k, level in enumerate((50, 200)):
+        Image.fromarray(np.full((20, 30), level, np.uint8)).save(tmp_path / "new" / f"{k}.png")
+    call(tmp_path, "predict", "model", "new", "--out", "scores.csv")
+    rows = list(csv.DictReader((tmp_path / "scores.csv").read_text().splitlines()))
+    assert [row["file"] for row in rows] == ["0.png", "1.png"]
+    assert [row["label"] for row in rows] == ["dark", "light"]
