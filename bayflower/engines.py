@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .config import ENGINES, Run
-from .data import Federation, load_federation
+from .data import Federation, absolute, load_federation
 from .errors import ConfigError
 from .files.atomic import write_json
 from .files.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ def run_under_flower(
         "resume": resume,
         "wait": 120,
     }
-    config |= first.run.data.absolute()  # the apps run in other folders
+    config |= absolute(first.run.data)  # the apps run in other folders
     run_app(first.engine, config, first.run.data.total_clients, out, port, show, app)
     folders = [out / one.run.method for one in prepared] if len(prepared) > 1 else [out]
     return [json.loads((folder / "result.json").read_text()) for folder in folders]

@@ -19,9 +19,9 @@ from .federation import (
 from .npz import read_npz
 from .scaling import Scaling, scaling, standardise
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
-from .sites import resolve
+from .sites import absolute, resolve
 from .source import Names, Source
-from .sources import load_source
+from .sources import load_source, source_of
 
 __all__ = [
     "DATASETS",
@@ -34,6 +34,7 @@ __all__ = [
     "Names",
     "Scaling",
     "Source",
+    "absolute",
     "client_scaling",
     "describe",
     "hold_out",
@@ -53,5 +54,6 @@ __all__ = [
     "rng",
     "save",
     "scaling",
+    "source_of",
     "standardise",
 ]

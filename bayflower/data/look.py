@@ -125,7 +125,7 @@ def rows_twice(source: Source) -> list[str]:
         seen[key] = seen.get(key, 0) + 1
     copies = sum(count - 1 for count in seen.values())
     found = []
-    if source.test is not None:
+    if source.test is not None and source.test.any():
         train = {key for key, mark in zip(keys, source.test, strict=True) if not mark}
         both = sum(key in train for key, mark in zip(keys, source.test, strict=True) if mark)
         if both:
@@ -159,13 +159,12 @@ def odd_columns(source: Source) -> list[str]:
             found.append(f"{name!r} is missing in {1 - len(known) / len(x):.0%} of the rows")
         whole = bool((known == np.round(known)).all())
         if whole and not flag and distinct == len(known) > FEW and np.ptp(known) < 10 * len(known):
-            found.append(f"{name!r} has another whole number in every row, like an id: drop={name}")
-        if whole and not flag and len(known) > FEW and (known.min() > 19e6 < known.max() < 21.1e6):
-            found.append(f"{name!r} looks like dates written as numbers: drop={name}")
+            found.append(f"{name!r} has another whole number in every row, like an id: drop it")
+        if whole and not flag and len(known) > FEW and 19e6 < known.min() <= known.max() < 21.1e6:
+            found.append(f"{name!r} looks like dates written as numbers: drop it")
         if whole and not flag and 2 < distinct <= CODES and len(known) > FEW:
-            found.append(
-                f"{name!r} has {distinct} whole numbers; if they are codes, categorical={name}"
-            )
+            remedy = "one column for each" if source.encoder is None else f"categorical={name}"
+            found.append(f"{name!r} has {distinct} whole numbers; if they are codes, {remedy}")
         if tells(x, source.y) and distinct > 1:
             found.append(
                 f"{name!r} alone tells the class in at least {TELLS:.0%} of the rows: does it know "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -318,20 +317,6 @@ class DataSettings:
         return Options(
             site=self.sites, unseen=unseen, **{name: getattr(self, name) for name in names}
         )
-
-    def absolute(self) -> dict[str, str]:
-        """Return the settings that are paths, as absolute paths, for programs that run in another
-        folder.
-        """
-        found = {"data_dir": str(Path(self.data_dir).resolve())}
-        if self.is_path:
-            whole = Path(self.dataset)
-            parts = [self.dataset] if whole.exists() else self.dataset.split(",")
-            found["dataset"] = ",".join(os.path.abspath(part.strip()) for part in parts)
-            for name in ("sites", "test"):
-                if getattr(self, name) and Path(getattr(self, name)).exists():
-                    found[name] = os.path.abspath(getattr(self, name))
-        return found
 
     @property
     def domains(self) -> tuple[str, ...]:

@@ -5,7 +5,9 @@ leave it open.
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from .checks import names_in
 from .settings import CLIENTS, DataSettings
 from .source import Source
 from .sources import at_hand, load_source
+from .tables import is_table
 
 
 def resolve(settings: DataSettings) -> DataSettings:
@@ -43,6 +46,24 @@ def resolve(settings: DataSettings) -> DataSettings:
             "aside fewer"
         )
     return replace(settings, partition="natural", num_clients=settings.num_clients or left)
+
+
+def absolute(settings: DataSettings) -> dict[str, str]:
+    """Return the settings that are paths, as absolute paths, for programs that run in another
+    folder.
+    """
+    found = {"data_dir": str(Path(settings.data_dir).resolve())}
+    if not settings.is_path:
+        return found
+    whole = Path(settings.dataset)
+    parts = [settings.dataset] if whole.exists() else settings.dataset.split(",")
+    found["dataset"] = ",".join(os.path.abspath(part.strip()) for part in parts)
+    sites, test, folder = settings.sites, settings.test, whole.is_dir()
+    if sites and folder and Path(sites).is_file():
+        found["sites"] = os.path.abspath(sites)
+    if test and (Path(test).is_dir() if folder else is_table(test)):
+        found["test"] = os.path.abspath(test)
+    return found
 
 
 def no_sites(name: str) -> str:

@@ -5,6 +5,7 @@ FEMNIST's and CelebA's own files, and a user's own data (`doors`).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ def at_hand(settings: DataSettings) -> bool:
         return all(path.exists() for path in paths_of(settings.dataset))
     except ConfigError:
         return False
+
+
+@lru_cache(maxsize=2)
+def source_of(settings: DataSettings) -> Source | None:
+    """Return the data set of a run, kept; None if it is generated."""
+    return None if settings.dataset == "synthetic" else load_source(settings)
 
 
 def load_source(settings: DataSettings) -> Source:

@@ -21,7 +21,14 @@ from threadpoolctl import threadpool_limits
 
 from .. import methods
 from ..config import Run, names, parse
-from ..data import DataSettings, client_scaling, describe, load_client, num_classes
+from ..data import (
+    DataSettings,
+    client_scaling,
+    describe,
+    load_client,
+    num_classes,
+    source_of,
+)
 from ..errors import BayflowerError, ConfigError
 from ..files import checkpoint, journal
 from ..files import status as status_file
@@ -271,6 +278,7 @@ def site_of(context: Context) -> Site:
         DiskStore(Path(str(root))),
         origin,
         prepare,
+        partial(source_of, source),
     )
 
 

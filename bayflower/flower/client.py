@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp
 from .. import methods
 from ..config import Training, convert_fields
 from ..contract import ClientHalf
-from ..data import Scaling
+from ..data import Scaling, Source
 from ..errors import BayflowerError
 from ..files.store import DiskStore, Saved, Store
 from ..metrics import Tally
@@ -50,6 +50,8 @@ class Site(NamedTuple):
     origin: Mapping[str, Any] = {}
     # the preprocessing of raw rows, for the personal model
     scaling: Callable[[], Scaling | None] | None = None
+    # the data set they come from, which says how new samples are read; None = the user's own code
+    source: Callable[[], Source | None] | None = None
 
 
 def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> ClientApp:
@@ -251,7 +253,8 @@ def evaluate_reply(
             "taken": taken,
             "dataset": str(site.origin.get("dataset", "")),
         }
-        save_personal(folder, {**end, "scaling": site.scaling() if site.scaling else None}, formats)
+        end["scaling"] = site.scaling() if site.scaling else None
+        save_personal(folder, end, formats, site.source() if site.source else None)
     numbers = numbers_of_test(views["personal"]) if views else {}
     done = Saved(keys["round"], cause, {}, said, flat_tallies(views), numbers)
     try:
@@ -282,12 +285,15 @@ def numbers_of_test(tally: Tally) -> dict[str, Any]:
     }
 
 
-def save_personal(folder: Path, end: dict[str, Any], formats: tuple[str, ...]) -> None:
+def save_personal(
+    folder: Path, end: dict[str, Any], formats: tuple[str, ...], source: Source | None
+) -> None:
     """Save the personal model; an error is only logged, so that the server gets the test result."""
     from ..personal import Kept, keep  # only at the end of a run
+    from ..personal.runs import described
 
     try:
-        keep(folder, Kept(**end), ("safetensors", *formats))
+        keep(folder, described(Kept(**end), source), ("safetensors", *formats))
     except Exception as error:
         log.warning(
             "the personal model of client %d was not saved in %s: %s",

@@ -5,7 +5,6 @@ own data.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +13,17 @@ import torch
 
 from ..config import Run, parse
 from ..data import (
-    DataSettings,
     Scaling,
     Source,
     client_scaling,
     hold_out,
     load_client,
     load_federation,
-    load_source,
     read_alike,
     read_npz,
     rng,
     scaling,
+    source_of,
 )
 from ..errors import ConfigError
 from ..files import checkpoint
@@ -197,12 +195,6 @@ def personalise(
         )
     found = kept(opened, client, samples, None, known, source.name)
     return keep(into, described(found, source if like is None else like), formats)
-
-
-@lru_cache(maxsize=2)
-def source_of(settings: DataSettings) -> Source | None:
-    """Return the data set of a run; None if it is generated."""
-    return None if settings.dataset == "synthetic" else load_source(settings)
 
 
 def described(found: Kept, source: Source | None) -> Kept:
