@@ -50,8 +50,7 @@ class Site(NamedTuple):
     origin: Mapping[str, Any] = {}
     # the preprocessing of raw rows, for the personal model
     scaling: Callable[[], Scaling | None] | None = None
-    # the data set they come from, which says how new samples are read; None = the user's own code
-    source: Callable[[], Source | None] | None = None
+    source: Callable[[], Source | None] | None = None  # the data set; None = the user's own code
 
 
 def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> ClientApp:
@@ -285,12 +284,9 @@ def numbers_of_test(tally: Tally) -> dict[str, Any]:
     }
 
 
-def save_personal(
-    folder: Path, end: dict[str, Any], formats: tuple[str, ...], source: Source | None
-) -> None:
+def save_personal(folder: Path, end: dict[str, Any], formats: Any, source: Source | None) -> None:
     """Save the personal model; an error is only logged, so that the server gets the test result."""
-    from ..personal import Kept, keep  # only at the end of a run
-    from ..personal.runs import described
+    from ..personal.runs import Kept, described, keep  # only at the end of a run
 
     try:
         keep(folder, described(Kept(**end), source), ("safetensors", *formats))
