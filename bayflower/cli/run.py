@@ -69,6 +69,7 @@ def run(
     runs/first`
     """
     from ..config import parse
+    from ..data import name_of
     from ..engines import prepare, run_to_result, run_under_flower
     from ..files import checkpoint
     from ..files.tracking import TensorBoard, each_round, together
@@ -87,9 +88,7 @@ def run(
         preset=preset,
     )
     chosen = parse(method, given)
-    folder = (
-        out or Path("runs") / f"{method}-{Path(chosen.data.dataset).stem}-{chosen.settings.seed}"
-    )
+    folder = out or Path("runs") / f"{method}-{name_of(chosen.data.dataset)}-{chosen.settings.seed}"
     check_folder(folder)
     start = checkpoint.to_resume(folder, chosen) if resume else None
     if not resume:

@@ -4,7 +4,7 @@ torch; nothing here imports flwr.
 
 from .alike import read_alike
 from .batches import largest_batch, noise, num_steps, plan, rng
-from .doors import read, save
+from .doors import name_of, read, save
 from .federation import (
     ClientData,
     Federation,
@@ -42,6 +42,7 @@ __all__ = [
     "load_client",
     "load_federation",
     "load_source",
+    "name_of",
     "names",
     "noise",
     "num_classes",

@@ -126,7 +126,7 @@ def name_of(dataset: str) -> str:
     several = "," in dataset or any(mark in dataset for mark in "*?[")
     if several and not Path(dataset).exists():
         return first.parent.name or "files"
-    return first.name.split(".")[0] or first.resolve().name
+    return first.name.removesuffix(".gz").rpartition(".")[0] or first.name or first.resolve().name
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
             lost = int((owners[there] < 0).sum())
             lines.append(f"{lost} rows without a value in {site!r} belong to no site")
     elif several and options.site != "off":
-        stems = [Path(one.where).name.split(".")[0] for one in tables]
+        stems = [name_of(one.where) for one in tables]
         if len(set(stems)) < len(stems):
             raise ConfigError(f"two files of {name} have the same name; rename one: it is its site")
         owners, sites = np.repeat(np.arange(len(tables)), rows[: len(tables)]), tuple(stems)

@@ -53,7 +53,7 @@ def read(
         return finite(x.astype(np.float32), where), None
     found = layout_of(x, layout, where)
     factor = white_of(x, white, where)
-    if factor == 255 and x.dtype.kind in "iu":
+    if factor == 255 and x.dtype.kind in "iu" and x.min() >= 0 and x.max() <= 255:
         return channels_last(x, found).astype(np.uint8), Images(found, 255.0)
     if x.dtype.kind == "b":  # True is white
         return channels_last(x, found).astype(np.uint8) * np.uint8(255), Images(found, 255.0)

@@ -126,7 +126,9 @@ def pixels(x: np.ndarray, network: dict[str, Any], known: Images | None) -> np.n
     if len(shape) != 3:
         return x
     if network.get("pixels"):
-        return whole_pixels(x, shape) if x.dtype.kind in "iub" else prepared_floats(x)
+        if x.dtype.kind not in "iub":
+            return prepared_floats(x)
+        return whole_pixels(x, shape, known is not None and known.layout == "NCHW")
     if known is not None:
         return as_trained(x, shape, known)
     if x.dtype == np.uint8:
@@ -137,8 +139,10 @@ def pixels(x: np.ndarray, network: dict[str, Any], known: Images | None) -> np.n
     return x
 
 
-def whole_pixels(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return images of whole numbers 0…255, the channels last or first, as in training."""
+def whole_pixels(x: np.ndarray, shape: tuple[int, ...], first: bool = False) -> np.ndarray:
+    """Return images of whole numbers 0…255, the channels last or first, as in training; `first`
+    decides where the shape does not.
+    """
     if x.dtype == bool:
         x = x.astype(np.uint8) * np.uint8(255)
     elif x.dtype != np.uint8:
@@ -151,7 +155,7 @@ def whole_pixels(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     single = (*shape[1:], shape[0])
     if x.shape in (single, shape[1:], shape):
         x = x[None]
-    if x.shape[1:] == shape != single:
+    if x.shape[1:] == shape and (first or shape != single):
         x = x.transpose(0, 2, 3, 1)
     if x.shape[1:] != single and not (shape[0] == 1 and x.shape[1:] == shape[1:]):
         raise ConfigError(

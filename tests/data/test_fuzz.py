@@ -7,6 +7,7 @@ random form (kind of file, types, separators, order, layout), read by the front 
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 
 from bayflower.data import DataSettings, load_federation, read, save
-from bayflower.data.tables import PARQUET
+from bayflower.data.tables import PARQUET, read_table
 from bayflower.errors import ConfigError
+from bayflower.personal import inputs
+from bayflower.personal.runs import is_pixels
 
 NUMBER = 100  # cases of each kind by default; 300 of each with -m slow
 WORDS = ("red", "Blue", "grün", "a b", "x,y", "O'Neil", "Nord;Süd", "yes", "no", "01", "1a", 'q"t')
@@ -32,6 +35,21 @@ def attempt(given: Any, **options: Any) -> tuple[Any, str]:
     assert "\n" not in why
     assert len(why) > 30
     return None, why
+
+
+def as_new(given: Any, source: Any) -> np.ndarray:
+    """Return what a personal model whose card has this reading sees of new samples."""
+    card = {
+        "network": {
+            "input_shape": list(source.samples(np.arange(1)).shape[1:]),
+            "input_dtype": "float32",
+            "pixels": is_pixels(source),
+        },
+        "reading": json.loads(json.dumps(source.reading())),
+        "prepared": source.encoder is not None,
+        "inputs": "",
+    }
+    return inputs.tensor(given, card).numpy()
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -208,6 +226,8 @@ def tables(folder: Path, seed: int, kinds: tuple[str, ...], number: int) -> Coun
             continue
         check_table(made, source)
         said["read"] += 1
+        new = given if kind == "frame" else read_table(given)
+        assert np.array_equal(as_new(new, source), source.x, equal_nan=True)
         if case % 10 == 0:  # and the file of our own says the same
             save(source, folder / "ours.npz")
             again = read(folder / "ours.npz", test="test" if made.marks is not None else "")
@@ -306,6 +326,7 @@ def images(folder: Path, number: int) -> Counter:
         assert source.num_classes == len(labels)
         assert [source.class_names()[k] for k in source.y] == [str(one) for one in y]
         said["read"] += 1
+        assert np.array_equal(as_new(x, source), got), (case, x.shape, layout, kind)
     return said
 
 

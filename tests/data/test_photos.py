@@ -77,6 +77,23 @@ def test_folders_with_parts_a_manifest_and_other_sizes(tmp_path):
         read(tmp_path / "empty")
 
 
+# -- arrays --------------------------------------------------------------------------------------
+def test_white_is_what_it_is_said_to_be(tmp_path):
+    """Whole numbers beyond 255 do not wrap, and a stated white holds for every type."""
+    x = np.arange(-40, 472).reshape(2, 16, 16)
+    y = np.array([5, 9])
+    for kind in (np.int64, np.float32):
+        np.savez(tmp_path / "x.npz", x=x.astype(kind), y=y)
+        got = read(tmp_path / "x.npz", white=255).samples(np.arange(2))
+        assert np.allclose(got, (x[:, None] / 255 - 0.5) / 0.5, atol=1e-5)
+    small = np.arange(512).reshape(2, 16, 16) % 17
+    np.savez(tmp_path / "x.npz", x=small.astype(np.uint8), y=y)
+    got = read(tmp_path / "x.npz", white=16).samples(np.arange(2))
+    assert np.allclose(got, (small[:, None] / 16 - 0.5) / 0.5, atol=1e-6)
+    plain = read(tmp_path / "x.npz", layout="flat").samples(np.arange(2))
+    assert np.array_equal(plain, small.astype(np.float32))
+
+
 # -- new samples ---------------------------------------------------------------------------------
 def test_new_samples_are_read_as_the_data_were(tmp_path):
     like = read(write(tmp_path / "p.csv", patients()))
