@@ -79,8 +79,9 @@ def read_path(dataset: str, options: Options) -> Source:
 
 @lru_cache(maxsize=2)
 def _read_path(dataset: str, options: Options, state: Any) -> Source:
-    paths = paths_of(dataset)
-    name = name_of(dataset)
+    paths, name = paths_of(dataset), name_of(dataset)
+    if len(paths) > 1 and is_table(options.test):  # the file of test rows is no site
+        paths = [path for path in paths if path.resolve() != Path(options.test).resolve()]
     if len(paths) == 1 and paths[0].is_dir():
         return of_photos(paths[0], options)
     kinds = {"npz" if path.suffix == ".npz" else "table" for path in paths}

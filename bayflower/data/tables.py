@@ -115,7 +115,8 @@ def parquet(path: Path) -> Table:
         raise ConfigError(f"{path} has no samples; it needs a row for each sample")
     columns = {}
     for name, column in zip(names, found.columns, strict=True):
-        columns[name] = cells.read(arrow_values(column), f"column {name!r} of {path}")
+        if not name.startswith("__index_level_"):  # an index that pandas saved with the table
+            columns[name] = cells.read(arrow_values(column), f"column {name!r} of {path}")
     return Table(str(path), columns)
 
 

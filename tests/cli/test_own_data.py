@@ -121,6 +121,28 @@ def test_parquet_and_our_own_file_give_the_same_bits(trained):
         assert (folder / "scores-p.csv").read_text() == (folder / "scores.csv").read_text()
 
 
+def test_data_are_saved_as_they_were_read_and_errors_are_one_line(trained, tmp_path):
+    folder, _, _ = trained
+    path = str(folder / "patients.csv")
+    said = json.loads(call(tmp_path, "data", path, *TABLE, "--save", "mine.npz", "--json"))
+    assert said["network"]["name"] == "mlp"
+    assert {row["site"]: row["rows"] for row in said["sites"]} == dict.fromkeys(SITES, 40)
+    assert [row["column"] for row in said["columns"]] == ["age", "stage", "cholesterol"]
+    want = read(path, target="outcome", site="hospital")
+    assert np.array_equal(read(tmp_path / "mine.npz").x, want.x, equal_nan=True)
+    for words, text in (
+        (["synthetic"], "synthetic data are generated"),
+        ([path, "--target", "outcom"], "has no column 'outcom' for --target"),
+        ([path, "--set", "leave_out=Cork,Derby"], "leave_out names no site 'Derby'"),
+        (["nowhere.csv"], "no file nowhere.csv"),
+        (["nowhere/*.csv"], "no file matches 'nowhere/*.csv'"),
+    ):
+        done = bayflower("data", *words, cwd=tmp_path)
+        assert done.returncode == 2
+        assert text in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_a_new_site_with_one_class_gets_a_model(trained, tmp_path, monkeypatch):
     folder, _, _ = trained
     mine = [row for row in patients(40, seed=9) if row["outcome"] == "well"]

@@ -117,9 +117,11 @@ def test_the_same_table_in_every_kind_of_file(tmp_path):
     frame = pandas.DataFrame(rows)
     frame["admitted"] = pandas.to_datetime(frame["admitted"])
     frame.to_parquet(tmp_path / "p.parquet")
+    frame.set_index(frame.index + 7).to_parquet(tmp_path / "indexed.parquet", index=True)
     write(tmp_path / "semi.csv", rows, ";")
     want = read(write(tmp_path / "p.csv", rows))
-    for given in (frame, tmp_path / "p.parquet", tmp_path / "semi.csv"):
+    files = [tmp_path / name for name in ("p.parquet", "indexed.parquet", "semi.csv")]
+    for given in (frame, *files):
         got = read(given)
         assert np.array_equal(got.x, want.x, equal_nan=True)
         assert (got.names, got.encoder) == (want.names, want.encoder)
@@ -146,7 +148,15 @@ def test_several_files_are_sites_and_a_file_of_test_rows(tmp_path):
         assert source.client.tolist() == [0] * 45 + [1] * 45
     settings = resolve(DataSettings(dataset=str(tmp_path / "*.csv")))
     assert (settings.partition, settings.num_clients) == ("natural", 2)
-    save(read(tmp_path / "north.csv"), tmp_path / "north.npz")
+    (tmp_path / "parts").mkdir()
+    for name in ("east", "west", "later"):
+        write(tmp_path / "parts" / f"{name}.csv", patients(30))
+    inside = str(tmp_path / "parts" / "*.csv")
+    later = str(tmp_path / "parts" / "later.csv")
+    source = read(inside, site="hospital", test=later)  # the file of test rows comes once
+    assert source.test.tolist() == [False] * 60 + [True] * 30
+    with pytest.raises(ConfigError, match=r"the rows of .*later.csv belong to no site"):
+        read(inside, test=later)
     whole = write(tmp_path / "all.csv", patients(60))
     later = write(tmp_path / "later.csv", patients(30, seed=1))
     source = read(whole, test=str(later))
@@ -259,6 +269,17 @@ def test_an_old_npz_file_is_read_as_before(tmp_path):
         got = read_npz(tmp_path / "old.npz").samples(np.arange(80))
         assert np.array_equal(got, pictures.astype(np.float32))
     np.savez(tmp_path / "named.npz", x=x, y=y, hospital=np.array(list("abcd"))[client])
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for name, rows in (("north", slice(0, 30)), ("south", slice(30, 80))):
+        np.savez(parts / f"{name}.npz", x=x[rows], y=np.where(y, "ill", "well")[rows])
+    several = read(str(parts / "*.npz"))  # one a site
+    assert several.names.sites == ("north", "south")
+    assert several.client.tolist() == [0] * 30 + [1] * 50
+    assert [several.class_names()[k] for k in several.y] == ["ill" if k else "well" for k in y]
+    assert np.array_equal(several.x, x.astype(np.float32))
+    save(several, tmp_path / "one.npz")
+    assert read(tmp_path / "one.npz").names == several.names
     run = parse("local", {"dataset": str(tmp_path / "named.npz"), "sites": "hospital"})
     assert run.data.num_clients == 4
     assert load_federation(run.data, 0).names.sites == ("a", "b", "c", "d")
