@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@echo "FedMAP, FedAvg and local training on ten clients, five of them with skewed labels; Flower's simulation (flwr run .), about two minutes"
-	@$(BIN)/bayflower compare fedmap fedavg local --engine ray --app . --dataset synthetic --set scenario=label --rounds 20 --out runs/demo
+	@$(BIN)/bayflower compare fedmap fedavg local --engine ray --app . --dataset synthetic --set scenario=label --rounds 20 --out runs/demo --overwrite
 
 # mypy has one thread: it runs beside the tests
 test: lint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,9 +47,10 @@ def run_under_flower(
     resume: bool,
     show: Callable[[dict[str, Any]], None],
     app: Path | None = None,
+    folders: Sequence[Path] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the results of some methods run one after another by Flower's own programs, in one
-    app.
+    app. `folders` are theirs, those that `files.place` gives; one method alone has `out`.
     """
     from .flower.processes import run_app
 
@@ -62,8 +63,8 @@ def run_under_flower(
     }
     config |= absolute(first.run.data)  # the apps run in other folders
     run_app(first.engine, config, first.run.data.total_clients, out, port, show, app)
-    folders = [out / one.run.method for one in prepared] if len(prepared) > 1 else [out]
-    return [json.loads((folder / "result.json").read_text()) for folder in folders]
+    found = [out] if len(prepared) == 1 or folders is None else folders
+    return [json.loads((folder / "result.json").read_text()) for folder in found]
 
 
 def execute(

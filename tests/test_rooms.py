@@ -45,6 +45,7 @@ ROOMS = (
     "engines",
     "api",
     "testing",
+    "study",
     "report",
     "deploy",
     "reproduce",

@@ -14,6 +14,7 @@ from ..errors import BayflowerError, ConfigError
 from . import (
     bench,
     cite,
+    compare,
     data,
     deploy,
     doctor,
@@ -36,7 +37,7 @@ app = typer.Typer(
     epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(data.data, run.run, run.compare, report.report),
+    *(data.data, run.run, compare.compare, compare.study, report.report),
     *(personal.export, personal.personalise, predict.predict),
     *(lists.methods, lists.settings, lists.models, tryout.try_app, reproduce.reproduce, tune.tune),
     *(bench.bench, doctor.doctor, cite.cite, lists.version),

@@ -14,6 +14,7 @@ from rich.table import Table
 from ..deploy import folders, layout
 from ..errors import BayflowerError, ConfigError
 from .deployed import hand_over, note, reach, warn_of_expiry
+from .options import Overwrite
 from .terminal import bar, quiet_logs, values
 
 app = typer.Typer(
@@ -155,12 +156,13 @@ def submit(
         ),
     ] = None,
     name: Annotated[
-        str, typer.Option(help="name of the run and of its results [METHOD-DATASET-SEED]")
+        str, typer.Option(help="name of the run and of its results [by its settings]")
     ] = "",
     resume: Annotated[
         bool,
         typer.Option("--resume", help="continue an interrupted run after its last completed round"),
     ] = False,
+    overwrite: Overwrite = False,
     wait: Annotated[float, typer.Option(help="timeout in seconds for missing clients")] = 120.0,
     detach: Annotated[
         bool, typer.Option("--detach", help="return at once; `deploy status` shows the progress")
@@ -181,7 +183,8 @@ def submit(
             from ..deploy import docker
 
             docker.up(layout.read(folder))
-        flags = {"--resume": resume, "--detach": detach, "--json": as_json}
+        flags = {"--resume": resume, "--overwrite": overwrite}
+        flags |= {"--detach": detach, "--json": as_json}
         words = [
             "submit",
             "/server",
@@ -210,6 +213,7 @@ def submit(
             given,
             name=name,
             resume=resume,
+            overwrite=overwrite,
             wait=wait,
             detach=detach,
             watch=watch,

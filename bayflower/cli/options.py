@@ -95,3 +95,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a ta
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="print the log")]
 DataDir = Annotated[str, typer.Option(help="folder of the data sets, e.g. DATA_DIR/cifar10.npz")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto = a GPU if there is one")]
+
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="replace a run that is in the folder already")
+]

@@ -1,11 +1,11 @@
-"""`bayflower run` and `bayflower compare`: train one method, or several on the same data."""
+"""`bayflower run`: train one method."""
 
 from __future__ import annotations
 
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ from .options import (
     Dataset,
     Engine,
     MaxFused,
+    Overwrite,
     Port,
     Preset,
     Rounds,
@@ -28,7 +29,23 @@ from .options import (
     Test,
     Verbose,
 )
-from .terminal import bar, bars, check_folder, quiet_logs, values
+from .terminal import bar, quiet_logs, values
+
+if TYPE_CHECKING:
+    from ..engines import Prepared
+    from ..files.checkpoint import Checkpoint
+
+OPTIONS = {
+    "dataset": "--dataset",
+    "target": "--target",
+    "sites": "--site",
+    "test": "--test",
+    "num_clients": "--clients",
+    "rounds": "--rounds",
+    "seed": "--seed",
+    "max_fused": "--max-fused",
+    "preset": "--preset",
+}
 
 
 def run(
@@ -48,7 +65,11 @@ def run(
     sets: Sets = None,
     preset: Preset = None,
     out: Annotated[
-        Path | None, typer.Option(help="folder for result.json [runs/METHOD-DATASET-SEED]")
+        Path | None,
+        typer.Option(
+            help="folder for result.json [runs/METHOD-DATASET-SEED and the settings that are not "
+            "defaults]"
+        ),
     ] = None,
     resume: Annotated[
         bool,
@@ -56,6 +77,7 @@ def run(
             "--resume", help="go on from the last checkpoint in the folder, with the same settings"
         ),
     ] = False,
+    overwrite: Overwrite = False,
     port: Port = 0,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="write each round's numbers to OUT/tensorboard")
@@ -69,10 +91,8 @@ def run(
     runs/first`
     """
     from ..config import parse
-    from ..data import name_of
-    from ..engines import prepare, run_to_result, run_under_flower
-    from ..files import checkpoint
-    from ..files.tracking import TensorBoard, each_round, together
+    from ..engines import prepare
+    from ..files import checkpoint, place
 
     quiet_logs(verbose)
     given = values(
@@ -88,31 +108,16 @@ def run(
         preset=preset,
     )
     chosen = parse(method, given)
-    folder = out or Path("runs") / f"{method}-{name_of(chosen.data.dataset)}-{chosen.settings.seed}"
-    check_folder(folder)
+    folder = out or place.usual_folder(chosen, engine)
     start = checkpoint.to_resume(folder, chosen) if resume else None
-    if not resume:
-        checkpoint.begin_anew(folder)
-    tracker = TensorBoard(folder / "tensorboard") if tensorboard else nullcontext()
+    if not (resume or overwrite):
+        place.check_free(folder, chosen, engine, command(method, given, engine))
     prepared = prepare(chosen, engine)
     announce(prepared, as_json)
-    with (
-        tracker as track,
-        bar(chosen.settings.rounds, table.get(method).title, hidden=as_json) as progress,
-    ):
-        if track is not None:
-            progress = together(progress, each_round(track))
-        if engine in ("fused", "loop"):
-            result = run_to_result(prepared, folder, progress, start)
-        else:
-            (result,) = run_under_flower(
-                [prepared],
-                given,
-                folder,
-                port,
-                resume,
-                lambda status: progress(status.get("records", [])),
-            )
+    if overwrite and not resume:
+        place.clear(folder)
+    with place.making(folder):
+        result = trained(prepared, given, folder, port, start, tensorboard, as_json)
     if as_json:
         print(json.dumps(result))
         return
@@ -127,103 +132,45 @@ def run(
     console.print(f"written: {folder / 'result.json'}", markup=False)
 
 
-def compare(
-    methods: Annotated[
-        list[str],
-        typer.Argument(
-            help="two or more methods; see `bayflower methods`",
-            autocompletion=lambda: list(table.METHODS),
-        ),
-    ],
-    dataset: Dataset = None,
-    target: Target = None,
-    site: SiteColumn = None,
-    test: Test = None,
-    engine: Engine = "fused",
-    clients: Clients = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    max_fused: MaxFused = None,
-    sets: Sets = None,
-    preset: Preset = None,
-    out: Annotated[Path, typer.Option(help="folder; each method gets one below it")] = Path(
-        "runs/compare"
-    ),
-    port: Port = 0,
-    app: Annotated[
-        Path | None,
-        typer.Option(help="ray and deployment: folder of the Flower app [the installed package]"),
-    ] = None,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
-    """Train several methods on the same data with the same training and show one table.
-
-    Settings that only some of the methods have (e.g. `--set sigma2=100`) go to those that have
-    them.
-
-    Example: `bayflower compare fedmap fedavg local --dataset synthetic --rounds 50`
+def trained(
+    prepared: Prepared,
+    given: dict[str, Any],
+    folder: Path,
+    port: int,
+    start: Checkpoint | None,
+    tensorboard: bool,
+    hidden: bool,
+) -> dict[str, Any]:
+    """Return the result of a run in `folder`, with a progress bar and, if asked for, TensorBoard's
+    files.
     """
-    from ..config import names, parse
-    from ..engines import prepare, run_to_result, run_under_flower
+    from ..engines import run_to_result, run_under_flower
+    from ..files.tracking import TensorBoard, each_round, together
 
-    quiet_logs(verbose)
-    given = values(
-        sets,
-        dataset=dataset,
-        target=target,
-        sites=site,
-        test=test,
-        num_clients=clients,
-        rounds=rounds,
-        seed=seed,
-        max_fused=max_fused,
-        preset=preset,
-    )
-    known = {method: names(method) for method in methods}
-    for key in given:
-        if not any(key in keys for keys in known.values()):
-            parse(methods[0], {key: given[key]})  # raises with a hint
-    runs = {
-        method: parse(method, {key: value for key, value in given.items() if key in known[method]})
-        for method in methods
-    }
-    check_folder(out)
-    prepared = {method: prepare(chosen, engine) for method, chosen in runs.items()}
-    announce(prepared[methods[0]], as_json)
-    results: list[dict[str, Any]] = []
-    if engine in ("ray", "deployment"):
-        titles = {method: table.get(method).title for method in prepared}
-        lengths = {titles[name]: ready.run.settings.rounds for name, ready in prepared.items()}
-        with bars(lengths, hidden=as_json) as progress_of:
+    tracker = TensorBoard(folder / "tensorboard") if tensorboard else nullcontext()
+    title = table.get(prepared.run.method).title
+    with tracker as track, bar(prepared.run.settings.rounds, title, hidden) as progress:
+        if track is not None:
+            progress = together(progress, each_round(track))
+        if prepared.engine in ("fused", "loop"):
+            return run_to_result(prepared, folder, progress, start)
+        (result,) = run_under_flower(
+            [prepared],
+            given,
+            folder,
+            port,
+            start is not None,
+            lambda status: progress(status.get("records", [])),
+        )
+        return result
 
-            def show(status: dict[str, Any]) -> None:
-                if status.get("method") in titles:
-                    progress_of(titles[status["method"]], status.get("records", []))
 
-            results = run_under_flower(
-                list(prepared.values()),
-                given,
-                out,
-                port,
-                False,
-                show,
-                app.resolve() if app else None,
-            )
-        prepared = {}
-    for method, ready in prepared.items():
-        with bar(ready.run.settings.rounds, table.get(method).title, hidden=as_json) as progress:
-            results.append(run_to_result(ready, out / method, progress))
-    if as_json:
-        print(json.dumps(results))
-        return
-    from ..report.text import comparison_table, uncertainty_comparison
-
-    console = Console()
-    console.print(comparison_table(results))
-    if (more := uncertainty_comparison(results)) is not None:
-        console.print(more)
-    for result in results:
-        if result["remark"]:
-            console.print(f"note: {result['remark']}", style="yellow", markup=False)
-    console.print(f"written: {out}/METHOD/result.json", markup=False)
+def command(method: str, given: dict[str, Any], engine: str) -> list[str]:
+    """Return the words of a run's command without its folder, for a line that a person copies."""
+    words = ["bayflower", "run", method]
+    words += [] if engine == "fused" else ["--engine", engine]
+    for name, option in OPTIONS.items():
+        words += [option, str(given[name])] if name in given else []
+    for name in given:
+        words += [] if name in OPTIONS else ["--set", f"{name}={given[name]}"]
+    return words

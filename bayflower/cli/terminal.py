@@ -9,13 +9,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import ConfigError
 from ..settings import with_pairs
 
 LINE_SECONDS = 15.0  # between two lines of progress where there is no terminal
@@ -38,16 +36,6 @@ def show(rows: list[dict[str, Any]], columns: tuple[str, ...], as_json: bool) ->
     for row in rows:
         grid.add_row(*(str(row[column]) for column in columns))
     Console().print(grid)
-
-
-def check_folder(folder: Path) -> None:
-    """Make `folder` now, so that a run does not fail at its end for want of a place to write."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"out {str(folder)!r} cannot be made ({error.strerror}); choose another folder"
-        ) from None
 
 
 class bar:  # noqa: N801 (reads as a verb: with bar(...))

@@ -44,6 +44,7 @@ def config_of(
     is invalid.
     """
     from ..config import parse
+    from ..files.place import usual_folder
     from ..flower.app import APP_KEYS
 
     ours = {key: value for key, value in given.items() if key in APP_KEYS}
@@ -59,8 +60,7 @@ def config_of(
             f"the run needs {needed} clients, but the deployment has {server.deployment.clients}; "
             "lower num_clients, or add clients"
         )
-    name = f"{method}-{Path(run.data.dataset).stem}-{run.settings.seed}"
-    return {**settings, **ours, "method": method}, name, needed
+    return {**settings, **ours, "method": method}, usual_folder(run).name, needed
 
 
 def wait_for_clients(
@@ -94,6 +94,7 @@ def submit(
     *,
     name: str = "",
     resume: bool = False,
+    overwrite: bool = False,
     wait: float = 120.0,
     detach: bool = False,
     show: Callable[[dict[str, Any]], None] = lambda status: None,
@@ -103,8 +104,6 @@ def submit(
     """Run a method on the deployment's clients and return result.json's content; raise if the run
     failed, even if Flower reports success.
     """
-    from ..files import checkpoint
-
     if resume:
         folder = run_folder(server, name)
         record = read_json(folder / RECORD)
@@ -120,7 +119,7 @@ def submit(
     else:
         config, usual, needed = config_of(server, method, given)
         folder = run_folder(server, name or usual)
-        checkpoint.begin_anew(folder)
+        free_folder(folder, overwrite)
     wait_for_clients(server, needed, wait, note, watch)
     (folder / "status.json").unlink(missing_ok=True)
     (folder / "result.json").unlink(missing_ok=True)
@@ -141,6 +140,25 @@ def submit(
         return {}
     follow(server, folder, run, show, watch)
     return json.loads((folder / "result.json").read_text())
+
+
+def free_folder(folder: Path, overwrite: bool) -> None:
+    """Raise if a folder holds a run, finished or not, that nobody asked to replace."""
+    from ..files import place
+
+    if overwrite:
+        place.clear(folder)
+    elif (there := place.held(folder)) is not None:
+        what = (
+            "a finished run"
+            if there.finished
+            else f"a run that stopped after round {there.round} of {there.config['rounds']}"
+        )
+        new = place.next_free(folder).name
+        raise ConfigError(
+            f"{folder.name} holds {what}; go on from it with --resume --name {folder.name}, make a "
+            f"new one with --name {new}, or add --overwrite to replace it"
+        )
 
 
 def follow(

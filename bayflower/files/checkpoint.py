@@ -8,8 +8,6 @@ The file is `<out>/checkpoint.safetensors`, written atomically. Its names, "serv
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,20 +141,6 @@ def to_resume(folder: Path, run: Run) -> Checkpoint:
                 "settings, or another --out"
             )
     return checkpoint
-
-
-def begin_anew(folder: Path) -> None:
-    """Clear a folder for a new run; raise if it holds an unfinished run."""
-    old = read(folder)
-    if old is not None and old.round < old.config["rounds"]:
-        raise ConfigError(
-            f"{folder} holds a run that stopped after round {old.round} of {old.config['rounds']}; "
-            f"add --resume to continue it, choose another --out, or remove {FILE}"
-        )
-    if old is not None and re.fullmatch(r"[0-9a-f]{32}", old.run):
-        shutil.rmtree(folder / "state" / old.run, ignore_errors=True)
-    for name in (FILE, "result.json"):
-        (folder / name).unlink(missing_ok=True)
 
 
 def server_state(checkpoint: Checkpoint, kind: type) -> Any:

@@ -30,7 +30,7 @@ from ..data import (
     source_of,
 )
 from ..errors import BayflowerError, ConfigError
-from ..files import checkpoint, journal
+from ..files import checkpoint, journal, place
 from ..files import status as status_file
 from ..files.atomic import write_json
 from ..files.records import RoundRecord
@@ -127,19 +127,13 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
     """Run every method of the run-config; write the outcome to `out`/status.json."""
     names = methods_of(config)
-    out = Path(str(config.get("out") or Path.home() / "bayflower-runs" / "-".join(names)))
-    if not out.is_absolute():
-        raise ConfigError(
-            f"out must be an absolute path, got {str(out)!r}; the ServerApp runs in another folder"
-        )
+    out, folders = folders_of(config, names)
     status = out / "status.json"
     journal.set_up()
     try:
         roll = None
-        for name in names:
-            roll = serve_method(
-                grid, config, name, out / name if len(names) > 1 else out, status, roll
-            )
+        for name, folder in folders.items():
+            roll = serve_method(grid, config, name, folder, status, roll)
         write_json(status, {"state": "finished", "methods": names})
     except Exception as error:
         write_json(
@@ -152,6 +146,40 @@ def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
         )
         traceback.print_exc()
         raise
+
+
+def folders_of(config: Mapping[str, Any], names: list[str]) -> tuple[Path, dict[str, Path]]:
+    """Return `out` and the folders of the methods that are to run: `out` itself for one method,
+    OUT/METHOD/seed-S for several, less those that have finished. A run that is there is never
+    overwritten: without `out` a new folder is taken, else it is an error.
+    """
+    out = Path(str(config.get("out") or Path.home() / "bayflower-runs" / "-".join(names)))
+    if not out.is_absolute():
+        raise ConfigError(
+            f"out must be an absolute path, got {str(out)!r}; the ServerApp runs in another folder"
+        )
+    engine, resume = engine_here(), str(config.get("resume")).lower() == "true"
+    if len(names) > 1:
+        found = {name: place.place(out, name, run_of(config, name), engine) for name in names}
+        there = {name: place.held(folder) for name, folder in found.items()}
+        return out, {
+            name: folder
+            for name, folder in found.items()
+            if not ((known := there[name]) and known.finished)
+        }
+    if not resume and place.held(out) is not None:
+        if config.get("out"):
+            raise ConfigError(
+                f"{out} holds a run; set resume=true (and more rounds) to go on from it, or "
+                "another out for a new run"
+            )
+        out = place.next_free(out)
+    return out, {names[0]: out}
+
+
+def engine_here() -> str:
+    """Return the engine that started this app."""
+    return os.environ.get("BAYFLOWER_ENGINE", "flower")
 
 
 @contextmanager
@@ -223,12 +251,13 @@ def serve_method(
         timeout=float(config.get("timeout") or 3600),
     )
     assert strategy.outcome is not None
-    engine = os.environ.get("BAYFLOWER_ENGINE", "flower")
     if strategy.outcome.calibrated:
         save_total(folder, strategy.outcome.calibrated)
     write_json(
         folder / "result.json",
-        result(run, engine, strategy.roster.summary(run.data.dataset), halves, strategy.outcome),
+        result(
+            run, engine_here(), strategy.roster.summary(run.data.dataset), halves, strategy.outcome
+        ),
     )
     return strategy.roll
 

@@ -8,7 +8,6 @@ environment, by which a process that outlives its parent is found and ended.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import shutil
@@ -28,6 +27,7 @@ from typing import Any
 
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import read_json
+from ..files.children import end_with_parent
 from .app import folded
 from .control import flwr_json, run_status, submit, write_app
 
@@ -353,12 +353,6 @@ def check_port(port: int) -> int:
                 "for any free one"
             ) from None
     return port
-
-
-def end_with_parent() -> None:
-    """Ask Linux to end this process when its parent dies for any reason."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
 
 
 def end(mark: str) -> None:

@@ -113,7 +113,10 @@ def test_compare_gives_each_method_the_settings_it_has(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     for method, key, value in (("fedmap", "sigma2", 7.0), ("fedprox", "mu", 0.5)):
-        assert json.loads((tmp_path / method / "result.json").read_text())["config"][key] == value
+        assert (
+            json.loads((tmp_path / method / "seed-0" / "result.json").read_text())["config"][key]
+            == value
+        )
     assert "fedmap" in done.stdout and "fedprox" in done.stdout  # noqa: PT018
 
 
@@ -171,7 +174,8 @@ def test_bad_settings_end_with_one_line_and_code_2(tmp_path, words, text, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["bayflower", *words])
     # it changes logging for the whole process
-    monkeypatch.setattr(cli.run, "quiet_logs", lambda verbose: None)
+    for module in (cli.run, cli.compare):
+        monkeypatch.setattr(module, "quiet_logs", lambda verbose: None)
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     check_refusal(stopped.value.code, *capsys.readouterr(), text)

@@ -9,11 +9,10 @@ import sys
 import time
 
 import pytest
-import torch
 from conftest import SMALL, assert_same_bits, small, small_prepared
 from prefork import bayflower
 
-from bayflower.engines import execute, prepare
+from bayflower.engines import execute
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files import checkpoint
 
@@ -115,12 +114,3 @@ def test_a_broken_checkpoint_is_named(tmp_path):
         BayflowerError, match=r"checkpoint .* cannot be read .* remove it to start anew"
     ):
         checkpoint.read(tmp_path)
-
-
-def test_a_finished_run_is_replaced_without_asking(tmp_path):
-    prepared = small_prepared("local", "fused", rounds=1)
-    execute(prepared, out=tmp_path)
-    checkpoint.begin_anew(tmp_path)
-    assert checkpoint.read(tmp_path) is None
-    assert prepare(prepared.run, "fused").halves.model.num_parameters > 0
-    assert torch.get_num_threads() >= 1

@@ -65,7 +65,7 @@ def test_methods_give_the_bits_of_the_loop(tmp_path, engine):
     for name in names:
         run = parse(name, {**WORK, **NEEDED.get(name, {}), **fewer})
         want = execute(prepare(run, "loop"))
-        folder = tmp_path / "out" / name
+        folder = tmp_path / "out" / name / "seed-0"
         known = checkpoint.read(folder)
         assert_same_bits(checkpoint.server_state(known, type(want.server_state)), want.server_state)
         result = json.loads((folder / "result.json").read_text())
