@@ -80,8 +80,19 @@ def export_everyone(
         rows.append(row(card, now))
         if not as_json:
             said = "written" if now else "was there"
-            print(f"client {card['client']} {said}: {into / str(rows[-1]['model'])}", flush=True)
-    columns = ("client", "new", "tested", "accuracy", "nll_point", "nll", "coverage", "uses")
+            print(f"{who(card)} {said}: {into / str(rows[-1]['model'])}", flush=True)
+    columns: tuple[str, ...] = (
+        "client",
+        "new",
+        "tested",
+        "accuracy",
+        "nll_point",
+        "nll",
+        "coverage",
+        "uses",
+    )
+    if any(one["site"] for one in rows):
+        columns = ("client", "site", *columns[1:])
     if not as_json:
         rows = [{name: shown(name, one[name]) for name in columns} for one in rows]
     table(rows, columns, as_json)
@@ -94,6 +105,7 @@ def row(card: dict[str, Any], now: bool) -> dict[str, Any]:
     point = tests.get("point", {}).get("nll", numbers.get("nll"))
     return {
         "client": card["client"],
+        "site": card.get("site"),
         "model": f"client-{card['client']}",
         "new": card["never_trained"],
         "written": now,
@@ -104,6 +116,12 @@ def row(card: dict[str, Any], now: bool) -> dict[str, Any]:
         "coverage": calibrated.get("coverage"),
         "uses": card["uncertainty"]["used"],
     }
+
+
+def who(card: dict[str, Any]) -> str:
+    """Return the number and, where it is known, the name of a card's client."""
+    site = card.get("site")
+    return f"client {card['client']}{f' ({site})' if site else ''}"
 
 
 def shown(name: str, value: Any) -> str:
@@ -167,7 +185,7 @@ def show(card: dict[str, Any], into: Path, target: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(card))
         return
-    print(f"client {card['client']}, {card['title']}: {card['model']}")
+    print(f"{who(card)}, {card['title']}: {card['model']}")
     if card["metrics"]:
         numbers, ece = card["metrics"], card["calibration"]["ece"]
         tests = (card["uncertainty"]["tests"] or {}).get("test", {})

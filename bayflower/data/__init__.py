@@ -16,6 +16,7 @@ from .federation import (
     names,
     num_classes,
 )
+from .identity import Identity, called, identities, reported
 from .npz import read_npz
 from .scaling import Scaling, scaling, standardise
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
@@ -31,13 +32,16 @@ __all__ = [
     "ClientData",
     "DataSettings",
     "Federation",
+    "Identity",
     "Names",
     "Scaling",
     "Source",
     "absolute",
+    "called",
     "client_scaling",
     "describe",
     "hold_out",
+    "identities",
     "largest_batch",
     "load_client",
     "load_federation",
@@ -51,6 +55,7 @@ __all__ = [
     "read",
     "read_alike",
     "read_npz",
+    "reported",
     "resolve",
     "rng",
     "save",

@@ -86,13 +86,14 @@ def names(settings: DataSettings, seed: int) -> Names:
 
 
 def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
-    """Return the data set's name, its note, and how it was split, in JSON types; without the
-    clients' sizes.
+    """Return the data set's name, its note, how it was split, and names, in JSON types; without
+    the clients' sizes.
     """
     layout = _layout(resolve(settings), seed)
     source = layout.source
     name, note = ("synthetic", "") if source is None else (source.name, source.note)
-    return {"dataset": name, "note": note, "partition": layout.description}
+    said = {key: list(some) for key, some in names(settings, seed)._asdict().items()}
+    return {"dataset": name, "note": note, "partition": layout.description, "names": said}
 
 
 @lru_cache(maxsize=2)

@@ -24,6 +24,7 @@ def running(
     left: Sequence[int],
     excluded: Sequence[int],
     faults: Sequence[str],
+    names: Mapping[int, str],
 ) -> dict[str, Any]:
     """Return the content of status.json during a run."""
     seconds = [float(record["seconds"]) for record in records]
@@ -35,6 +36,7 @@ def running(
         "completed": len(records),
         "updated": round(time.time(), 3),
         "clients": {"present": list(present), "left": list(left), "excluded": list(excluded)},
+        "names": {str(client): name for client, name in names.items()},
         "seconds_per_round": sum(seconds[-10:]) / len(seconds[-10:]) if seconds else None,
         "num_faults": len(faults),
         "faults": list(faults[-LAST:]),

@@ -40,7 +40,7 @@ from ..networks.papers import build
 from ..rounds import solo
 from ..rounds.calibrated import save_total
 from ..rounds.halves import Halves, make_halves
-from ..rounds.result import result
+from ..rounds.result import clients_of, result
 from ..settings import with_pairs
 from ..wire.hello import listed
 from . import records
@@ -238,6 +238,7 @@ def serve_method(
                 left=sorted(roster.left),
                 excluded=sorted(roster.excluded),
                 faults=strategy.faults,
+                names=names_of(roster, run),
             ),
         )
 
@@ -260,6 +261,12 @@ def serve_method(
         ),
     )
     return strategy.roll
+
+
+def names_of(roster: Roster, run: Run) -> dict[int, str]:
+    """Return the clients' names by number."""
+    known = clients_of(roster.summary(run.data.dataset), run.settings.seed)
+    return {one.client: one.name for one in known}
 
 
 def same_network(halves: Halves, run: Run, roll: Membership) -> None:

@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp
 from .. import methods
 from ..config import Training, convert_fields
 from ..contract import ClientHalf
-from ..data import Scaling, Source
+from ..data import Scaling, Source, called, reported
 from ..errors import BayflowerError
 from ..files.store import DiskStore, Saved, Store
 from ..metrics import Tally
@@ -245,14 +245,13 @@ def evaluate_reply(
             "broadcast": broadcast,
             "data": site.data,
             **keys,
-        }
-        end |= {
             "new": site.new,
             "tally": views.get("personal"),
             "taken": taken,
             "dataset": str(site.origin.get("dataset", "")),
+            "scaling": site.scaling() if site.scaling else None,
+            **called(reported(site.origin.get("names")), site.client),
         }
-        end["scaling"] = site.scaling() if site.scaling else None
         save_personal(folder, end, formats, site.source() if site.source else None)
     numbers = numbers_of_test(views["personal"]) if views else {}
     done = Saved(keys["round"], cause, {}, said, flat_tallies(views), numbers)

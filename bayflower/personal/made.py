@@ -62,6 +62,8 @@ class Kept(NamedTuple):
     pixels: bool = False  # whether training images were uint8, scaled to (x/255 − 0.5)/0.5
     columns: tuple[str, ...] = ()  # names of a table's input columns, where they are known
     reading: dict[str, Any] | None = None  # how the data were read (`Source.reading`)
+    classes: tuple[str, ...] = ()  # names of the classes, where they are known
+    site: str = ""  # the client's name, where the data have one
 
 
 def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) -> dict[str, Any]:
@@ -177,6 +179,7 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
         "title": row.title,
         "paper": row.paper,
         "client": kept.client,
+        "site": kept.site or None,
         "round": kept.round,
         "seed": kept.seed,
         "never_trained": kept.new,
@@ -198,6 +201,7 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
         "prepared": kept.scaling is not None,
         "data": {
             "dataset": kept.dataset or None,
+            "classes": list(kept.classes) or None,
             "num_train": len(train.y),
             "num_held_out": held,
             "num_test": len(test.y),

@@ -15,10 +15,12 @@ from ..config import Run, parse
 from ..data import (
     Scaling,
     Source,
+    called,
     client_scaling,
     hold_out,
     load_client,
     load_federation,
+    names,
     read_alike,
     read_npz,
     rng,
@@ -89,7 +91,8 @@ def export_one(
     state = None if client >= settings.num_clients else client_state(opened, client)
     known = client_scaling(settings, seed, client)
     found = kept(opened, client, samples, state, known, settings.dataset)
-    return keep(into, described(found, source_of(settings)), formats)
+    words = called(names(settings, seed), client)
+    return keep(into, described(found._replace(**words), source_of(settings)), formats)
 
 
 def export_all(
@@ -194,7 +197,8 @@ def personalise(
             f"{data} has samples of shape {shape}, but the federation's models need {wanted}"
         )
     found = kept(opened, client, samples, None, known, source.name)
-    return keep(into, described(found, source if like is None else like), formats)
+    words = called(names(settings, opened.run.settings.seed), client) | {"site": source.name}
+    return keep(into, described(found._replace(**words), like or source), formats)
 
 
 def described(found: Kept, source: Source | None) -> Kept:

@@ -8,10 +8,12 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .. import methods
+from ..data import Identity, identities
 from ..errors import ConfigError
 
 FILE = "result.json"
@@ -54,6 +56,24 @@ class Found:
     def seed(self) -> int:
         """Return the run's seed."""
         return int(self.result["seed"])
+
+    @cached_property
+    def clients(self) -> dict[int, Identity]:
+        """Return who the clients are, by number. Files from before have no names; there the
+        partition says who a client is.
+        """
+        said, result = self.result.get("clients"), self.result
+        if said:
+            return {one["client"]: Identity(**one) for one in said}
+        some = [(result["final"].get(view) or {}) for view in ("personal", "new_clients")]
+        numbers = [[int(row["client"]) for row in one.get("per_client", [])] for one in some]
+        found = identities(result["partition"], self.seed, (), *numbers)
+        return {one.client: one for one in found}
+
+    def name(self, client: int) -> str:
+        """Return a client's name."""
+        known = self.clients.get(client)
+        return known.name if known else f"client {client}"
 
 
 @dataclass(frozen=True)
@@ -99,14 +119,26 @@ class Group:
 
     def by_client(
         self, key: str = "accuracy", view: str = "personal"
-    ) -> dict[tuple[int, int], float]:
-        """Return a number of each client, by (seed, client)."""
+    ) -> dict[tuple[int, str], float]:
+        """Return a number of each client, by (seed, identity of the client)."""
         found = {}
         for run in self.runs:
             for one in (run.result["final"].get(view) or {}).get("per_client", []):
-                if one.get(key) is not None:
-                    found[run.seed, int(one["client"])] = float(one[key])
+                if one.get(key) is not None and int(one["client"]) in run.clients:
+                    found[run.seed, run.clients[int(one["client"])].id] = float(one[key])
         return found
+
+    @cached_property
+    def named(self) -> dict[str, str]:
+        """Return the name of each client by its identity; the seed is part of a name where another
+        seed has another client of that name.
+        """
+        several = len(self.runs) > 1
+        return {
+            one.id: one.name if one.lasting or not several else f"{one.name}, seed {run.seed}"
+            for run in self.runs
+            for one in run.clients.values()
+        }
 
 
 def read(folders: Sequence[Path]) -> list[Found]:
@@ -199,9 +231,7 @@ def title(result: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
 
 
 def same_data(a: Group, b: Group) -> bool:
-    """Return whether two groups were given the same clients, so that client k of one is client k of
-    the other.
-    """
+    """Return whether two groups were given the same data in the same way."""
     return (
         all(a.first["config"].get(key) == b.first["config"].get(key) for key in DATA)
         and a.first["dataset"] == b.first["dataset"]

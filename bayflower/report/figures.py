@@ -113,6 +113,7 @@ def clients(groups: Sequence[Group]) -> list[Figure]:
     means = [mean_by_client(group) for group in some]
     base = means[0]
     order = sorted(base, key=lambda client: (base[client], client))
+    names = {client: name for group in some for client, name in group.named.items()}
     chart = Chart(
         "accuracy of each client",
         (-0.5, len(order) - 0.5),
@@ -121,7 +122,7 @@ def clients(groups: Sequence[Group]) -> list[Figure]:
         y_title="accuracy, %",
         width=1120.0,
     )
-    chart.axes(x_names=[str(client) for client in order])
+    chart.axes(x_names=[short(names[client]) for client in order])
     for series, (group, mean) in enumerate(zip(some, means, strict=True)):
         for place, client in enumerate(order):
             if client in mean:
@@ -130,7 +131,7 @@ def clients(groups: Sequence[Group]) -> list[Figure]:
                     place + shift,
                     100 * mean[client],
                     series,
-                    f"{group.title}, client {client}: {100 * mean[client]:.1f} %",
+                    f"{group.title}, {names[client]}: {100 * mean[client]:.1f} %",
                 )
     words = "Personal models on each client's own test data after the last round" + (
         ", mean over seeds." if len(some[0].runs) > 1 else "."
@@ -147,9 +148,14 @@ def clients(groups: Sequence[Group]) -> list[Figure]:
     return found + gains(groups)
 
 
-def mean_by_client(group: Group) -> dict[int, float]:
-    """Return the mean over seeds of each client's accuracy."""
-    by_client: dict[int, list[float]] = {}
+def short(name: str) -> str:
+    """Return a client's name for an axis: its number alone where it has no other name."""
+    return name.removeprefix("client ").split(",")[0][:12]
+
+
+def mean_by_client(group: Group) -> dict[str, float]:
+    """Return the mean over seeds of each client's accuracy, by identity."""
+    by_client: dict[str, list[float]] = {}
     for (_, client), value in group.by_client().items():
         by_client.setdefault(client, []).append(value)
     return {client: statistics.fmean(values) for client, values in by_client.items()}
@@ -166,7 +172,7 @@ def gains(groups: Sequence[Group]) -> list[Figure]:
             continue
         own, mine = alone.by_client(), group.by_client()
         both = sorted(own.keys() & mine.keys())
-        by_client: dict[int, list[float]] = {}
+        by_client: dict[str, list[float]] = {}
         for seed, client in both:
             by_client.setdefault(client, []).append(100 * (mine[seed, client] - own[seed, client]))
         if not by_client:
@@ -179,7 +185,7 @@ def gains(groups: Sequence[Group]) -> list[Figure]:
             x_title="clients, by gain",
             y_title="points of accuracy",
         )
-        chart.axes(x_names=[str(client) for _, client in mean])
+        chart.axes(x_names=[short(group.named[client]) for _, client in mean])
         for place, (value, client) in enumerate(mean):
             chart.bar(
                 place - 0.4,
@@ -187,7 +193,7 @@ def gains(groups: Sequence[Group]) -> list[Figure]:
                 0.0,
                 value,
                 series,
-                f"client {client}: {value:+.1f} points",
+                f"{group.named[client]}: {value:+.1f} points",
             )
         chart.rule(-0.5, 0.0, len(mean) - 0.5, 0.0)
         better = sum(value > 0 for value, _ in mean)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .collect import Found, Group
-from .figures import SHOWN, Figure
+from .figures import SHOWN, Figure, short
 from .svg import Chart, label
 
 
@@ -100,6 +100,7 @@ def partition(run: Found, counts: Sequence[Sequence[int]] | None) -> Figure:
     if counts:
         most = max((value for row in counts for value in row), default=1) or 1
         classes = len(counts[0])
+        labels = run.result.get("classes") or [str(k) for k in range(classes)]
         cell = min(560.0 / max(classes, 1), 1000.0 / max(len(counts), 1), 34.0)
         chart = Chart(
             f"partition of {name}",
@@ -111,7 +112,8 @@ def partition(run: Found, counts: Sequence[Sequence[int]] | None) -> Figure:
             height=max(200.0, 70.0 + cell * classes),
         )
         chart.axes(
-            x_names=[str(i) for i in range(len(counts))], y_names=[str(k) for k in range(classes)]
+            x_names=[short(run.name(i)) for i in range(len(counts))],
+            y_names=[name[:16] for name in labels],
         )
         room = (
             min((chart.right - chart.left) / len(counts), (chart.bottom - chart.top) / classes) / 2
@@ -124,7 +126,7 @@ def partition(run: Found, counts: Sequence[Sequence[int]] | None) -> Figure:
                         k,
                         max(1.0, room * (value / most) ** 0.5),
                         0,
-                        f"client {client}, class {k}: {value} training samples",
+                        f"{run.name(client)}, class {labels[k]}: {value} training samples",
                     )
         words = (
             "Training samples of each class; the area of a bubble is their number (largest: "
@@ -141,10 +143,10 @@ def partition(run: Found, counts: Sequence[Sequence[int]] | None) -> Figure:
         y_title="training samples",
         width=1120.0,
     )
-    chart.axes(x_names=[str(i) for i in range(len(sizes))])
+    chart.axes(x_names=[short(run.name(i)) for i in range(len(sizes))])
     for client, size in enumerate(sizes):
         chart.bar(
-            client - 0.4, client + 0.4, 0.0, size, 0, f"client {client}: {size} training samples"
+            client - 0.4, client + 0.4, 0.0, size, 0, f"{run.name(client)}: {size} training samples"
         )
     words = (
         "Training samples of each client. Which classes they have is not known here: the data "

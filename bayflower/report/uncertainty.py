@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from .collect import Group
-from .figures import SHOWN, Figure
+from .figures import SHOWN, Figure, short
 from .page import figures, spread, table
 from .svg import Chart, legend
 from .text import FORMS
@@ -168,12 +168,13 @@ def coverages(groups: Sequence[Group]) -> list[Figure]:
             x_title="client",
             y_title="share covered",
         )
-        chart.axes(x_names=[str(row["client"]) for row in rows])
+        run = next(run for run in group.runs if run.result.get("uncertainty"))
+        chart.axes(x_names=[short(run.name(row["client"])) for row in rows])
         chart.rule(-0.7, one["coverage"], len(rows) - 0.3, one["coverage"])
         for place, row in enumerate(rows):
             number = row["num_examples"]
             low, high = row["covered_low"] / number, row["covered_high"] / number
-            text = f"client {row['client']}: {row['covered']} of {number}, {low:.2f}–{high:.2f}"
+            text = f"{run.name(row['client'])}: {row['covered']} of {number}, {low:.2f}–{high:.2f}"
             chart.bar(place - 0.12, place + 0.12, low, max(high, low + 0.004), series, text)
             chart.point(place, row["coverage"], series, text)
         text = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from .. import metrics
 from ..config import Run
-from ..data import Federation
+from ..data import Federation, Identity, identities
 from ..files.records import Outcome
 from ..wire.hello import Summary
 from .calibrated import block as block_of
@@ -53,7 +53,12 @@ def result(
             final["new_clients"]["accuracy"] - final["personal"]["accuracy"]
         )
     settings = run.settings
+    known = clients_of(federation, settings.seed)
     device = settings.torch_device()
+    uncertainty = outcome.calibrated and block_of(
+        outcome.calibrated, run.data.calibration, run.data.coverage
+    )
+    name_rows(known, *final.values(), *(uncertainty or {}).values())
     return {
         "method": run.method,
         "dataset": federation.dataset,
@@ -66,17 +71,37 @@ def result(
         "seed": settings.seed,
         "num_clients": len(federation.clients),
         "num_new_clients": len(federation.new_clients),
+        "clients": [one._asdict() for one in known],
+        "classes": list(federation.names.classes) or None,
+        "columns": list(federation.names.columns) or None,
         "model": {"name": halves.model.name, "parameters": halves.model.num_parameters},
         "versions": versions(),
         "config": run.flat(),
         "rounds": [dict(record) for record in outcome.rounds],
         "final": final,
-        "uncertainty": outcome.calibrated
-        and block_of(outcome.calibrated, run.data.calibration, run.data.coverage),
+        "uncertainty": uncertainty,
         "faults": list(outcome.faults),
         "usage": outcome.usage and dict(outcome.usage),
         "remark": "; ".join(filter(None, [halves.client.remark(), *outcome.remarks])) or None,
     }
+
+
+def clients_of(federation: Federation | Summary, seed: int) -> list[Identity]:
+    """Return who the clients of a run are."""
+    numbers = [
+        [one if isinstance(one, int) else one.client for one in some]
+        for some in (federation.clients, federation.new_clients)
+    ]
+    return identities(federation.partition, seed, federation.names.sites, *numbers)
+
+
+def name_rows(known: Sequence[Identity], *blocks: Any) -> None:
+    """Write the clients' names into the rows `per_client` of some blocks."""
+    names = {one.client: one.name for one in known}
+    for block in blocks:
+        for row in block.get("per_client", []) if isinstance(block, dict) else []:
+            if row["client"] in names:
+                row["name"] = names[row["client"]]
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """What a client reports of itself in its first reply. With it a server needs no data and no model.
 
 A client reports only what the result file shows: the names of the network's parameters, the shape
-of an input, the number of classes, its numbers of samples, and the origin of the data. A client may
+of an input, the number of classes, its numbers of samples, and the origin of the data with its
+names of sites, classes and columns. A client may
 be faulty or hostile, so every field is checked.
 """
 
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..data import Names, reported
 from ..errors import BayflowerError, WireError
 from ..networks.model import Anatomy
 
@@ -44,6 +46,7 @@ class Summary(NamedTuple):
     dataset: str
     partition: dict[str, Any]
     note: str
+    names: Names = Names()
 
 
 def to_header(facts: ClientInfo) -> dict[str, Any]:
@@ -211,7 +214,10 @@ def summary(
         "test_sizes": [facts.test_size for facts in everyone],
     }
     name, note = common_text(origins, "dataset", dataset), common_text(origins, "note", "")
-    return Summary(tuple(sorted(known)), tuple(sorted(new)), name, {**common, **sizes}, note)
+    names = {reported(origin.get("names")) for origin in origins}
+    said = names.pop() if len(names) == 1 else Names()
+    clients = (tuple(sorted(known)), tuple(sorted(new)))
+    return Summary(*clients, name, {**common, **sizes}, note, said)
 
 
 def common_text(origins: Sequence[Mapping[str, Any]], key: str, otherwise: str) -> str:

@@ -217,6 +217,7 @@ def test_status_and_metrics_of_a_run(tmp_path):
         left=[1],
         excluded=[],
         faults=["x"] * 7,
+        names={0: "Budapest", 1: "site 7", 2: "Zürich"},
     )
     status.write(tmp_path / "status.json", content)
     shown = json.loads((tmp_path / "status.json").read_text())
@@ -227,6 +228,7 @@ def test_status_and_metrics_of_a_run(tmp_path):
         shown["num_faults"],
     ) == (2, 9, 3.0, 7)
     assert shown["clients"] == {"present": [0, 2], "left": [1], "excluded": []}
+    assert shown["names"] == {"0": "Budapest", "1": "site 7", "2": "Zürich"}
     assert len(shown["faults"]) == 5
     lines = (tmp_path / "metrics.prom").read_text().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from conftest import assert_same_bits
+from flowerapp import personal
 
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
@@ -55,6 +56,4 @@ def same_as(want, results: Path, rounds: int) -> None:
     assert [record["train_loss"] for record in result["rounds"]] == [
         record["train_loss"] for record in want.rounds
     ]
-    assert (
-        result["final"]["personal"]["per_client"] == summarise(want.views["personal"])["per_client"]
-    )
+    assert personal(result) == summarise(want.views["personal"])["per_client"]

@@ -58,4 +58,6 @@ def clean(out: Path) -> bool:
 
 
 def personal(result: dict) -> list:
-    return result["final"]["personal"]["per_client"]
+    """Return the rows of clients without their names."""
+    rows = result["final"]["personal"]["per_client"]
+    return [{key: value for key, value in row.items() if key != "name"} for row in rows]
