@@ -23,6 +23,7 @@ from . import (
     predict,
     report,
     reproduce,
+    results,
     run,
     tryout,
     tune,
@@ -37,7 +38,7 @@ app = typer.Typer(
     epilog="Example: `bayflower run fedmap --dataset synthetic --rounds 50`",
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(data.data, run.run, compare.compare, compare.study, report.report),
+    *(data.data, run.run, compare.compare, compare.study, results.results, report.report),
     *(personal.export, personal.personalise, predict.predict),
     *(lists.methods, lists.settings, lists.models, tryout.try_app, reproduce.reproduce, tune.tune),
     *(bench.bench, doctor.doctor, cite.cite, lists.version),

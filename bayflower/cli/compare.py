@@ -155,15 +155,24 @@ def carried_out(
 
 
 def show(done: list[tuple[Planned, dict[str, Any]]], study: Study) -> None:
-    """Print the tables of a study and where the runs are."""
+    """Print the tables of a study, what they say, and where the runs are."""
+    from ..report.collect import Found, group
     from ..report.text import comparison_table, uncertainty_comparison
+    from ..report.verdict import verdicts
+    from .results import show_groups
 
     console = Console()
     results = [result for _, result in done]
+    groups = group([Found(one.folder, result) for one, result in done])
     if len(study.seeds) == 1:
         console.print(comparison_table(results))
         if (more := uncertainty_comparison(results)) is not None:
             console.print(more)
+        for said in verdicts(groups) if len(groups) > 1 else []:
+            for line in said.words:
+                console.print(f"* {line}", markup=False, highlight=False)
+    else:
+        show_groups(groups)
     for remark in dict.fromkeys(result["remark"] for result in results if result["remark"]):
         console.print(f"note: {remark}", style="yellow", markup=False)
     console.print(f"written: {study.out}/METHOD/seed-SEED/result.json", markup=False)

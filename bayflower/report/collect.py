@@ -226,7 +226,7 @@ def title(result: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
             if all(other["engine"] == result["engine"] for other in others)
             else f"{name} ({result['engine']})"
         )
-    said = ", ".join(f"{key}={result['config'].get(key)}" for key in differ[:3])
+    said = ", ".join(f"{key}={result['config'].get(key)}" for key in differ)
     return f"{name} ({said})"
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
+
+from .collect import Group
+from .verdict import METRICS, Verdict, probability, signed
 
 BLOCKS = {
     "personal": "personal",
@@ -198,3 +203,56 @@ def comparison_table(results: list[dict[str, Any]]) -> Table:
             style=mark,
         )
     return grid
+
+
+def verdict_table(found: Verdict, groups: Sequence[Group]) -> Table:
+    """Return one row a method: means over seeds, and the paired difference to local training."""
+    metric, by_title = METRICS[found.metric], {group.title: group for group in groups}
+    most = max(found.seeds.values(), default=0)
+    one = next(iter(by_title.values())).first
+    sites = "sites" if found.lasting else "clients"
+    title = f"{found.dataset}, {one['num_clients']} {sites}, {len(one['rounds'])} rounds, "
+    title += f"{most} seed{'s' if most != 1 else ''}"
+    words = "personal models, last round; mean ± standard deviation over seeds"
+    against = {row.title: row for row in found.against}
+    if against:
+        words += f"; − local: paired difference in {metric.unit}, 95 % interval, p"
+    grid = bare_table(title, f"{metric.words}: mean over clients; worst client; {words}")
+    heads = ["method", metric.words, "worst", "NLL", "ECE", *(["− local", "p"] if against else [])]
+    for column in heads:
+        first = column == "method"  # it may be long: settings that differ are part of it
+        grid.add_column(
+            column,
+            justify="left" if first else "right",
+            no_wrap=not first,
+            overflow="fold" if first else "ellipsis",
+        )
+    for name, mean in found.means.items():
+        group, spread = by_title[name], found.spreads[name]
+        near = "" if spread is None else f" ± {metric.factor * spread:.{metric.digits}f}"
+        cells = [name, f"{metric.factor * mean:.{metric.digits}f}{near}"]
+        cells += [
+            f"{factor * statistics.fmean(values):.{digits}f}"
+            if (values := group.values(key))
+            else "–"
+            for key, factor, digits in (
+                ("worst_client_accuracy", 100, 1),
+                ("nll", 1, 3),
+                ("ece", 100, 1),
+            )
+        ]
+        if against:
+            cells += list(differing(found, against.get(name)))
+        grid.add_row(*cells)
+    return grid
+
+
+def differing(found: Verdict, row: Any) -> tuple[str, str]:
+    """Return a difference with its interval, and its p-value, as cells."""
+    if row is None:
+        return "", ""
+    d = row.difference
+    text = signed(found, d.mean)
+    if d.low is not None:
+        text += f" ({signed(found, d.low)}…{signed(found, d.high)})"
+    return text, "–" if row.p is None else probability(row.p).removeprefix("= ")
