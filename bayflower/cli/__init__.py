@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -43,6 +44,27 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     *(lists.methods, lists.settings, lists.models, tryout.try_app, reproduce.reproduce, tune.tune),
     *(bench.bench, doctor.doctor, cite.cite, lists.version),
 )
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and end, if it was asked for."""
+    if wanted:
+        lists.version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=print_version, help="print the version and end"
+        ),
+    ] = False,
+) -> None:
+    """Bayesian personalised federated learning on Flower."""
+
+
 for command in COMMANDS:
     app.command("try" if command is tryout.try_app else None)(command)
 app.add_typer(deploy.app, name="deploy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import importlib.util
 import json
 import os
@@ -72,6 +73,7 @@ def doctor(
 
 
 NEEDED = ("flwr", "numpy", "safetensors", "scikit-learn", "torch", "torchvision", "typer")
+MODULES = {"scikit-learn": "sklearn"}  # packages whose modules have another name
 OPTIONAL = {
     "ray": "simulation",
     "docker": "deploy",
@@ -108,7 +110,7 @@ def versions() -> list[Finding]:
     ]
     for name in ("bayflower", *NEEDED):
         try:
-            found.append(Finding(name, "ok", metadata.version(name)))
+            found.append(imported(name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             found.append(Finding(name, "wrong", "not installed", "pip install bayflower"))
     for name, extra in OPTIONAL.items():
@@ -119,6 +121,22 @@ def versions() -> list[Finding]:
                 Finding(name, "missing", "not installed", f"pip install 'bayflower[{extra}]'")
             )
     return found
+
+
+def imported(name: str, version: str) -> Finding:
+    """Return whether an installed package can be imported."""
+    from ..data.vision import import_torchvision
+
+    try:
+        if name == "torchvision":  # as our data sets do it
+            import_torchvision()
+        else:
+            importlib.import_module(MODULES.get(name, name))
+    except Exception as error:  # whatever a broken installation raises
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        remedy = f"pip install --force-reinstall {name}"
+        return Finding(name, "wrong", f"{version}, but it cannot be imported: {reason}", remedy)
+    return Finding(name, "ok", version)
 
 
 def devices() -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +21,17 @@ from ..tree import Tensors, digest
 def write_json(path: Path, content: Any) -> None:
     """Write `content` as JSON so that a reader sees the old file or the new one, never a part."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False))
+
+
+def finite(content: Any) -> Any:
+    """Return JSON content with None in place of numbers that are not finite."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return content
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,8 +7,13 @@ import logging
 import os
 import sys
 import time
+import traceback
+from pathlib import Path
+
+from ..errors import BayflowerError
 
 log = logging.getLogger("bayflower")
+NO_REPLY = "no valid reply"
 LONGEST = 500  # cap on the characters of a line: parts of it may come from a client
 
 
@@ -31,6 +36,15 @@ class Journal:
             self.blamed.add(client)
         log.warning("%s", text, extra=self.fields(client))
 
+    def no_reply(self, round: int) -> None:
+        """Record that a round had no valid reply."""
+        self.fault(f"round {round}: {NO_REPLY}; the global state is unchanged")
+
+    def cause(self) -> str:
+        """Return the last fault that says why: not only that no reply was valid."""
+        why = [text for text in self.faults if f": {NO_REPLY};" not in text]
+        return (why or self.faults or ["none was reported"])[-1]
+
     def event(self, text: str, client: int | None = None) -> None:
         """Log an event that is not a fault."""
         log.info("%s", one_line(text), extra=self.fields(client))
@@ -38,6 +52,14 @@ class Journal:
     def fields(self, client: int | None) -> dict[str, object]:
         """Return the extra fields of a log line."""
         return {"run": self.run, "round": self.round, "client": client}
+
+
+def origin_of(error: Exception) -> str:
+    """Return the file and line where an error arose; "" for those that say all themselves."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, BayflowerError) or not frames:
+        return ""
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 class JsonLines(logging.Formatter):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .atomic import write_json
+from .atomic import finite, write_json
 from .records import RoundRecord
 
 LAST = 5  # faults that are shown
@@ -46,7 +46,7 @@ def running(
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write status.json and, beside it, the file for Prometheus."""
-    write_json(path, content)
+    write_json(path, finite(content))
     part = path.with_name(f".{PROMETHEUS}.part")
     part.write_text(prometheus(content))
     part.replace(path.with_name(PROMETHEUS))

@@ -22,6 +22,7 @@ from ..config import Training, convert_fields
 from ..contract import ClientHalf
 from ..data import Scaling, Source, called, reported
 from ..errors import BayflowerError
+from ..files import journal
 from ..files.store import DiskStore, Saved, Store
 from ..metrics import Tally
 from ..networks.model import Model
@@ -113,7 +114,7 @@ def answer(
         )
     except Exception as error:
         where = f"client {site.client}, round {head['round']}, {message.metadata.message_type}"
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()) + journal.origin_of(error)
         log.debug("%s", traceback.format_exc(), extra=fields)
         raise BayflowerError(f"{where}: {type(error).__name__}: {reason}") from error
     content[records.HEADER] = ConfigRecord(

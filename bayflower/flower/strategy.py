@@ -212,7 +212,7 @@ class BayflowerStrategy(Strategy):
             )
         if self.records and all(record["train_loss"] is None for record in self.records):
             raise BayflowerError(
-                f"no client could be trained in any round; last fault: {self.faults[-1]}"
+                f"no client could be trained in any round; last fault: {self.journal.cause()}"
             )
         if self.records:
             self.records[-1].update(curve_point(views))
@@ -318,18 +318,18 @@ class BayflowerStrategy(Strategy):
         if valid < self.min_replies and (valid or self.min_replies > 1):
             number = f"{valid} valid replies" if valid else "no valid reply"
             raise BayflowerError(
-                f"round {round}: {number}, min_replies is {self.min_replies}; the run stopped"
+                f"round {round}: {number}, min_replies is {self.min_replies}; the run stopped; "
+                f"last fault: {self.journal.cause()}"
             )
         if valid:
             self._empty = 0
             return
-        self.journal.fault(f"round {round}: no valid reply; the global state is unchanged")
+        self.journal.no_reply(round)
         self._empty += 1
         if self._empty == EMPTY_ROUNDS:
-            last = self.faults[-2] if len(self.faults) > 1 else self.faults[-1]
             raise BayflowerError(
                 f"no valid reply in {EMPTY_ROUNDS} rounds in a row; the run stopped; last fault: "
-                f"{last}"
+                f"{self.journal.cause()}"
             )
 
     # -- what is asked ---------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def search(
         raise ConfigError(
             "tuning needs Optuna, which is not installed: pip install 'bayflower[tune]'"
         ) from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a failed trial has a line of ours
     space = ranges(method, wanted.settings)
     if not space:
         raise ConfigError(
@@ -170,8 +170,11 @@ def search(
         "seeds": wanted.seeds,
     }
     name = f"{method}-{digest(about)[:12]}"
+    journal = out / f"{name}.journal"
+    if not journal.exists():  # so is what is wrong with the data
+        usable(method, wanted)
     out.mkdir(parents=True, exist_ok=True)
-    storage = JournalStorage(JournalFileBackend(str(out / f"{name}.journal")))
+    storage = JournalStorage(JournalFileBackend(str(journal)))
     study = optuna.create_study(
         storage=storage, study_name=name, direction=SCORES[wanted.metric], load_if_exists=True
     )
@@ -221,6 +224,14 @@ def search(
         "study": name,
         "values": dict(study.best_params),
     }
+
+
+def usable(method: str, wanted: Search) -> None:
+    """Raise if the data of a search cannot be used."""
+    from ..engines import prepare
+
+    given = {**wanted.settings, "seed": 0, "validation": wanted.validation}
+    prepare(parse(method, given), "fused")
 
 
 def trial_score(

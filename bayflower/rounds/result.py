@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from .. import metrics
 from ..config import Run
 from ..data import Federation, Identity, identities
+from ..files.atomic import finite
 from ..files.records import Outcome
 from ..wire.hello import Summary
 from .calibrated import block as block_of
@@ -59,7 +61,8 @@ def result(
         outcome.calibrated, run.data.calibration, run.data.coverage
     )
     name_rows(known, *final.values(), *(uncertainty or {}).values())
-    return {
+    remarks = [halves.client.remark(), diverged(outcome.rounds), *outcome.remarks]
+    content = {
         "method": run.method,
         "dataset": federation.dataset,
         "note": federation.note,
@@ -82,8 +85,21 @@ def result(
         "uncertainty": uncertainty,
         "faults": list(outcome.faults),
         "usage": outcome.usage and dict(outcome.usage),
-        "remark": "; ".join(filter(None, [halves.client.remark(), *outcome.remarks])) or None,
+        "remark": "; ".join(filter(None, remarks)) or None,
     }
+    return dict(finite(content))
+
+
+def diverged(rounds: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if a number of some round is not finite."""
+    for record in rounds:
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                return (
+                    f"training diverged: {name} is not finite from round {record['round']} on; "
+                    "lower lr or set clip_norm"
+                )
+    return None
 
 
 def clients_of(federation: Federation | Summary, seed: int) -> list[Identity]:

@@ -1,0 +1,101 @@
+"""What people ran into: each is one clear line now, and nothing that was computed is lost."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+from prefork import bayflower
+from typer.testing import CliRunner
+
+from bayflower import __version__, methods
+from bayflower.cli import app, doctor
+from bayflower.config import parse
+from bayflower.engines import prepare, run_to_result
+from bayflower.errors import BayflowerError
+from bayflower.files.atomic import finite
+
+QUICK = {"rounds": 2, "num_clients": 3, "keep": 0.1, "local_epochs": 1, "device": "cpu"}
+
+
+def test_the_version_as_an_option():
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"{__version__}\n")
+
+
+def test_doctor_tries_to_import_what_is_installed(monkeypatch):
+    assert {one.what: one.state for one in doctor.versions()}["torchvision"] == "ok"
+
+    def broken():
+        raise BayflowerError("torchvision cannot be imported (operator nms does not exist)")
+
+    monkeypatch.setattr("bayflower.data.vision.import_torchvision", broken)
+    found = {one.what: one for one in doctor.versions()}["torchvision"]
+    assert found.state == "wrong"
+    assert "cannot be imported" in found.seen
+    assert "pip install" in found.remedy
+    real = importlib.import_module
+
+    def fails(name, *more):
+        if name == "safetensors":
+            raise OSError("libfoo.so: cannot open shared object file")
+        return real(name, *more)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", fails)
+    found = {one.what: one for one in doctor.versions()}["safetensors"]
+    assert (found.state, "libfoo.so" in found.seen) == ("wrong", True)
+
+
+def no_constants(name: str):
+    raise AssertionError(f"{name} in a result file")
+
+
+def test_a_run_that_diverges_writes_its_result_and_says_so(tmp_path):
+    done = bayflower(
+        *("run", "fedmap", "--rounds", "2", "--clients", "3", "--set", "keep=0.1"),
+        *("--set", "lr=1e6", "--out", str(tmp_path / "run")),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "training diverged" in done.stdout
+    text = (tmp_path / "run" / "result.json").read_text()
+    result = json.loads(text, parse_constant=no_constants)
+    assert "lower lr" in result["remark"]
+    assert len(result["rounds"]) == 2
+    usual = run_to_result(prepare(parse("fedmap", QUICK), "fused"))
+    assert "diverged" not in (usual["remark"] or "")
+
+
+def test_numbers_that_are_not_finite_become_null():
+    content = {"a": [1.0, float("nan"), {"b": float("inf")}], "c": (1, True, None, "nan")}
+    assert finite(content) == {"a": [1.0, None, {"b": None}], "c": [1, True, None, "nan"]}
+
+
+def test_tune_says_what_is_wrong_with_the_data_in_one_line(tmp_path):
+    pytest.importorskip("optuna")
+    done = bayflower(
+        *("tune", "fedmap", "--trials", "1", "--dataset", "none.npz", "--rounds", "1"),
+        *("--out", "tuned"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "no file none.npz" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [{}, {"min_replies": 2}, {"rounds": 4}])
+def test_an_error_in_a_half_is_named_with_its_place(monkeypatch, more):
+    def loss(self, *_):
+        return undefined_name  # noqa: F821
+
+    monkeypatch.setattr(methods.get("fedmap").client, "loss", loss)
+    prepared = prepare(parse("fedmap", {**QUICK, **more}), "loop")
+    line = loss.__code__.co_firstlineno + 1
+    with pytest.raises(BayflowerError) as failed:
+        run_to_result(prepared)
+    assert f"name 'undefined_name' is not defined (test_rough_edges.py, line {line})" in str(
+        failed.value
+    )
+    assert "NameError" in str(failed.value)
