@@ -13,6 +13,7 @@ import torch
 from .config import ENGINES, Run
 from .data import Federation, absolute, load_federation
 from .errors import ConfigError
+from .files import place
 from .files.atomic import write_json
 from .files.checkpoint import Checkpoint
 from .files.records import Outcome, Progress
@@ -95,8 +96,18 @@ def run_to_result(
     out: Path | None = None,
     progress: Progress | None = None,
     resume: Checkpoint | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Return result.json's content, written to `out`/result.json if given."""
+    """Return result.json's content, written to `out`/result.json if given. A folder that holds a
+    run is refused unless the run is resumed or to be replaced.
+    """
+    if out is not None and overwrite:
+        place.clear(out)
+    elif out is not None and resume is None and place.held(out) is not None:
+        raise ConfigError(
+            f"{out} holds a run; give another folder, the checkpoint to resume from, or "
+            "overwrite=True"
+        )
     outcome = execute(prepared, progress, out, resume)
     content = result(prepared.run, prepared.engine, prepared.federation, prepared.halves, outcome)
     if out is not None:

@@ -258,9 +258,10 @@ def status(folder: Folder, as_json: AsJson = False) -> None:
         print(json.dumps(facts))
     else:
         grid = Table(box=None, pad_edge=False, show_header=False)
-        for client, state in sorted(facts["clients"].items()):
-            grid.add_row(client, state)
         run = facts["run"]
+        names = run["names"] if run else {}
+        for client, state in sorted(facts["clients"].items()):
+            grid.add_row(client, state, names.get(client.removeprefix("client-"), ""))
         if run:
             grid.add_row(
                 "run",

@@ -32,6 +32,13 @@ def results(
     metric: Annotated[
         str, typer.Option(help="what to compare: accuracy, balanced_accuracy, nll or ece")
     ] = "accuracy",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="which models: personal, new_clients (of clients that never trained), global or "
+            "before"
+        ),
+    ] = "personal",
     as_json: AsJson = False,
 ) -> None:
     """Show the results of runs with paired differences and a verdict, or write them to a file.
@@ -49,24 +56,26 @@ def results(
     if out is not None:
         flat.write(out, table)
     groups = group(found)
+    if not any(one.values("accuracy", model) for one in groups):
+        raise ConfigError(f"no run has a test of {model!r}; see `final` in docs/results-file.md")
     if as_json:
-        said = [one.as_json() for one in verdicts(groups, metric)]
+        said = [one.as_json() for one in verdicts(groups, metric, model)]
         print(json.dumps({"runs": flat.of_runs(found), "verdicts": said}))
         return
     if out is not None:
         print(f"written: {out}, {len(table)} rows")
         return
-    show_groups(groups, metric)
+    show_groups(groups, metric, model)
 
 
-def show_groups(groups: list[Group], metric: str = "accuracy") -> None:
+def show_groups(groups: list[Group], metric: str = "accuracy", model: str = "personal") -> None:
     """Print a table and a verdict for each set of groups that share their data."""
     from ..report.text import verdict_table
     from ..report.verdict import verdicts
 
     console = Console()
-    for found in verdicts(groups, metric):
+    for found in verdicts(groups, metric, model):
         mine = [group for group in groups if group.title in found.means]
-        console.print(verdict_table(found, mine))
+        console.print(verdict_table(found, mine, model))
         for line in found.words:
             console.print(f"* {line}", markup=False, highlight=False)

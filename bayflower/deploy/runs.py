@@ -235,8 +235,15 @@ def overview(server: Server) -> dict[str, Any]:
         "round": status.get("completed") or last_round(folder),
         "rounds": record["config"].get("rounds"),
         "reason": status.get("reason"),
+        "names": status.get("names") or last_names(folder),
     }
     return facts
+
+
+def last_names(folder: Path) -> dict[str, str]:
+    """Return the names of clients by number in result.json, if there is one."""
+    known = read_json(folder / "result.json").get("clients") or []
+    return {str(one["client"]): str(one["name"]) for one in known}
 
 
 def last_round(folder: Path) -> int | None:

@@ -205,15 +205,16 @@ def comparison_table(results: list[dict[str, Any]]) -> Table:
     return grid
 
 
-def verdict_table(found: Verdict, groups: Sequence[Group]) -> Table:
+def verdict_table(found: Verdict, groups: Sequence[Group], view: str = "personal") -> Table:
     """Return one row a method: means over seeds, and the paired difference to local training."""
     metric, by_title = METRICS[found.metric], {group.title: group for group in groups}
     most = max(found.seeds.values(), default=0)
     one = next(iter(by_title.values())).first
     sites = "sites" if found.lasting else "clients"
-    title = f"{found.dataset}, {one['num_clients']} {sites}, {len(one['rounds'])} rounds, "
+    number = one["num_new_clients" if view == "new_clients" else "num_clients"]
+    title = f"{found.dataset}, {number} {sites}, {len(one['rounds'])} rounds, "
     title += f"{most} seed{'s' if most != 1 else ''}"
-    words = "personal models, last round; mean ± standard deviation over seeds"
+    words = f"{BLOCKS.get(view, view)} models, last round; mean ± standard deviation over seeds"
     against = {row.title: row for row in found.against}
     if against:
         words += f"; − local: paired difference in {metric.unit}, 95 % interval, p"
@@ -233,7 +234,7 @@ def verdict_table(found: Verdict, groups: Sequence[Group]) -> Table:
         cells = [name, f"{metric.factor * mean:.{metric.digits}f}{near}"]
         cells += [
             f"{factor * statistics.fmean(values):.{digits}f}"
-            if (values := group.values(key))
+            if (values := group.values(key, view))
             else "–"
             for key, factor, digits in (
                 ("worst_client_accuracy", 100, 1),

@@ -95,8 +95,12 @@ class Verdict(NamedTuple):
         }
 
 
-def verdicts(groups: Sequence[Group], metric: str = "accuracy") -> list[Verdict]:
-    """Return a verdict for each set of groups that share their data."""
+def verdicts(
+    groups: Sequence[Group], metric: str = "accuracy", view: str = "personal"
+) -> list[Verdict]:
+    """Return a verdict for each set of groups that share their data; `view` says which models on
+    which clients: a block of result.json's "final".
+    """
     if metric not in METRICS:
         raise ConfigError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
     sets: list[list[Group]] = []
@@ -106,13 +110,13 @@ def verdicts(groups: Sequence[Group], metric: str = "accuracy") -> list[Verdict]
             sets.append([one])
         else:
             home.append(one)
-    return [verdict(some, metric) for some in sets]
+    return [verdict(some, metric, view) for some in sets]
 
 
-def verdict(groups: Sequence[Group], metric: str = "accuracy") -> Verdict:
+def verdict(groups: Sequence[Group], metric: str = "accuracy", view: str = "personal") -> Verdict:
     """Return what groups on the same data say."""
     sign = METRICS[metric].sign
-    numbers = {group.title: group.by_client(metric) for group in groups}
+    numbers = {group.title: group.by_client(metric, view) for group in groups}
     numbers = {title: values for title, values in numbers.items() if values}
     means = {title: seed_means(values) for title, values in numbers.items()}
     order = sorted(means, key=lambda title: -sign * statistics.fmean(means[title]))

@@ -212,7 +212,10 @@ def run_one(
     started = time.monotonic()
     try:
         result = run_to_result(
-            prepare(chosen, plan.engine), out, speaker(words, chosen.settings.rounds, say, end)
+            prepare(chosen, plan.engine),
+            out,
+            speaker(words, chosen.settings.rounds, say, end),
+            overwrite=True,  # the folder's name has the settings: it is the same run
         )
     finally:
         gc.collect()

@@ -15,6 +15,7 @@ import pytest
 from prefork import bayflower
 
 from bayflower.config import parse
+from bayflower.engines import prepare, run_to_result
 from bayflower.errors import ConfigError
 from bayflower.files import checkpoint, place
 from bayflower.study import plan
@@ -137,6 +138,16 @@ def test_what_cannot_be_made_or_is_no_run_is_one_line(tmp_path):
     with pytest.raises(RuntimeError):
         written()
     assert (tmp_path / "a" / "b" / "kept").exists()
+
+
+def test_python_is_refused_too(tmp_path):
+    ready = prepare(parse("local", {**SETS, "num_clients": 3, "rounds": 1}), "fused")
+    first = run_to_result(ready, tmp_path)
+    before = prints(tmp_path)
+    with pytest.raises(ConfigError, match="holds a run; give another folder"):
+        run_to_result(ready, tmp_path)
+    assert prints(tmp_path) == before
+    assert run_to_result(ready, tmp_path, overwrite=True)["final"] == first["final"]
 
 
 # -- studies -------------------------------------------------------------------------------------

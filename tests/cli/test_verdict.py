@@ -129,6 +129,28 @@ def test_a_site_left_out_in_each_seed_is_matched_by_name(model):
     assert all(site.mean == pytest.approx(0.02) for site in one.difference.sites)
 
 
+def test_left_out_sites_of_different_seeds_are_compared_by_name(model):
+    """Every seed leaves out one site, always under the same number."""
+    runs = []
+    for seed, left in enumerate(("Bern", "Zug", "Bern", "Chur")):
+        for method, gain in (("local", 0.0), ("fedmap", 0.05 if left == "Bern" else 0.01)):
+            made = result(model[method], seed, dict.fromkeys(SITES, 0.7))
+            row = next(one for one in made["clients"] if one["name"] == left)
+            row["new"] = True
+            block = copy.deepcopy(made["final"]["personal"])
+            block["per_client"] = [{**block["per_client"][0], "client": row["client"]}]
+            block["per_client"][0]["accuracy"] = 0.6 + gain
+            made["final"]["new_clients"] = block
+            runs.append(Found(Path(method), made))
+    (one,) = verdict(group(runs), view="new_clients").against
+    found = {site.id: (site.seeds, site.mean) for site in one.difference.sites}
+    assert found == {
+        "site:Bern": (2, pytest.approx(0.05)),
+        "site:Zug": (1, pytest.approx(0.01)),
+        "site:Chur": (1, pytest.approx(0.01)),
+    }
+
+
 def test_drawn_clients_are_not_averaged_over_seeds(model):
     gains = {"fedmap": {"all": 0.02}}
     said = verdict(study(model, gains, seeds=3, noise=0.02, lasting=False))
