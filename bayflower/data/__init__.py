@@ -17,7 +17,7 @@ from .federation import (
     num_classes,
 )
 from .identity import Identity, called, identities, reported
-from .npz import read_npz
+from .npz import read_npz, read_numbered
 from .scaling import Scaling, scaling, standardise
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
 from .sites import absolute, resolve
@@ -55,6 +55,7 @@ __all__ = [
     "read",
     "read_alike",
     "read_npz",
+    "read_numbered",
     "reported",
     "resolve",
     "rng",

@@ -49,6 +49,15 @@ def read_npz(path: Path, options: Options = PLAIN, numbers: bool = False) -> Sou
     return of_arrays(arrays_of(path, options), path.stem, str(path), options, numbers)
 
 
+def read_numbered(path: Path, num_classes: int) -> Source:
+    """Return the data set in an .npz file of a client whose federation knows the number of classes;
+    some may not occur.
+    """
+    arrays = arrays_of(path, PLAIN)
+    arrays.setdefault("num_classes", np.array(num_classes))
+    return of_arrays(arrays, path.stem, str(path), PLAIN, True)
+
+
 def read_several(paths: Sequence[Path], name: str, options: Options) -> Source:
     """Return the data set in several .npz files, each a site named after it unless all have
     `client`.
@@ -123,6 +132,11 @@ def content(path: Path, wanted: set[str]) -> dict[str, np.ndarray]:
                 return {key: archive[key] for key in archive.files if key in wanted}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "Object arrays" in reason:
+            raise ConfigError(
+                f"{path} has an array of Python objects, such as names from a data frame; store "
+                "numbers, or texts with .astype(str)"
+            ) from None
         raise ConfigError(
             f"{path} is not an .npz file of plain arrays ({reason}); write it with "
             "numpy.savez(path, x=..., y=...)"

@@ -22,7 +22,7 @@ from ..data import (
     load_federation,
     names,
     read_alike,
-    read_npz,
+    read_numbered,
     rng,
     scaling,
     source_of,
@@ -162,8 +162,8 @@ def personalise(
     opened = open_run(folder, data_dir)
     settings = opened.run.data
     like, client = source_of(settings), settings.total_clients
-    source = read_npz(data) if like is None else read_alike(data, like, settings.test)
     classes = opened.halves.model.num_classes
+    source = read_numbered(data, classes) if like is None else read_alike(data, like, settings.test)
     if int(source.y.max()) >= classes:
         raise ConfigError(
             f"{data} has label {int(source.y.max())}; the federation's models know {classes} "

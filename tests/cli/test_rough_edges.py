@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 
+import numpy as np
 import pytest
 from prefork import bayflower
 from typer.testing import CliRunner
@@ -12,9 +13,11 @@ from typer.testing import CliRunner
 from bayflower import __version__, methods
 from bayflower.cli import app, doctor
 from bayflower.config import parse
+from bayflower.data import read_npz
 from bayflower.engines import prepare, run_to_result
-from bayflower.errors import BayflowerError
+from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files.atomic import finite
+from bayflower.personal import personalise
 
 QUICK = {"rounds": 2, "num_clients": 3, "keep": 0.1, "local_epochs": 1, "device": "cpu"}
 
@@ -99,3 +102,28 @@ def test_an_error_in_a_half_is_named_with_its_place(monkeypatch, more):
         failed.value
     )
     assert "NameError" in str(failed.value)
+
+
+def test_names_in_client_are_read_or_refused_without_numpys_words(tmp_path):
+    names = np.array(["Bern", "Zug", "Chur"] * 20)
+    np.savez(tmp_path / "a.npz", x=np.zeros((60, 3)), y=np.arange(60) % 2, client=names)
+    assert read_npz(tmp_path / "a.npz").site_names() == ("Bern", "Chur", "Zug")
+    names = names.astype(object)
+    np.savez(tmp_path / "a.npz", x=np.zeros((60, 3)), y=np.arange(60) % 2, client=names)
+    with pytest.raises(ConfigError, match="array of Python objects") as refused:
+        read_npz(tmp_path / "a.npz")
+    assert "pickle" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("dataset", "shape"), [("digits", (1, 8, 8)), ("synthetic", (30,))])
+def test_a_new_client_with_one_class_needs_no_num_classes(tmp_path, dataset, shape):
+    """The federation knows the classes; the new client has seen one."""
+    given = {**QUICK, "dataset": dataset, "keep": 0.1 if dataset == "digits" else 1.0}
+    run = parse("fedavg", {**given, "new_client_epochs": 1, "checkpoint_every": 1})
+    run_to_result(prepare(run, "fused"), tmp_path / "run")
+    x = np.random.default_rng(0).random((40, *shape)).astype(np.float32)
+    np.savez(tmp_path / "one.npz", x=x, y=np.ones(40, int))
+    made = personalise(tmp_path / "run", tmp_path / "one.npz", tmp_path / "m", ("safetensors",))
+    assert made["network"]["num_classes"] == (10 if dataset == "digits" else 2)
+    counts = made["data"]["train_per_class"]
+    assert (counts[0], counts[1] > 0, sum(counts[2:])) == (0, True, 0)

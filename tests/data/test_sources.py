@@ -54,7 +54,7 @@ def table(n: int = 60) -> dict[str, np.ndarray]:
             r"labels in .* must be in \[0, 1\] for num_classes 2, got 2",
         ),
         ({"y": np.zeros(60, int)}, "y in .* has one class only"),
-        ({"x": np.array([None, 1] * 30)}, "not an .npz file of plain arrays .*Object arrays"),
+        ({"x": np.array([None, 1] * 30)}, "has an array of Python objects"),
         ({"x": np.array(["a", "b"] * 30).reshape(60, 1)}, "x in .* must be numbers"),
         ({"x": np.full((60, 3), np.inf)}, "must be finite in float32"),
         ({"x": np.full((60, 3), 1e300)}, "must be finite in float32"),
