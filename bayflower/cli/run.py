@@ -114,9 +114,9 @@ def run(
         place.check_free(folder, chosen, engine, command(method, given, engine))
     prepared = prepare(chosen, engine)
     announce(prepared, as_json)
-    if overwrite and not resume:
-        place.clear(folder)
     with place.making(folder):
+        if overwrite and not resume:
+            place.clear(folder)
         result = trained(prepared, given, folder, port, start, tensorboard, as_json)
     if as_json:
         print(json.dumps(result))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -20,6 +21,12 @@ from ..errors import BayflowerError, ConfigError
 from . import checkpoint
 from .atomic import read_json
 
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 RESULT = "result.json"
 WRITTEN = (RESULT, checkpoint.FILE, "status.json", "metrics.prom", "calibration.safetensors")
 # settings that say where and how a run is computed; its results do not depend on them
@@ -33,6 +40,8 @@ ELSEWHERE = {
     "client_states",
     "stacking",
 }
+LOCK = ".running"
+BUSY = "another process is doing the run in"
 SHOWN = 3  # settings in the name of a folder; with more, a digest stands for the rest
 LONGEST = 60  # characters of these settings
 
@@ -95,7 +104,10 @@ def usual_folder(run: Run, engine: str = "fused") -> Path:
     file = run.data.is_path
     differ.pop("seed", None)
     differ.pop("dataset", None)
-    words = [plain(f"{key}{value}") for key, value in differ.items()]
+    words = [
+        plain(f"{key}{value}" if isinstance(value, int | float) else f"{key}_{value}")
+        for key, value in differ.items()
+    ]
     words += [] if engine == "fused" else [engine]
     shown: list[str] = []
     for word in words[:SHOWN]:
@@ -191,10 +203,40 @@ def clear(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+class BusyError(ConfigError):
+    """Another process is doing the run."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder while a run is under way. A lock ends with its process,
+    however that ends.
+    """
+    if fcntl is None:  # no such locks here
+        yield
+        return
+    path = folder / LOCK
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise BusyError(f"{BUSY} {folder}; wait for it, or choose another --out") from None
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            break
+        file.close()  # its owner ended and removed it just now
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
 @contextmanager
 def making(folder: Path) -> Iterator[None]:
-    """Make `folder` for a run; if the run is refused or fails with nothing in it, remove what was
-    made.
+    """Make `folder` for a run and keep other processes out of it; if the run is refused or fails
+    with nothing in it, remove what was made.
     """
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
@@ -204,7 +246,8 @@ def making(folder: Path) -> Iterator[None]:
             f"out {str(folder)!r} cannot be made ({error.strerror}); choose another folder"
         ) from None
     try:
-        yield
+        with alone_in(folder):
+            yield
     except BaseException:
         for one in missing:
             with suppress(OSError):

@@ -80,14 +80,15 @@ def carry_out(
     ready = check(missing, study.engine, every=jobs == 1)
     if overwrite:
         for one in missing:
-            place.clear(one.folder)
+            with place.making(one.folder):
+                place.clear(one.folder)
     if study.engine in ("ray", "deployment"):
         under_flower(study, missing, ready, watch, port, app)
     elif jobs > 1:
         say(f"{len(missing)} runs, {jobs} at a time")
         side_by_side(missing, study.engine, jobs, say)
     else:
-        in_turn(missing, study.engine, ready, watch)
+        in_turn(missing, study.engine, ready, watch, say)
     return [(one, json.loads((one.folder / place.RESULT).read_text())) for one in plan]
 
 
@@ -103,14 +104,30 @@ def check(missing: Sequence[Planned], engine: str, every: bool) -> dict[Path, Pr
 
 
 def in_turn(
-    missing: Sequence[Planned], engine: str, ready: dict[Path, Prepared], watch: Watch
+    missing: Sequence[Planned], engine: str, ready: dict[Path, Prepared], watch: Watch, say: Say
 ) -> None:
-    """Run one after another in this process."""
-    for one in missing:
-        prepared = ready.pop(one.folder, None) or prepare(one.run, engine)
-        begun, name = resumed(one), title(one)
-        with place.making(one.folder), watch({name: one.run.settings.rounds}) as progress:
-            run_to_result(prepared, one.folder, partial(progress, name), begun)
+    """Run one after another in this process. A run that another process is doing comes last."""
+    waiting, told_of = list(missing), False
+    while waiting:
+        one = waiting.pop(0)
+        name = title(one)
+        try:
+            with place.making(one.folder), watch({name: one.run.settings.rounds}) as progress:
+                if is_done(one):  # by another process, meanwhile
+                    continue
+                prepared = ready.pop(one.folder, None) or prepare(one.run, engine)
+                run_to_result(prepared, one.folder, partial(progress, name), resumed(one))
+        except place.BusyError as busy:
+            if not told_of:
+                say(f"{name}: {busy}; waiting")
+            told_of = True
+            waiting.append(one)
+            time.sleep(POLL_SECONDS)
+
+
+def is_done(one: Planned) -> bool:
+    """Return whether the folder of a run holds its result now."""
+    return (one.folder / place.RESULT).exists()
 
 
 def resumed(one: Planned) -> checkpoint.Checkpoint | None:
@@ -148,13 +165,19 @@ def side_by_side(missing: Sequence[Planned], engine: str, jobs: int, say: Say) -
         while waiting or active:
             while waiting and len(active) < jobs:
                 one = waiting.pop(0)
-                active.append((one, *start(one, engine)))
+                if is_done(one):  # by another process, meanwhile
+                    done += 1
+                else:
+                    active.append((one, *start(one, engine)))
             time.sleep(POLL_SECONDS)
             for item in [item for item in active if item[1].poll() is not None]:
                 active.remove(item)
                 one, process, errors = item
                 text = told(errors)
-                if process.returncode:
+                if process.returncode and place.BUSY in text:
+                    waiting.append(one)
+                    continue
+                if process.returncode and not is_done(one):
                     raise BayflowerError(
                         f"{title(one)} failed: {text or f'code {process.returncode}'}; the same "
                         "command goes on with the runs that are missing"
