@@ -135,6 +135,19 @@ def place(out: Path, label: str, run: Run, engine: str) -> Path:
     return folder.with_name(f"{folder.name}-{digest(run, engine)}")
 
 
+def the_run(folder: Path) -> Path:
+    """Return the folder of the run in `folder`: itself, or the only one below it, as in
+    OUT/METHOD/seed-SEED. If there are several, raise with their names.
+    """
+    if any((folder / name).exists() for name in (RESULT, checkpoint.FILE)):
+        return folder
+    below = {path.parent for name in (RESULT, checkpoint.FILE) for path in folder.rglob(name)}
+    if len(below) > 1:
+        some = ", ".join(str(path) for path in sorted(below)[:4])
+        raise ConfigError(f"{folder} holds {len(below)} runs; name one: {some}")
+    return next(iter(below), folder)
+
+
 def next_free(folder: Path) -> Path:
     """Return FOLDER-2, or the next one that does not exist."""
     return next(

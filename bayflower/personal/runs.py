@@ -28,7 +28,7 @@ from ..data import (
     source_of,
 )
 from ..errors import ConfigError
-from ..files import checkpoint
+from ..files import checkpoint, place
 from ..files.atomic import read_json
 from ..files.store import DiskStore
 from ..fused.bank import DiskBank
@@ -51,7 +51,10 @@ class Opened(NamedTuple):
 
 
 def open_run(folder: Path, data_dir: str = "") -> Opened:
-    """Return the run in `folder`; its data are made again from its settings."""
+    """Return the run in `folder`, or the only one below it; its data are made again from its
+    settings.
+    """
+    folder = place.the_run(folder)
     found = checkpoint.read(folder)
     if found is None:
         raise ConfigError(

@@ -140,6 +140,17 @@ def test_what_cannot_be_made_or_is_no_run_is_one_line(tmp_path):
     assert (tmp_path / "a" / "b" / "kept").exists()
 
 
+def test_the_only_run_below_a_folder_is_found(tmp_path):
+    for name in ("fedmap/seed-0", "local/seed-0", "local/seed-1"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "result.json").write_text("{}")
+    assert place.the_run(tmp_path / "fedmap") == tmp_path / "fedmap" / "seed-0"
+    assert place.the_run(tmp_path / "local" / "seed-1") == tmp_path / "local" / "seed-1"
+    with pytest.raises(ConfigError, match=r"holds 2 runs; name one: .*seed-0, .*seed-1"):
+        place.the_run(tmp_path / "local")
+    assert place.the_run(tmp_path / "none") == tmp_path / "none"
+
+
 def test_python_is_refused_too(tmp_path):
     ready = prepare(parse("local", {**SETS, "num_clients": 3, "rounds": 1}), "fused")
     first = run_to_result(ready, tmp_path)
