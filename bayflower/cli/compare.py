@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from .. import methods as table
+from .data import announce
 from .options import (
     AsJson,
     Clients,
@@ -151,6 +152,7 @@ def carried_out(
         overwrite=overwrite,
         port=port,
         app=app.resolve() if app else None,
+        announce=lambda prepared: announce(prepared, hidden),
     )
 
 

@@ -66,9 +66,10 @@ def carry_out(
     overwrite: bool = False,
     port: int = 0,
     app: Path | None = None,
+    announce: Callable[[Prepared], None] = lambda prepared: None,
 ) -> list[tuple[Planned, dict[str, Any]]]:
     """Do the missing runs of a study; return all its runs with the contents of their result.json.
-    With `overwrite` all of its runs are done again.
+    With `overwrite` all of its runs are done again. `announce` is told the first run that is ready.
     """
     plan = planned(study)
     if overwrite:
@@ -78,6 +79,8 @@ def carry_out(
         say(f"{len(plan) - len(missing)} of {len(plan)} runs are there already")
     jobs = jobs_of(study, missing)
     ready = check(missing, study.engine, every=jobs == 1)
+    for prepared in [*ready.values()][:1]:  # all share their data
+        announce(prepared)
     if overwrite:
         for one in missing:
             with place.making(one.folder):

@@ -83,7 +83,9 @@ def test_from_a_table_to_scores(trained):
 def test_a_card_agrees_with_how_the_training_data_were_read(trained):
     """What the model sees of a training row is what training saw, to the bit."""
     folder, _, _ = trained
-    config = json.loads((folder / "runs" / "fedmap" / "result.json").read_text())["config"]
+    config = json.loads((folder / "runs" / "fedmap" / "seed-0" / "result.json").read_text())[
+        "config"
+    ]
     method = config.pop("method")
     data = load_client(
         parse(method, {**config, "dataset": str(folder / "patients.csv")}).data, 0, 1
@@ -109,7 +111,7 @@ def test_parquet_and_our_own_file_give_the_same_bits(trained):
         frame.to_parquet(folder / "patients.parquet")
         pandas.DataFrame(new).to_parquet(folder / "new.parquet")
         files["patients.parquet"] = TABLE
-    want = json.loads((folder / "runs" / "fedmap" / "result.json").read_text())
+    want = json.loads((folder / "runs" / "fedmap" / "seed-0" / "result.json").read_text())
     for name, options in files.items():
         call(folder, "run", "fedmap", "--dataset", name, *options, *QUICK, "--out", f"runs-{name}")
         got = json.loads((folder / f"runs-{name}" / "result.json").read_text())
