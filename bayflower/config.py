@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 
 from . import methods
-from .contract import Phase
 from .data import DataSettings, resolve
 from .errors import ConfigError, field_types
-from .maths.optim import Optimizer, OptimizerName
 from .networks.papers import MODELS
+from .recipes import RECIPE
+from .recipes import Training as Training  # part of a run's settings
 from .settings import meanings, setting
 
 ENGINES: dict[str, str] = {
@@ -34,54 +34,6 @@ ENGINES: dict[str, str] = {
     "cluster",
     "deployment": "a SuperLink and one SuperNode process a client, on loopback",
 }
-
-
-@dataclass(frozen=True)
-class Training:
-    """Local training of a client in one round. All methods of a comparison share these settings."""
-
-    optimizer: OptimizerName = setting(
-        "adam", "sgd, adam or rmsprop; its state is reset in every round"
-    )
-    lr: float = setting(0.001, "learning rate")
-    momentum: float = setting(0.0, "momentum of the optimiser; sgd and rmsprop only")
-    weight_decay: float = setting(0.0, "L2 penalty: weight_decay × parameter joins the gradient")
-    clip_norm: float = setting(0.0, "gradients with a larger norm are clipped; 0 = no clipping")
-    batch_size: int = setting(64, "samples in one training step")
-    local_epochs: int = setting(5, "passes over a client's training data in one round")
-    local_steps: int = setting(0, "training steps in one round, instead of epochs; 0 = use epochs")
-    new_client_epochs: int = setting(
-        50, "passes over its data when a new client, which took part in no round, adapts"
-    )
-
-    def __post_init__(self) -> None:
-        self.make_optimizer()
-        for name, least in (
-            ("batch_size", 1),
-            ("local_epochs", 1),
-            ("local_steps", 0),
-            ("new_client_epochs", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
-
-    def make_optimizer(self) -> Optimizer:
-        """Return the optimiser of local training."""
-        return Optimizer(self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm)
-
-    def phase(
-        self, name: str, epochs: int | None = None, trainable: tuple[str, ...] | None = None
-    ) -> Phase:
-        """Return a phase of local training with `epochs`; without it, as long as a round."""
-        steps = self.local_steps if epochs is None else 0
-        return Phase(
-            name,
-            self.make_optimizer(),
-            self.batch_size,
-            0 if steps else (epochs or self.local_epochs),
-            steps,
-            trainable,
-        )
 
 
 @dataclass(frozen=True)
@@ -281,11 +233,15 @@ class Run:
 
 
 def make_instructions(training: Training, options: Any) -> str:
-    """Return the settings of local training and of the method, as JSON."""
-    return json.dumps(
-        {"training": dataclasses.asdict(training), "options": dataclasses.asdict(options)},
-        sort_keys=True,
-    )
+    """Return the settings of local training and of the method, as JSON; a recipe's settings only
+    where they are not the defaults.
+    """
+    told = {
+        name: value
+        for name, value in dataclasses.asdict(training).items()
+        if name not in RECIPE or value != RECIPE[name]
+    }
+    return json.dumps({"training": told, "options": dataclasses.asdict(options)}, sort_keys=True)
 
 
 PRESET = "preset"  # the key that names a preset
@@ -342,7 +298,12 @@ def parse(
         group = known[name]
         chosen[group][name] = convert(name, value, field_types(kinds[group])[name])
     made = {group: kind(**chosen[group]) for group, kind in kinds.items()}
-    return Run(method, **{**made, "data": resolve(made["data"])})
+    run = Run(method, **{**made, "data": resolve(made["data"])})
+    if why := methods.get(method).client.refuses(run.options, run.training):
+        raise ConfigError(f"{method} {why}")
+    if among:  # a strategy learns its rounds when it is started
+        return run
+    return dataclasses.replace(run, training=run.training.lasting(run.settings.rounds))
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:

@@ -279,6 +279,11 @@ class ClientHalf(ABC):
     # -- training ----------------------------------------------------------------------------------
     survey_size: int = 0  # samples of one `survey`; 0 = no pass over the data after training
 
+    @classmethod
+    def refuses(cls, config: Any, training: Any) -> str | None:
+        """Return why the method cannot train with these settings of local training, or None."""
+        return None
+
     @property
     def plain_loop(self) -> bool:
         """Return whether a round is nothing but steps down `loss`, so that a training loop of the

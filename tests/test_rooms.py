@@ -34,6 +34,7 @@ ROOMS = (
     "clients",
     "methods",
     "data",
+    "recipes",
     "config",
     "wire",
     "files",

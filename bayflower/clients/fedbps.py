@@ -68,6 +68,16 @@ class Client(ClientHalf):
         super().__init__(config, training, model)
         self.survey_size = at_once(model, training.batch_size, config.curvature)
 
+    @classmethod
+    def refuses(cls, config: Any, training: Any) -> str | None:
+        """Return why weight decay is no prior (E-B3): that of adamw is no part of the loss."""
+        if config.delta is not None or training.optimizer != "adamw" or not training.weight_decay:
+            return None
+        return (
+            "takes its prior from weight_decay in the loss, which adamw keeps out of it; set "
+            "delta, or optimizer=adam"
+        )
+
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
         """Return one stretch of local training; a new client fits its personal entries; nothing
         before a test.

@@ -60,6 +60,13 @@ class Client(feddyn.Client):
     # the drift stays here, but what is sent (theta + drift, pace) tells it
     private = ()  # type: ignore[assignment]
 
+    @classmethod
+    def refuses(cls, config: Any, training: Any) -> str | None:
+        """Return why the pace [eq. 3] has no meaning: it is divided by K eta."""
+        if not training.scheduled:
+            return None
+        return "divides by steps × lr, so the learning rate must not change; use schedule=constant"
+
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return no drift and no pace."""
         return State(

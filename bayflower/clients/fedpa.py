@@ -58,6 +58,16 @@ class Client(fedavg.Client):
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     private = ()  # type: ignore[assignment]
 
+    @classmethod
+    def refuses(cls, config: Any, training: Any) -> str | None:
+        """Return why iterates would be no samples: their spread is set by the rate."""
+        if not training.over_steps.changes:
+            return None
+        return (
+            "samples a posterior by SGD at one rate, so the learning rate must not change within a "
+            "round; use local_schedule=constant warmup_steps=0"
+        )
+
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
         """Return burn-in and sampling; nothing before a test."""
         if purpose != "train":

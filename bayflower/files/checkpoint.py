@@ -16,6 +16,7 @@ from ..config import Limits, Run
 from ..data import DataSettings
 from ..data.settings import CALIBRATION_SETTINGS, READING_SETTINGS
 from ..errors import ConfigError
+from ..recipes import RECIPE
 from ..tree import Tensors, flatten, unflatten
 from .atomic import below, load_tensors, save_tensors
 from .records import RoundRecord
@@ -46,6 +47,7 @@ BEFORE = {
         for name in (*CALIBRATION_SETTINGS, *READING_SETTINGS)
     },
     "calibration": "off",
+    **RECIPE,
 }
 
 
@@ -109,7 +111,8 @@ def read(folder: Path) -> Checkpoint | None:
     clients = {int(client): below(tensors, f"client/{client}") for client in facts["clients"]}
     records = [RoundRecord(record) for record in facts["records"]]
     server, roster = below(tensors, "server"), facts.get("roster", {})
-    # runs from before there was calibration held no samples out
+    # runs from before there was calibration held no samples out; those from before there were
+    # recipes had none
     config = {**BEFORE, **facts["config"]}
     return Checkpoint(
         facts["run"],

@@ -125,6 +125,7 @@ class BayflowerStrategy(Strategy):
         """Return Flower's Result after `num_rounds` and a final test; `outcome` then holds all
         tallies and states.
         """
+        self.training = self.training.lasting(num_rounds)
         self.summary()
         self._driven = True
         first = self._begin(grid, initial_arrays, timeout)
@@ -249,7 +250,7 @@ class BayflowerStrategy(Strategy):
         if self._driven:
             return
         self.calibrator = None
-        if why := wrapped.refusal(self.row):
+        if why := wrapped.refusal(self.row, self.training):
             raise ConfigError(f"{why}; use {self.row.title} without a wrapper")
         if self.half is None:
             self._begin(grid, arrays, 3600.0 if self.wait is None else self.wait)

@@ -18,6 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from ..contract import ServerHalf
 from ..errors import WireError
 from ..methods import Method
+from ..recipes import Training
 from ..tree import Tensors
 from ..wire.hello import is_whole
 from . import records
@@ -121,9 +122,13 @@ class WrappedForm:
         return {"num_examples": torch.tensor(count), **named}
 
 
-def refusal(row: Method) -> str | None:
+def refusal(row: Method, training: Training | None = None) -> str | None:
     """Return why a method cannot run inside another strategy, or None."""
     half: Any = row.server
+    if training is not None and training.lasting(1) is not training:
+        return (
+            "schedule=cosine needs schedule_rounds: a wrapper does not say how many rounds it has"
+        )
     if half.averages_models:
         return None
     more = [name for name in half.state_type._fields if name not in ("params", "buffers")]

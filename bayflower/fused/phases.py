@@ -24,6 +24,7 @@ from ..stacked import chance
 from ..stacked.replay import Graphs, Replay
 from ..tree import Rows, map_tree, upload
 from .fixed import Fixed, copy, leaves
+from .recipe import StackedRecipe
 
 # Cap on recorded numbers of active clients. With more clients, a number is rounded up to a recorded
 # one.
@@ -181,6 +182,7 @@ class StackedPhase:
             name: torch.zeros(number, dtype=torch.int64, device=device) for name in self.shapes
         }
         self.layer_keys = torch.zeros(number, dtype=torch.int64, device=device)  # of random layers
+        self.recipe = StackedRecipe(half, purpose, number, self.steps, device, stack.dtype)
         self.sizes = allowed_sizes(number)
         self.work: Fixed | None = None
         self.replay = Replay(self._step, graphs)
@@ -225,6 +227,7 @@ class StackedPhase:
         if self.half.model.draws is not False:
             drawn = [batches.layers_key(self.seed, stage, client, round) for client in chosen]
             self.layer_keys.copy_(upload(drawn, self.layer_keys.device))
+        self.recipe.load(chosen, round, lengths)
         self.at.zero_()
         self.losses.zero_()
         if self.work is None:
@@ -252,6 +255,7 @@ class StackedPhase:
             for name, keys in self.keys.items()
         }
         work = self.work.part(size)
+        self.recipe.set_rate(work, self.at, size)
         exact = len(self.sizes) == len(self.losses)  # no client among these has finished
         if exact and type(self.half).step is ClientHalf.step:
             gradient = chance.within(partial(self.half.gradient, self.phase))

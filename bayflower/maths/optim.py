@@ -2,7 +2,8 @@
 are torch.optim's.
 
 `update(params, grads, state)` returns new tensors. Every client has its own state, made fresh at
-the start of a phase.
+the start of a phase. Where the learning rate follows a schedule, the state holds the share of it
+that the next step takes: a tensor, so that a recorded step can be replayed with another rate.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..tree import Tensors
 
-OptimizerName = Literal["sgd", "adam", "rmsprop"]
+OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop"]
+NAMES = ("sgd", "adam", "adamw", "rmsprop")
+SHARE = "share"  # the only name in `OptState.rate`
 
 
 class OptState(NamedTuple):
-    """Steps done; first moment (momentum); second moment. Dicts are empty where the optimiser has
-    no such moment.
+    """Steps done; first moment (momentum); second moment; the share of `lr` that the next step
+    takes. Dicts are empty where the optimiser has no such moment, or no schedule.
     """
 
     steps: Tensor
     first: Tensors
     second: Tensors
+    rate: Tensors = {}
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`sgd` (with momentum), `adam` or `rmsprop`, with weight decay added to the gradient as in
-    torch.optim.
+    """`sgd` (with momentum, or Nesterov's), `adam`, `adamw` or `rmsprop`, with weight decay added
+    to the gradient as in torch.optim; `adamw` shrinks the parameters instead.
     """
 
     name: OptimizerName = "sgd"
@@ -43,10 +47,14 @@ class Optimizer:
     betas: tuple[float, float] = (0.9, 0.999)  # adam
     alpha: float = 0.99  # rmsprop
     eps: float = 1e-8
+    nesterov: bool = False  # sgd
+    scheduled: bool = False  # whether the state holds the share of `lr` that a step takes
 
     def __post_init__(self) -> None:
-        if self.name not in ("sgd", "adam", "rmsprop"):
-            raise ConfigError(f"optimizer must be sgd, adam or rmsprop, got {self.name!r}")
+        if self.name not in NAMES:
+            raise ConfigError(
+                f"optimizer must be {', '.join(NAMES[:-1])} or {NAMES[-1]}, got {self.name!r}"
+            )
         if not self.lr > 0:
             raise ConfigError(f"lr must be positive, got {self.lr}")
         for name in ("momentum", "weight_decay", "clip_norm"):
@@ -54,10 +62,21 @@ class Optimizer:
                 raise ConfigError(
                     f"{name} must not be negative, got {getattr(self, name)}; 0 switches it off"
                 )
-        if self.name == "adam" and self.momentum:
+        if self.adaptive and self.momentum:
             raise ConfigError(
-                f"momentum is for sgd and rmsprop, got {self.momentum} with adam; leave it at 0"
+                f"momentum is for sgd and rmsprop, got {self.momentum} with {self.name}; leave it "
+                "at 0"
             )
+        if self.nesterov and not (self.name == "sgd" and self.momentum):
+            raise ConfigError(
+                f"nesterov is for sgd with momentum, got {self.name} with momentum "
+                f"{self.momentum}; set optimizer=sgd momentum=0.9, or leave nesterov off"
+            )
+
+    @property
+    def adaptive(self) -> bool:
+        """Return whether the rule is Adam's, with either kind of weight decay."""
+        return self.name in ("adam", "adamw")
 
     def init(self, params: Tensors) -> OptState:
         """Return the state before the first step."""
@@ -65,20 +84,25 @@ class Optimizer:
         some = next(iter(params.values()), torch.zeros(()))
         return OptState(
             steps=some.new_zeros(()),
-            first=zeros if self.name == "adam" or self.momentum else {},
+            first=zeros if self.adaptive or self.momentum else {},
             second={}
             if self.name == "sgd"
             else {name: torch.zeros_like(value) for name, value in params.items()},
+            rate={SHARE: some.new_ones(())} if self.scheduled else {},
         )
+
+    def decayed(self) -> float:
+        """Return the weight decay that joins the gradient: none with adamw."""
+        return 0.0 if self.name == "adamw" else self.weight_decay
 
     def update(self, params: Tensors, grads: Tensors, state: OptState) -> tuple[Tensors, OptState]:
         """Return (parameters, state) after one step down `grads`."""
         if self.clip_norm:
             grads = clip(grads, self.clip_norm)
-        if self.weight_decay:
-            grads = {name: grad + self.weight_decay * params[name] for name, grad in grads.items()}
+        if decay := self.decayed():
+            grads = {name: grad + decay * params[name] for name, grad in grads.items()}
         count = state.steps + 1
-        if self.name == "adam":
+        if self.adaptive:
             return self._adam(params, grads, state, count)
         second = state.second
         if self.name == "rmsprop":
@@ -89,12 +113,19 @@ class Optimizer:
             grads = {name: grad / (second[name].sqrt() + self.eps) for name, grad in grads.items()}
         first = state.first
         if self.momentum:
-            first = grads = {
-                name: self.momentum * first[name] + grad for name, grad in grads.items()
-            }
+            first = {name: self.momentum * first[name] + grad for name, grad in grads.items()}
+            grads = (
+                {name: grad + self.momentum * first[name] for name, grad in grads.items()}
+                if self.nesterov
+                else first
+            )
+        after = OptState(count, first, second, state.rate)
+        if state.rate:
+            rate = self.lr * state.rate[SHARE]
+            return {name: value - rate * grads[name] for name, value in params.items()}, after
         return {
             name: torch.sub(value, grads[name], alpha=self.lr) for name, value in params.items()
-        }, OptState(count, first, second)
+        }, after
 
     def update_stack(self, params: Tensors, grads: Tensors, state: OptState) -> None:
         """Do what `update` does, in place on stacks of clients that have all taken the same number
@@ -108,9 +139,12 @@ class Optimizer:
             )
             scale = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
             slopes = [slope * scale.reshape(-1, *(1,) * (slope.ndim - 1)) for slope in slopes]
-        if self.weight_decay:
-            slopes = list(torch._foreach_add(slopes, values, alpha=self.weight_decay))
+        if decay := self.decayed():
+            slopes = list(torch._foreach_add(slopes, values, alpha=decay))
+        share = state.rate.get(SHARE)  # (clients,) where there is a schedule
         if self.name == "sgd" and not self.momentum:  # which does not count its steps
+            if share is not None:
+                slopes = scaled(slopes, share)
             # these go in one kernel
             alike = [
                 value.stride() == slope.stride()
@@ -128,7 +162,7 @@ class Optimizer:
             [moments[name] for name in names if name in moments]
             for moments in (state.first, state.second)
         )
-        if self.name == "adam":
+        if self.adaptive:
             beta1, beta2 = self.betas
             count = state.steps[0]
             torch._foreach_lerp_(first, slopes, 1 - beta1)
@@ -137,7 +171,15 @@ class Optimizer:
             below = torch._foreach_sqrt(second)
             torch._foreach_div_(below, (1 - beta2**count).sqrt())
             torch._foreach_add_(below, self.eps)
-            above = torch._foreach_mul(first, self.lr / (1 - beta1**count))
+            above = list(torch._foreach_mul(first, self.lr / (1 - beta1**count)))
+            if self.name == "adamw" and self.weight_decay:
+                if share is None:
+                    torch._foreach_mul_(values, 1 - self.lr * self.weight_decay)
+                else:
+                    kept = scaled(values, 1 - self.lr * self.weight_decay * share)
+                    torch._foreach_copy_(values, kept)
+            if share is not None:
+                above = scaled(above, share)
             torch._foreach_addcdiv_(values, above, below, -1.0)
             return
         if self.name == "rmsprop":
@@ -149,7 +191,13 @@ class Optimizer:
         if self.momentum:
             torch._foreach_mul_(first, self.momentum)
             torch._foreach_add_(first, slopes)
-            slopes = first
+            slopes = (
+                list(torch._foreach_add(slopes, first, alpha=self.momentum))
+                if self.nesterov
+                else first
+            )
+        if share is not None:
+            slopes = scaled(slopes, share)
         torch._foreach_add_(values, slopes, alpha=-self.lr)
 
     def _adam(
@@ -163,13 +211,18 @@ class Optimizer:
             name: beta2 * state.second[name] + (1 - beta2) * grad * grad
             for name, grad in grads.items()
         }
-        step = self.lr / (1 - beta1**count)
+        rate = self.lr * state.rate[SHARE] if state.rate else self.lr
+        step = rate / (1 - beta1**count)
         root = (1 - beta2**count).sqrt()
+        if self.name == "adamw" and self.weight_decay:
+            params = {
+                name: value * (1 - rate * self.weight_decay) for name, value in params.items()
+            }
         moved = {
             name: value - step * first[name] / (second[name].sqrt() / root + self.eps)
             for name, value in params.items()
         }
-        return moved, OptState(count, first, second)
+        return moved, OptState(count, first, second, state.rate)
 
 
 def clip(grads: Tensors, norm: float) -> Tensors:
@@ -177,3 +230,8 @@ def clip(grads: Tensors, norm: float) -> Tensors:
     total = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
     scale = torch.clamp(norm / (total + 1e-6), max=1.0)
     return {name: grad * scale for name, grad in grads.items()}
+
+
+def scaled(stacks: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """Return each stack (clients, …) times its client's factor."""
+    return [stack * factor.reshape(-1, *(1,) * (stack.ndim - 1)) for stack in stacks]

@@ -22,6 +22,8 @@ from ..contract import ClientHalf, Purpose, Survey, Work
 from ..data import ClientData, batches
 from ..errors import BayflowerError
 from ..networks.model import Batch
+from ..recipes import step as recipes
+from ..recipes.rates import at_share
 from ..stacked import chance
 from ..tree import Tensors, map_tree
 
@@ -147,6 +149,7 @@ def run_phases(
     """Return the work after all phases of `purpose`, and the mean loss over the samples seen."""
     total = torch.zeros((), dtype=torch.float64, device=data.x.device)
     seen = 0
+    recipe = recipes.of(half.training, half.model.num_classes)
     for phase in half.phases(purpose):
         work = fresh_optimizer(phase, work)
         shapes = half.noise(phase.name, phase.batch_size)
@@ -163,6 +166,8 @@ def run_phases(
                 dtype=data.mask.dtype,
                 device=data.x.device,
             )
+            if work.opt.rate:
+                work = at_share(work, recipe.share(purpose, round, step, len(plan)))
             with chance.step(chance.further_number(layers, step)):
                 work, info = half.step(phase, work, chosen, noise)
             count = sum(len(rows) for rows in groups)

@@ -1,0 +1,152 @@
+"""The settings of local training: one frozen dataclass, checked before a run starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from ..contract import Phase
+from ..errors import ConfigError, check_choices
+from ..maths.optim import Optimizer, OptimizerName
+from ..settings import setting
+from .rates import Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Training:
+    """Local training of a client in one round. All methods of a comparison share these settings."""
+
+    optimizer: OptimizerName = setting(
+        "adam", "sgd, adam, adamw or rmsprop; its state is reset in every round"
+    )
+    lr: float = setting(0.001, "learning rate")
+    momentum: float = setting(0.0, "momentum of the optimiser; sgd and rmsprop only")
+    weight_decay: float = setting(
+        0.0,
+        "L2 penalty: weight_decay × parameter joins the gradient; adamw: lr × weight_decay × "
+        "parameter is taken off the parameter instead",
+    )
+    clip_norm: float = setting(0.0, "gradients with a larger norm are clipped; 0 = no clipping")
+    batch_size: int = setting(64, "samples in one training step")
+    local_epochs: int = setting(5, "passes over a client's training data in one round")
+    local_steps: int = setting(0, "training steps in one round, instead of epochs; 0 = use epochs")
+    new_client_epochs: int = setting(
+        50, "passes over its data when a new client, which took part in no round, adapts"
+    )
+    # -- from here on the recipe, all of it off ----------------------------------------------------
+    nesterov: bool = setting(False, "Nesterov's momentum; optimizer=sgd with momentum only")
+    schedule: Kind = setting(
+        "constant", "learning rate over the rounds of a run: constant, step or cosine"
+    )
+    schedule_rounds: int = setting(
+        0, "rounds in which schedule=cosine falls to lr_floor; 0 = the rounds of the run"
+    )
+    drop_rounds: int = setting(0, "schedule=step: rounds between two drops of the learning rate")
+    warmup_rounds: int = setting(
+        0, "first rounds in which the learning rate rises to lr in equal steps; 0 = none"
+    )
+    local_schedule: Kind = setting(
+        "constant", "learning rate over the steps of a client's round: constant, step or cosine"
+    )
+    drop_steps: int = setting(0, "local_schedule=step: steps between two drops")
+    warmup_steps: int = setting(
+        0, "first steps of a client's round in which the learning rate rises; 0 = none"
+    )
+    drop_factor: float = setting(0.1, "a drop multiplies the learning rate by this")
+    lr_floor: float = setting(0.0, "share of lr at which a cosine ends")
+
+    def __post_init__(self) -> None:
+        self.make_optimizer()
+        check_choices(self)
+        for name, least in (
+            ("batch_size", 1),
+            ("local_epochs", 1),
+            ("local_steps", 0),
+            ("new_client_epochs", 1),
+            ("schedule_rounds", 0),
+            ("drop_rounds", 0),
+            ("warmup_rounds", 0),
+            ("drop_steps", 0),
+            ("warmup_steps", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.drop_factor <= 1:
+            raise ConfigError(f"drop_factor must be in (0, 1], got {self.drop_factor}")
+        if not 0 <= self.lr_floor <= 1:
+            raise ConfigError(f"lr_floor must be in [0, 1], got {self.lr_floor}")
+        for kind, every in (("schedule", "drop_rounds"), ("local_schedule", "drop_steps")):
+            if (getattr(self, kind) == "step") != (getattr(self, every) > 0):
+                raise ConfigError(
+                    f"{every} says how often {kind}=step drops the learning rate, got {kind}="
+                    f"{getattr(self, kind)} {every}={getattr(self, every)}; set both or neither"
+                )
+
+    # -- learning rate -----------------------------------------------------------------------------
+    @property
+    def over_rounds(self) -> Schedule:
+        """Return the learning rate's factor over rounds."""
+        return Schedule(
+            self.schedule,
+            self.warmup_rounds,
+            self.drop_rounds,
+            self.drop_factor,
+            self.lr_floor,
+            self.schedule_rounds,
+        )
+
+    @property
+    def over_steps(self) -> Schedule:
+        """Return the learning rate's factor over the steps of a phase."""
+        return Schedule(
+            self.local_schedule,
+            self.warmup_steps,
+            self.drop_steps,
+            self.drop_factor,
+            self.lr_floor,
+        )
+
+    def lasting(self, rounds: int) -> Training:
+        """Return these settings for a run of `rounds`: a cosine without a length gets this one."""
+        needed = self.schedule == "cosine" and not self.schedule_rounds
+        return replace(self, schedule_rounds=rounds) if needed else self
+
+    @property
+    def scheduled(self) -> bool:
+        """Return whether the learning rate changes within a run."""
+        return self.over_rounds.changes or self.over_steps.changes
+
+    def make_optimizer(self) -> Optimizer:
+        """Return the optimiser of local training."""
+        return Optimizer(
+            self.optimizer,
+            self.lr,
+            self.momentum,
+            self.weight_decay,
+            self.clip_norm,
+            nesterov=self.nesterov,
+            scheduled=self.scheduled,
+        )
+
+    def phase(
+        self, name: str, epochs: int | None = None, trainable: tuple[str, ...] | None = None
+    ) -> Phase:
+        """Return a phase of local training with `epochs`; without it, as long as a round."""
+        steps = self.local_steps if epochs is None else 0
+        return Phase(
+            name,
+            self.make_optimizer(),
+            self.batch_size,
+            0 if steps else (epochs or self.local_epochs),
+            steps,
+            trainable,
+        )
+
+
+PLAIN = ("optimizer", "lr", "momentum", "weight_decay", "clip_norm", "batch_size")
+# settings that came with recipes, by name, and their defaults: a message or a checkpoint without
+# one means its default
+RECIPE = {
+    field.name: field.default
+    for field in fields(Training)
+    if field.name not in (*PLAIN, "local_epochs", "local_steps", "new_client_epochs")
+}
