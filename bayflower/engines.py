@@ -18,7 +18,7 @@ from .files.atomic import write_json
 from .files.checkpoint import Checkpoint
 from .files.records import Outcome, Progress
 from .rounds.calibrated import save_total
-from .rounds.halves import Halves, make_halves
+from .rounds.halves import Halves, halves_for
 from .rounds.result import result
 
 
@@ -36,8 +36,7 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     if engine not in ENGINES:
         raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     federation = load_federation(run.data, run.settings.seed)
-    halves = make_halves(run, federation.input_shape, federation.num_classes)
-    return Prepared(run, engine, federation, halves)
+    return Prepared(run, engine, federation, halves_for(run, federation))
 
 
 def run_under_flower(

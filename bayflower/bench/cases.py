@@ -20,7 +20,7 @@ from ..engines import Prepared, execute, prepare
 from ..errors import ConfigError
 from ..fused.meter import Meter
 from ..methods import METHODS
-from ..rounds.halves import make_halves
+from ..rounds.halves import halves_for
 from . import races
 from .races import RACES
 
@@ -245,9 +245,7 @@ def on_pictures(method: str, federation: Federation, values: Mapping[str, Any]) 
             **values,
         },
     )
-    return Prepared(
-        run, "fused", federation, make_halves(run, federation.input_shape, federation.num_classes)
-    )
+    return Prepared(run, "fused", federation, halves_for(run, federation))
 
 
 def data_bytes(federation: Federation) -> int:

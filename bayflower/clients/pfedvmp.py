@@ -43,6 +43,7 @@ from ..maths.classwise import class_factors, class_labels, class_means, class_va
 from ..maths.laplace import Seen, class_gaussians, generative
 from ..networks.model import Batch, masked_mean
 from ..stacked.losses import pull
+from ..stacked.shaped import is_mixed
 from ..strategies.pfedvmp import Update
 from ..tree import Shapes, Tensors, flatten, map_tree, shapes
 from . import fedper
@@ -91,6 +92,9 @@ class Client(fedper.Client):
     def pull(self, features: Tensor, work: Work, batch: Batch) -> Tensor:
         """Return the mean squared distance to the centroids, of samples whose class has one."""
         centroids, known = work.memo.centroids, work.memo.known
+        if is_mixed(batch.y):  # each class by its share
+            apart = (features[:, None] - centroids).square().mean(-1)
+            return masked_mean((apart * known * batch.y).sum(-1), batch.mask)
         if self.model.stacked:
             return pull(features, centroids, known, batch.y, batch.mask)
         distance = (features - centroids[batch.y]).square().mean(-1)

@@ -209,7 +209,7 @@ def serve_method(
     wait = float(config.get("wait") or 300)
     notes = journal.Journal("", [])
     if roll is None:
-        roster = Roster(run.limits, notes)
+        roster = Roster(run.limits, notes, run.training)
         roster.gather(grid, int(config.get("min_nodes") or run.data.total_clients), wait)
         roll = roster.membership()
     halves = make_halves(run, roll.common.input_shape, roll.common.num_classes)

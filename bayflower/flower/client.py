@@ -26,6 +26,7 @@ from ..files import journal
 from ..files.store import DiskStore, Saved, Store
 from ..metrics import Tally
 from ..networks.model import Model
+from ..recipes.labels import counted
 from ..rounds import solo
 from ..tree import Tensors, digest, flatten, to, unflatten
 from ..wire.hello import ClientInfo, is_whole, to_header
@@ -62,8 +63,10 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        site = site_of(context)
-        head = records.make_header(client=site.client, new=site.new, **to_header(info_of(site)))
+        site, asked = site_of(context), message.content.get(records.HEADER)
+        labels = isinstance(asked, ConfigRecord) and bool(asked.get("labels"))
+        facts = to_header(info_of(site, labels))
+        head = records.make_header(client=site.client, new=site.new, **facts)
         return Message(RecordDict({records.HEADER: head}), reply_to=message)
 
     @app.train(mods=list(mods))
@@ -77,8 +80,8 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     return app
 
 
-def info_of(site: Site) -> ClientInfo:
-    """Return what a client reports before the first round."""
+def info_of(site: Site, labels: bool = False) -> ClientInfo:
+    """Return what a client reports before the first round; with `labels` its counts of them."""
     train, test = site.data.train, site.data.test
     return ClientInfo(
         site.model.anatomy,
@@ -87,6 +90,7 @@ def info_of(site: Site) -> ClientInfo:
         len(train.y),
         len(test.y),
         dict(site.origin),
+        tuple(counted(train.y, site.model.num_classes).tolist()) if labels else (),
     )
 
 

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -98,15 +98,17 @@ def query(
     timeout: float,
     history: NodeHistory,
     refused: Callable[[int, str], None],
+    labels: bool = False,
 ) -> Iterator[Member]:
-    """Yield the client that each node reports to be. `refused` is called with the node and the
-    reason if its reply is invalid.
+    """Yield the client that each node reports to be, with `labels` also its counts of labels.
+    `refused` is called with the node and the reason if its reply is invalid.
     """
+    wanted: dict[str, Any] = {"labels": True} if labels else {}
 
     def ask(those: list[int], ttl: float) -> Iterator[Message]:
         for node in those:
             yield Message(
-                RecordDict({records.HEADER: records.make_header()}),
+                RecordDict({records.HEADER: records.make_header(**wanted)}),
                 dst_node_id=node,
                 message_type=MessageType.QUERY,
                 ttl=ttl,

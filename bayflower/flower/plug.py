@@ -26,6 +26,8 @@ from ..errors import BayflowerError, ConfigError
 from ..files.store import DiskStore
 from ..networks.check import checked_model
 from ..networks.model import Batch
+from ..recipes.step import Recipe
+from ..recipes.step import of as recipe_of
 from ..rounds import solo
 from ..stacked import chance
 from ..tree import to
@@ -200,6 +202,8 @@ class Job:
         self.phase = only_phase(half, method)
         self.begun = client.begin_round(message, self.head, site)
         self.half, self.round = self.begun.half, self.begun.round
+        self.recipe = own_loop(self.half, method)
+        self.weights = self.recipe.weights_of(self.train.y)
         self.repeated = self.begun.repeated  # the first reply, if the message is a duplicate
         state, broadcast = self.begun.state, self.begun.broadcast
         keys: dict[str, Any] = {"seed": self.begun.seed, "client": site.client}
@@ -226,7 +230,7 @@ class Job:
             shapes, **self.keys, step=self.steps, dtype=mask.dtype, device=mask.device
         )
         layers = chance.further_number(batches.layers_key(**self.keys), self.steps)
-        with chance.step(layers):
+        with chance.step(layers), self.recipe.losses(self.weights):
             loss, buffers = self.half.loss(dict(self.moving), self._now(), group, noise, self.phase)
         own = dict(self.model.named_buffers())
         with torch.no_grad():
@@ -289,6 +293,19 @@ def only_phase(half: ClientHalf, method: str) -> Phase:
             "make_client_app"
         )
     return phases[0]
+
+
+def own_loop(half: ClientHalf, method: str) -> Recipe:
+    """Return the recipe of a training loop of the user's own; raise if such a loop lacks a part of
+    it.
+    """
+    recipe = recipe_of(half.training, half.model.num_classes)
+    if recipe.scheduled:
+        raise ConfigError(
+            f"{method} runs in your own training loop, which sets the learning rate itself; remove "
+            "the schedule from the strategy, or use make_client_app"
+        )
+    return recipe
 
 
 def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:

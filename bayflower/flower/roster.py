@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 from flwr.serverapp import Grid
 
-from ..config import Limits
+from ..config import Limits, Training
 from ..contract import ServerHalf
 from ..errors import BayflowerError
 from ..files.journal import Journal
+from ..recipes.check import checked, resolved
+from ..recipes.labels import FEDERATION, together
 from ..wire.hello import ClientInfo, Summary, agreed, disagreement, summary
 from . import bounds
 from .exchange import POLL_SECONDS, Member, NodeHistory, query
@@ -43,8 +45,11 @@ class Change(NamedTuple):
 class Roster:
     """The clients of one run."""
 
-    def __init__(self, limits: Limits, journal: Journal) -> None:
+    def __init__(self, limits: Limits, journal: Journal, training: Training | None = None) -> None:
         self.limits, self.journal = limits, journal
+        # whether clients are asked for their counts of labels
+        self.labels = training is not None and training.class_weights == FEDERATION
+        self.label_counts: list[int] = []  # of all training clients when the run began
         self.history = NodeHistory(limits.ask_again_seconds)
         self.members: dict[int, Member] = {}
         self.common: ClientInfo | None = None
@@ -97,6 +102,12 @@ class Roster:
             {client: fact for client, fact in facts.items() if client not in new}, new, dataset
         )
 
+    def told(self, training: Training) -> Training:
+        """Return the settings of training that clients are told, which suit their data."""
+        assert self.common is not None
+        known = checked(training, self.common.input_shape, self.common.num_classes)
+        return resolved(known, self.label_counts)
+
     def notices(self, client: int) -> dict[str, Any]:
         """Return the extra keys of a client's header: the last accepted round, if a later reply was
         not used, and whether the client had been dropped.
@@ -121,7 +132,7 @@ class Roster:
                     "others"
                 )
             time.sleep(POLL_SECONDS)
-        for member in query(grid, nodes, wait, self.history, self._refuse):
+        for member in query(grid, nodes, wait, self.history, self._refuse, self.labels):
             known = self.members.get(member.client)
             if known is not None and known.node != member.node:
                 raise BayflowerError(
@@ -136,10 +147,12 @@ class Roster:
                 f"{faults[-1] if faults else 'no reply'}"
             )
         self.common = agreed({client: member.facts for client, member in self.members.items()})
+        self._count()
 
     def take(self, roll: Membership) -> None:
         """Start with the clients that an earlier strategy found."""
         self.members, self.common = dict(roll.members), roll.common
+        self._count()
 
     def refresh(self, grid: Grid, timeout: float) -> Change:
         """Return who joined and who left since the last round. Only unknown nodes are queried."""
@@ -181,9 +194,8 @@ class Roster:
             }
             unknown = sorted(nodes - taken - answered - set(self._hopeless()))
             left = deadline - time.monotonic()
-            for member in query(
-                grid, unknown, min(QUERY_SECONDS, max(left, 1.0)), self.history, self._refuse
-            ):
+            patience = min(QUERY_SECONDS, max(left, 1.0))
+            for member in query(grid, unknown, patience, self.history, self._refuse, self.labels):
                 answered.add(member.node)
                 if member.client in missing and self._fits(member):
                     self.members[member.client] = member
@@ -277,6 +289,7 @@ class Roster:
             "left": sorted(self.left | self.excluded),
             "unused": sorted(self.unused),
             "accepted": {str(client): round for client, round in sorted(self.accepted.items())},
+            **({"label_counts": self.label_counts} if self.label_counts else {}),
         }
 
     def remember(self, memory: Mapping[str, Any]) -> Change:
@@ -290,6 +303,7 @@ class Roster:
         self.admitted, self.left = set(memory["admitted"]), set(memory["left"])
         self.accepted = {int(client): int(round) for client, round in memory["accepted"].items()}
         self.unused = set(memory["unused"])
+        self.label_counts = list(memory.get("label_counts", self.label_counts))
         self.returned = self.left & here
         self.left -= here
         absent = sorted(self.admitted - here - self.left)
@@ -300,6 +314,11 @@ class Roster:
         return Change(joined, absent)
 
     # -- inside -----------------------------------------------------------------------------------
+    def _count(self) -> None:
+        """Add up the labels that the training clients reported; nothing unless all did."""
+        known = [self.members[client].facts.label_counts for client in self.training()]
+        self.label_counts = together(known) if known and all(known) else []
+
     def _unknown(self, nodes: set[int]) -> list[int]:
         """Return the nodes to query: not known, not given up, and not claiming a client that is
         present at another node.
@@ -320,7 +339,7 @@ class Roster:
         ]
 
     def _meet(self, grid: Grid, unknown: list[int], timeout: float, nodes: set[int]) -> None:
-        for member in query(grid, unknown, timeout, self.history, self._refuse):
+        for member in query(grid, unknown, timeout, self.history, self._refuse, self.labels):
             self._welcome(member, nodes)
 
     def _welcome(self, member: Member, nodes: set[int]) -> None:

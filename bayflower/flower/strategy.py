@@ -95,14 +95,13 @@ class BayflowerStrategy(Strategy):
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn
         self.min_available_nodes, self.min_replies = min_available_nodes, min_replies
         self.evaluate_every, self.retries = evaluate_every, retries
-        self.progress, self.after_round = progress, after_round
-        self.resume, self.wait = resume, wait
-        self.run = resume.run if resume else run or uuid.uuid4().hex
+        self.progress, self.after_round, self.wait = progress, after_round, wait
+        self.resume, self.run = resume, resume.run if resume else run or uuid.uuid4().hex
         self.roll = roll  # the clients, if an earlier strategy has queried them
         self.records: list[RoundRecord] = list(resume.records) if resume else []
         self.faults: list[str] = list(resume.faults) if resume else []
         self.journal = Journal(self.run, self.faults)
-        self.roster = Roster(self.limits, self.journal)
+        self.roster = Roster(self.limits, self.journal, self.training)
         self.half: ServerHalf | None = None
         self.state: Any = None
         self.outcome: Outcome | None = None
@@ -239,11 +238,11 @@ class BayflowerStrategy(Strategy):
             self.roster.take(self.roll)
         assert self.roster.common is not None
         self._initialise(self.roster.common.anatomy, records.to_tensors(initial))
-        if not self.resume:
-            return 1
-        self.state = server_state(self.resume, self._half().state_type)
-        self._apply(self.roster.remember(self.resume.roster))
-        return self.resume.round + 1
+        if self.resume:
+            self.state = server_state(self.resume, self._half().state_type)
+            self._apply(self.roster.remember(self.resume.roster))
+        self.training = self.roster.told(self.training)
+        return self.resume.round + 1 if self.resume else 1
 
     def _host(self, round: int, arrays: ArrayRecord, grid: Grid) -> None:
         """Prepare a round inside another strategy, which runs in place of our `start`."""

@@ -182,7 +182,8 @@ class StackedPhase:
             name: torch.zeros(number, dtype=torch.int64, device=device) for name in self.shapes
         }
         self.layer_keys = torch.zeros(number, dtype=torch.int64, device=device)  # of random layers
-        self.recipe = StackedRecipe(half, purpose, number, self.steps, device, stack.dtype)
+        every = stack.train
+        self.recipe = StackedRecipe(half, purpose, shape[:2], stack.dtype, every.y, every.size)
         self.sizes = allowed_sizes(number)
         self.work: Fixed | None = None
         self.replay = Replay(self._step, graphs)
@@ -227,7 +228,7 @@ class StackedPhase:
         if self.half.model.draws is not False:
             drawn = [batches.layers_key(self.seed, stage, client, round) for client in chosen]
             self.layer_keys.copy_(upload(drawn, self.layer_keys.device))
-        self.recipe.load(chosen, round, lengths)
+        self.recipe.load(self.stack.index(chosen), round, lengths)
         self.at.zero_()
         self.losses.zero_()
         if self.work is None:
@@ -258,13 +259,15 @@ class StackedPhase:
         self.recipe.set_rate(work, self.at, size)
         exact = len(self.sizes) == len(self.losses)  # no client among these has finished
         if exact and type(self.half).step is ClientHalf.step:
-            gradient = chance.within(partial(self.half.gradient, self.phase))
-            grads, buffers, loss = vmap(gradient)(self.step_keys(size), work, groups, noise)
+            gradient, front = self.recipe.shaped(partial(self.half.gradient, self.phase), size)
+            args = (self.step_keys(size), *front, work, groups, noise)
+            grads, buffers, loss = vmap(chance.within(gradient))(*args)
             self.phase.optimizer.update_stack(work.params, grads, work.opt)
             settle(work.buffers, buffers, None)
         else:
-            step = chance.within(partial(self.half.step, self.phase))
-            after, info = vmap(step)(self.step_keys(size), work, groups, noise)
+            step, front = self.recipe.shaped(partial(self.half.step, self.phase), size)
+            args = (self.step_keys(size), *front, work, groups, noise)
+            after, info = vmap(chance.within(step))(*args)
             loss = info["loss"]
             if self.work.unlike(after):
                 self.work.spread()

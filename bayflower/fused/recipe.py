@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,38 +16,53 @@ from ..tree import upload
 
 
 class StackedRecipe:
-    """What is done around the steps of one phase of `number` clients; what is off has no tensor."""
+    """What is done around the steps of one phase of `number` clients; what is off has no tensor.
+
+    `labels` are the training labels of all clients, one after another, `sizes` how many each has.
+    """
 
     def __init__(
         self,
         half: ClientHalf,
         purpose: str,
-        number: int,
-        steps: int,
-        device: torch.device,
+        shape: tuple[int, int],
         dtype: torch.dtype,
+        labels: Tensor,
+        sizes: Tensor,
     ) -> None:
         self.recipe = recipes.of(half.training, half.model.num_classes)
-        self.purpose, self.steps = purpose, steps
-        self.shares: Tensor | None = None
+        self.purpose, device = purpose, labels.device
+        self.shares: Tensor | None = None  # of the learning rate, by (step, client)
         if self.recipe.scheduled:
-            self.shares = torch.ones(steps, number, dtype=dtype, device=device)
+            self.shares = torch.ones(shape, dtype=dtype, device=device)
+        self.weights: Tensor | None = None  # of the classes, by (client, class)
+        if self.recipe.weighs:
+            classes = self.recipe.classes
+            owner = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)
+            places = owner * classes + labels[: len(owner)]
+            counts = torch.bincount(places, minlength=len(sizes) * classes)
+            self.known = self.recipe.weights(counts.reshape(-1, classes)).to(dtype)
+            self.weights = torch.ones(shape[1], classes, dtype=dtype, device=device)
 
-    def load(self, chosen: Sequence[int], round: int, lengths: np.ndarray) -> None:
-        """Fill the tensors for a round in which the chosen clients take `lengths` steps."""
+    def load(self, rows: Tensor, round: int, lengths: np.ndarray) -> None:
+        """Fill the tensors for a round in which the clients at `rows` take `lengths` steps."""
         if self.shares is not None:
             table = np.ones(tuple(self.shares.shape))
-            by_length = {
-                int(of): [
-                    self.recipe.share(self.purpose, round, step, int(of)) for step in range(int(of))
-                ]
-                for of in set(lengths.tolist())
-            }
-            for place, of in enumerate(lengths.tolist()):
-                table[: int(of), place] = by_length[int(of)]
+            for of in sorted(set(lengths.tolist())):
+                share = [self.recipe.share(self.purpose, round, step, of) for step in range(of)]
+                table[:of, lengths == of] = np.array(share)[:, None]
             self.shares.copy_(upload(table, self.shares.device))
+        if self.weights is not None:
+            self.weights.copy_(self.known[rows])
 
     def set_rate(self, work: Work, at: Tensor, size: int) -> None:
         """Write the share of the learning rate that step `at` takes into the work."""
         if self.shares is not None and work.opt.rate:
             work.opt.rate[SHARE].copy_(self.shares.index_select(0, at)[0, :size])
+
+    def shaped(
+        self, fn: Callable[..., Any], size: int
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return fn with its losses smoothed and weighted, and the arguments that come in front."""
+        front = () if self.weights is None else (self.weights[:size],)
+        return self.recipe.stacked(fn), front

@@ -23,6 +23,7 @@ from ..stacked.losses import mean_nll, nll
 from ..stacked.masked import INSTANCES, MASKABLE, mask_norms, real_samples
 from ..stacked.randomly import with_our_numbers
 from ..stacked.rewriting import Seen, passing
+from ..stacked.shaped import PLAIN, is_mixed, shape, shaped_mean
 from ..stacked.stackable import for_stacks
 from ..tree import Tensors
 from .heads import find_head, head_parameters
@@ -257,7 +258,11 @@ class Model:
         )
 
     def mean_nll(self, logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        """Return the mean of −log p(y|x) over the samples that the mask marks."""
+        """Return the training loss: the mean of −log p(y|x) over the samples that the mask marks,
+        or what the recipe makes of it; y may be shares of classes (B, K).
+        """
+        if (form := shape()) is not PLAIN or is_mixed(y):
+            return shaped_mean(logits, y, mask, form)
         if self.stacked and logits.shape[-1] > 1:
             return mean_nll(logits, y, mask)
         return masked_mean(self.nll(logits, y), mask)

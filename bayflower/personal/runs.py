@@ -35,7 +35,7 @@ from ..fused.bank import DiskBank
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.calibrated import load_total, take_home
-from ..rounds.halves import Halves, make_halves
+from ..rounds.halves import Halves, halves_for
 from ..tree import Tensors, flatten, take, unflatten
 from .made import FORMAT, Kept, batch_of, keep
 
@@ -65,7 +65,7 @@ def open_run(folder: Path, data_dir: str = "") -> Opened:
     config = {key: value for key, value in found.config.items() if key != "method"}
     run = parse(found.config["method"], {**config, **changes})
     federation = load_federation(run.data, run.settings.seed)
-    halves = make_halves(run, federation.input_shape, federation.num_classes)
+    halves = halves_for(run, federation)
     return Opened(
         folder, run, halves, found, checkpoint.server_state(found, halves.server.state_type)
     )

@@ -8,6 +8,7 @@ from ..contract import Phase
 from ..errors import ConfigError, check_choices
 from ..maths.optim import Optimizer, OptimizerName
 from ..settings import setting
+from .labels import given
 from .rates import Kind, Schedule
 
 
@@ -53,6 +54,14 @@ class Training:
     )
     drop_factor: float = setting(0.1, "a drop multiplies the learning rate by this")
     lr_floor: float = setting(0.0, "share of lr at which a cosine ends")
+    label_smoothing: float = setting(
+        0.0, "share of each label that training spreads evenly over all classes; 0 = none"
+    )
+    class_weights: str = setting(
+        "none",
+        "what a sample of each class counts in training: none (1), client (all classes alike, by "
+        "the client's own labels), federation (by everyone's), or one number a class, as 1,2,0.5",
+    )
 
     def __post_init__(self) -> None:
         self.make_optimizer()
@@ -74,6 +83,9 @@ class Training:
             raise ConfigError(f"drop_factor must be in (0, 1], got {self.drop_factor}")
         if not 0 <= self.lr_floor <= 1:
             raise ConfigError(f"lr_floor must be in [0, 1], got {self.lr_floor}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        given(self.class_weights)
         for kind, every in (("schedule", "drop_rounds"), ("local_schedule", "drop_steps")):
             if (getattr(self, kind) == "step") != (getattr(self, every) > 0):
                 raise ConfigError(

@@ -6,9 +6,17 @@ off. Where everything is off, nothing is computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from ..errors import BayflowerError
+from ..stacked.shaped import shaping, smoothed, weighted
+from . import labels
 from .rates import share
 from .settings import Training
 
@@ -28,6 +36,39 @@ class Recipe(NamedTuple):
         """Return the share of the learning rate that a step takes."""
         rounds, within = self.training.over_rounds, self.training.over_steps
         return share(rounds, within, purpose, round, step, steps)
+
+    # -- loss --------------------------------------------------------------------------------------
+    @property
+    def weighs(self) -> bool:
+        """Return whether classes have weights."""
+        return self.training.class_weights != labels.NONE
+
+    def weights(self, counts: Tensor) -> Tensor:
+        """Return the class weights (…, K) of clients with these counts of labels (…, K)."""
+        if self.training.class_weights == labels.CLIENT:
+            return labels.balanced(counts)
+        if not (listed := labels.given(self.training.class_weights)):
+            raise BayflowerError("class_weights=federation has no numbers yet; this is a bug")
+        given = torch.tensor(listed, dtype=torch.float64, device=counts.device)
+        return given.expand(counts.shape)
+
+    def weights_of(self, y: Tensor) -> Tensor | None:
+        """Return the class weights of a client with the training labels y; None without any."""
+        return self.weights(labels.counted(y, self.classes)) if self.weighs else None
+
+    def losses(self, weights: Tensor | None) -> AbstractContextManager[None]:
+        """Return where losses are smoothed and weighted."""
+        if weights is None and not self.training.label_smoothing:
+            return nullcontext()
+        return shaping(self.training.label_smoothing, weights)
+
+    def stacked(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return fn with its losses smoothed and weighted; with weights it takes one more argument
+        in front, those of its client.
+        """
+        if self.weighs:
+            return weighted(fn, self.training.label_smoothing)
+        return smoothed(fn, self.training.label_smoothing) if self.training.label_smoothing else fn
 
 
 @lru_cache(maxsize=64)

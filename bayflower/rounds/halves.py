@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 from .. import methods
 from ..config import Run
 from ..contract import ClientHalf, ServerHalf
+from ..data import Federation
 from ..networks.model import Model
 from ..networks.papers import build
+from ..recipes.check import checked, resolved
+from ..recipes.labels import FEDERATION, counted, together
 from ..tree import Tensors
 
 
@@ -23,18 +29,35 @@ class Halves(NamedTuple):
     initial: tuple[Tensors, Tensors]
 
 
+def halves_for(run: Run, federation: Federation) -> Halves:
+    """Return the halves of `run.method` on the federation's data, all of which are here."""
+    counts, classes = None, federation.num_classes
+    if run.training.class_weights == FEDERATION:
+        labels = [torch.as_tensor(data.y_train) for data in federation.clients]
+        counts = together([counted(y, classes).tolist() for y in labels])
+    return make_halves(run, federation.input_shape, classes, label_counts=counts)
+
+
 def make_halves(
-    run: Run, input_shape: tuple[int, ...], num_classes: int, model: Model | None = None
+    run: Run,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    model: Model | None = None,
+    label_counts: Sequence[int] | None = None,
 ) -> Halves:
-    """Return the halves of `run.method` on `model`; without it, on the one named in the
-    settings.
+    """Return the halves of `run.method` on `model`; without it, on the one named in the settings.
+    `label_counts` are those of all training clients, where they are here; elsewhere clients are
+    told what they need.
     """
     row = methods.get(run.method)
+    training = checked(run.training, input_shape, num_classes)
+    if label_counts is not None:
+        training = resolved(training, label_counts)
     if model is None:
         model = build(run.settings.model, input_shape, num_classes, run.settings.features)
     model.bf16 = run.settings.bf16
     server = row.server(run.options, model.anatomy)
-    client = row.client(run.options, run.training, model)
+    client = row.client(run.options, training, model)
     return Halves(
         server, client, model, model.initial(run.settings.seed, run.settings.torch_dtype())
     )

@@ -150,6 +150,7 @@ def run_phases(
     total = torch.zeros((), dtype=torch.float64, device=data.x.device)
     seen = 0
     recipe = recipes.of(half.training, half.model.num_classes)
+    weights = recipe.weights_of(data.y)
     for phase in half.phases(purpose):
         work = fresh_optimizer(phase, work)
         shapes = half.noise(phase.name, phase.batch_size)
@@ -168,7 +169,7 @@ def run_phases(
             )
             if work.opt.rate:
                 work = at_share(work, recipe.share(purpose, round, step, len(plan)))
-            with chance.step(chance.further_number(layers, step)):
+            with chance.step(chance.further_number(layers, step)), recipe.losses(weights):
                 work, info = half.step(phase, work, chosen, noise)
             count = sum(len(rows) for rows in groups)
             total += info["loss"].detach().double() * count

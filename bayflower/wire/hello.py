@@ -34,6 +34,8 @@ class ClientInfo(NamedTuple):
     test_size: int
     # "dataset", "note", "partition" as in a result file; {} if the client does not say
     origin: dict[str, Any]
+    # training samples of each class, if the server asked for them; else ()
+    label_counts: tuple[int, ...] = ()
 
 
 class Summary(NamedTuple):
@@ -58,6 +60,7 @@ def to_header(facts: ClientInfo) -> dict[str, Any]:
         "train_size": facts.train_size,
         "test_size": facts.test_size,
         "origin": json.dumps(facts.origin),
+        **({"label_counts": json.dumps(list(facts.label_counts))} if facts.label_counts else {}),
     }
 
 
@@ -83,6 +86,15 @@ def from_header(head: Mapping[str, Any]) -> ClientInfo:
                 f"{name} must be a whole number from {least} to {most}, got "
                 f"{str(head.get(name))[:80]!r}"
             )
+    counts = parsed(head, "label_counts", list) if "label_counts" in head else []
+    whole = all(is_whole(count, 0, MAX_SAMPLES) for count in counts)
+    if counts and not (
+        whole and len(counts) == head["num_classes"] and sum(counts) == head["train_size"]
+    ):
+        raise WireError(
+            f"label_counts must be {head['num_classes']} whole numbers that add up to train_size "
+            f"{head['train_size']}, got {str(counts)[:80]}"
+        )
     anatomy = text_to_anatomy(head.get("anatomy"))
     return ClientInfo(
         anatomy,
@@ -91,6 +103,7 @@ def from_header(head: Mapping[str, Any]) -> ClientInfo:
         head["train_size"],
         head["test_size"],
         parsed(head, "origin", dict),
+        tuple(counts),
     )
 
 

@@ -1,0 +1,36 @@
+"""A recipe and the data: whether it suits them, and what it takes from all clients' labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..errors import ConfigError
+from .labels import FEDERATION, balanced, given
+from .settings import Training
+
+
+def checked(training: Training, input_shape: Sequence[int], classes: int) -> Training:
+    """Return the settings; raise if a recipe cannot be used on inputs of this shape."""
+    listed = given(training.class_weights)
+    if listed and len(listed) != classes:
+        raise ConfigError(
+            f"class_weights lists {len(listed)} numbers, but there are {classes} classes; give "
+            "one number a class"
+        )
+    return training
+
+
+def resolved(training: Training, counts: Sequence[int] | None) -> Training:
+    """Return the settings with the federation's weights as numbers, from everyone's counts."""
+    if training.class_weights != FEDERATION:
+        return training
+    if not counts:
+        raise ConfigError(
+            "class_weights=federation needs every client's counts of labels, and no client "
+            "reported them; install the same version of Bayflower on all, or list the weights"
+        )
+    weights = balanced(torch.tensor(list(counts))).tolist()
+    return replace(training, class_weights=",".join(repr(weight) for weight in weights))
