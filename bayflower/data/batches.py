@@ -161,6 +161,11 @@ def layers_key(seed: int, stage: str, client: int, round: int) -> int:
     return int(rng(seed, f"layers/{stage}", client, round).integers(2**62))
 
 
+def layers_keys(seed: int, stage: str, clients: Sequence[int], round: int) -> list[int]:
+    """Return the keys of `layers_key` for some clients."""
+    return [layers_key(seed, stage, client, round) for client in clients]
+
+
 def normal(keys: Tensor, step: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return standard normal numbers (len(keys), *shape) in float64, each a function of its key,
     the step and its place.

@@ -300,6 +300,11 @@ def own_loop(half: ClientHalf, method: str) -> Recipe:
     it.
     """
     recipe = recipe_of(half.training, half.model.num_classes)
+    if recipe.augments:
+        raise ConfigError(
+            f"{method} runs in your own training loop, which augments its samples itself; remove "
+            f"the augmentation from the strategy, or use make_client_app"
+        )
     if recipe.scheduled:
         raise ConfigError(
             f"{method} runs in your own training loop, which sets the learning rate itself; remove "

@@ -226,9 +226,10 @@ class StackedPhase:
             drawn = [batches.noise_key(self.seed, stage, name, client, round) for client in chosen]
             keys.copy_(upload(drawn, keys.device))
         if self.half.model.draws is not False:
-            drawn = [batches.layers_key(self.seed, stage, client, round) for client in chosen]
+            drawn = batches.layers_keys(self.seed, stage, chosen, round)
             self.layer_keys.copy_(upload(drawn, self.layer_keys.device))
-        self.recipe.load(self.stack.index(chosen), round, lengths)
+        own = partial(batches.layers_keys, self.seed, f"augment/{stage}", chosen, round)
+        self.recipe.load(self.stack.index(chosen), round, lengths, own)
         self.at.zero_()
         self.losses.zero_()
         if self.work is None:
@@ -251,6 +252,7 @@ class StackedPhase:
             Batch(data.x[places[:, g]], data.y[places[:, g]], masks[:, g])
             for g in range(self.phase.batches)
         )
+        groups = self.recipe.groups(groups, self.at, size)
         noise = {
             name: batches.normal(keys[:size], self.at[0], self.shapes[name]).to(self.stack.dtype)
             for name, keys in self.keys.items()

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from ..contract import ClientHalf, Work
 from ..maths.optim import SHARE
+from ..networks.model import Batch
 from ..recipes import step as recipes
+from ..stacked import chance
 from ..tree import upload
 
 
@@ -35,6 +38,9 @@ class StackedRecipe:
         self.shares: Tensor | None = None  # of the learning rate, by (step, client)
         if self.recipe.scheduled:
             self.shares = torch.ones(shape, dtype=dtype, device=device)
+        self.keys: Tensor | None = None  # of the augmentation, by client
+        if self.recipe.augments:
+            self.keys = torch.zeros(shape[1], dtype=torch.int64, device=device)
         self.weights: Tensor | None = None  # of the classes, by (client, class)
         if self.recipe.weighs:
             classes = self.recipe.classes
@@ -44,8 +50,14 @@ class StackedRecipe:
             self.known = self.recipe.weights(counts.reshape(-1, classes)).to(dtype)
             self.weights = torch.ones(shape[1], classes, dtype=dtype, device=device)
 
-    def load(self, rows: Tensor, round: int, lengths: np.ndarray) -> None:
-        """Fill the tensors for a round in which the clients at `rows` take `lengths` steps."""
+    def load(
+        self, rows: Tensor, round: int, lengths: np.ndarray, key_of: Callable[[], list[int]]
+    ) -> None:
+        """Fill the tensors for a round in which the clients at `rows` take `lengths` steps and have
+        these keys for what is done to their samples.
+        """
+        if self.keys is not None:
+            self.keys.copy_(upload(key_of(), self.keys.device))
         if self.shares is not None:
             table = np.ones(tuple(self.shares.shape))
             for of in sorted(set(lengths.tolist())):
@@ -54,6 +66,13 @@ class StackedRecipe:
             self.shares.copy_(upload(table, self.shares.device))
         if self.weights is not None:
             self.weights.copy_(self.known[rows])
+
+    def groups(self, batches: tuple[Batch, ...], at: Tensor, size: int) -> tuple[Batch, ...]:
+        """Return the batches of step `at` of the first clients, augmented."""
+        if self.keys is None:
+            return batches
+        keys = chance.further(self.keys[:size], at[0])
+        return vmap(self.recipe.groups)(keys, batches)
 
     def set_rate(self, work: Work, at: Tensor, size: int) -> None:
         """Write the share of the learning rate that step `at` takes into the work."""

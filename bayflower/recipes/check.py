@@ -20,6 +20,19 @@ def checked(training: Training, input_shape: Sequence[int], classes: int) -> Tra
             f"class_weights lists {len(listed)} numbers, but there are {classes} classes; give "
             "one number a class"
         )
+    plan = training.augmentation
+    if plan.images and len(input_shape) != 3:
+        raise ConfigError(
+            f"{', '.join(plan.images)} needs images of shape (channels, height, width), but inputs "
+            f"have shape {tuple(input_shape)}; switch it off for these data"
+        )
+    side = min(input_shape[-2:], default=0)
+    for name in ("crop_padding", "cutout"):
+        if getattr(plan, name) > side > 0 and plan.images:
+            raise ConfigError(
+                f"{name} must be at most {side}, the smaller side of the images, got "
+                f"{getattr(plan, name)}"
+            )
     return training
 
 

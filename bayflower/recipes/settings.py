@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from ..contract import Phase
 from ..errors import ConfigError, check_choices
 from ..maths.optim import Optimizer, OptimizerName
 from ..settings import setting
+from .augment import Augmentation
 from .labels import given
 from .rates import Kind, Schedule
 
@@ -62,6 +64,19 @@ class Training:
         "what a sample of each class counts in training: none (1), client (all classes alike, by "
         "the client's own labels), federation (by everyone's), or one number a class, as 1,2,0.5",
     )
+    crop_padding: int = setting(
+        0, "images: pixels of border before a random crop to the image's size; 0 = no crop"
+    )
+    flip: float = setting(0.0, "images: probability that one is mirrored left to right")
+    resized_crop: float = setting(
+        0.0,
+        "images: a random rectangle of at least this share of the area is resized to the whole "
+        "image; 0 = off, 0.08 is usual",
+    )
+    cutout: int = setting(0, "images: side in pixels of a square blanked at random; 0 = off")
+    mixup: float = setting(
+        0.0, "a of the Beta(a, a) distribution with which pairs of samples are mixed; 0 = off"
+    )
 
     def __post_init__(self) -> None:
         self.make_optimizer()
@@ -76,6 +91,8 @@ class Training:
             ("warmup_rounds", 0),
             ("drop_steps", 0),
             ("warmup_steps", 0),
+            ("crop_padding", 0),
+            ("cutout", 0),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -83,6 +100,11 @@ class Training:
             raise ConfigError(f"drop_factor must be in (0, 1], got {self.drop_factor}")
         if not 0 <= self.lr_floor <= 1:
             raise ConfigError(f"lr_floor must be in [0, 1], got {self.lr_floor}")
+        for name in ("flip", "resized_crop"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        if not 0 <= self.mixup < math.inf:
+            raise ConfigError(f"mixup must be finite and not negative, got {self.mixup}")
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         given(self.class_weights)
@@ -92,6 +114,14 @@ class Training:
                     f"{every} says how often {kind}=step drops the learning rate, got {kind}="
                     f"{getattr(self, kind)} {every}={getattr(self, every)}; set both or neither"
                 )
+
+    # -- samples -----------------------------------------------------------------------------------
+    @property
+    def augmentation(self) -> Augmentation:
+        """Return what is done to the samples of a batch."""
+        return Augmentation(
+            self.resized_crop, self.crop_padding, self.flip, self.cutout, self.mixup
+        )
 
     # -- learning rate -----------------------------------------------------------------------------
     @property

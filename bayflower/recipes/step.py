@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import BayflowerError
+from ..networks.model import Batch
+from ..stacked import chance
 from ..stacked.shaped import shaping, smoothed, weighted
 from . import labels
+from .augment import augmented
 from .rates import share
 from .settings import Training
 
@@ -36,6 +39,23 @@ class Recipe(NamedTuple):
         """Return the share of the learning rate that a step takes."""
         rounds, within = self.training.over_rounds, self.training.over_steps
         return share(rounds, within, purpose, round, step, steps)
+
+    # -- samples -----------------------------------------------------------------------------------
+    @property
+    def augments(self) -> bool:
+        """Return whether anything is done to the samples."""
+        return self.training.augmentation.on
+
+    def augmented(self, key: chance.Key, batch: Batch) -> Batch:
+        """Return the batch with this key augmented."""
+        with chance.step(key):
+            return augmented(self.training.augmentation, batch, self.classes)
+
+    def groups(self, key: chance.Key, batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
+        """Return the batches of the step with this key augmented."""
+        return tuple(
+            self.augmented(chance.part(key, number), batch) for number, batch in enumerate(batches)
+        )
 
     # -- loss --------------------------------------------------------------------------------------
     @property

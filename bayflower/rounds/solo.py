@@ -157,8 +157,13 @@ def run_phases(
         keys: dict[str, Any] = {"seed": seed, "client": client, "round": round}
         plan = batches.plan(len(data.y), phase, **keys, purpose=purpose, coupled=half.model.coupled)
         layers = batches.layers_key(stage=f"{purpose}/{phase.name}", **keys)
+        own = 0
+        if recipe.augments:
+            own = batches.layers_key(stage=f"augment/{purpose}/{phase.name}", **keys)
         for step, groups in enumerate(plan):
             chosen = tuple(pick(data, rows) for rows in groups)
+            if recipe.augments:
+                chosen = recipe.groups(chance.further_number(own, step), chosen)
             noise = batches.noise(
                 shapes,
                 **keys,

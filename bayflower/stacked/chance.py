@@ -69,6 +69,13 @@ def further_number(key: int, number: int) -> int:
     return mixed_number(mixed_number(key) + number * GAMMA)
 
 
+def part(key: Key, number: int) -> Key:
+    """Return the key of part `number` of what has a key, such as one of a step's batches."""
+    if isinstance(key, int):
+        return further_number(key, number)
+    return mixed(mixed(key) + signed(number * GAMMA))
+
+
 @lru_cache(maxsize=1024)
 def offset(number: int, call: int) -> int:
     """Return what a call of a pass adds to the key of a step."""

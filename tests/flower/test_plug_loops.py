@@ -43,7 +43,8 @@ def test_a_training_loop_of_the_users_own(method, tmp_path):
     assert personal(strategy) > 0.6
 
 
-def test_an_own_loop_with_the_methods_batches_gives_the_methods_bits(tmp_path):
+@pytest.mark.parametrize("recipe", [{}, {"label_smoothing": 0.2, "class_weights": "federation"}])
+def test_an_own_loop_with_the_methods_batches_gives_the_methods_bits(tmp_path, recipe):
     """The two calls around the very steps that make_client_app takes:
     the same state on the server.
     """
@@ -86,8 +87,9 @@ def test_an_own_loop_with_the_methods_batches_gives_the_methods_bits(tmp_path):
         net=Plain,
         optimizer="sgd",
         run="a",
+        **recipe,
     )
-    theirs = run(app, "fedmap", rounds=2, net=Plain, optimizer="sgd", run="b")
+    theirs = run(app, "fedmap", rounds=2, net=Plain, optimizer="sgd", run="b", **recipe)
     for name, value in ours.state.params.items():
         assert torch.allclose(value, theirs.state.params[name], rtol=1e-5, atol=1e-7), name
     assert ours.records[-1]["train_loss"] == pytest.approx(
@@ -107,6 +109,18 @@ def test_a_repeated_message_gets_the_first_reply_in_an_own_loop_too(tmp_path):
     job = plug.begin(asked, contexts(range(3))[asked.metadata.dst_node_id - 1000])
     assert job.repeated is not None
     assert job.reply().content["metrics"] == job.reply().content["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ({"schedule": "cosine"}, "which sets the learning rate itself"),
+        ({"mixup": 0.2}, "which augments its samples itself"),
+    ],
+)
+def test_an_own_loop_refuses_what_it_would_have_to_do_itself(tmp_path, recipe, words):
+    with pytest.raises(BayflowerError, match=words):
+        run(own_loop("fedmap", tmp_path), "fedmap", rounds=3, **recipe)
 
 
 def test_methods_that_are_no_loss_to_descend_are_refused_in_an_own_loop(tmp_path):
