@@ -18,7 +18,7 @@ from .federation import (
 )
 from .identity import Identity, called, identities, reported
 from .npz import read_npz, read_numbered
-from .scaling import Scaling, scaling, standardise
+from .scaling import Scaling, preparation, scaling
 from .settings import DATASETS, PARTITIONS, READINGS, SCENARIOS, DataSettings
 from .sites import absolute, resolve
 from .source import Names, Source
@@ -52,6 +52,7 @@ __all__ = [
     "num_classes",
     "num_steps",
     "plan",
+    "preparation",
     "read",
     "read_alike",
     "read_npz",
@@ -62,5 +63,4 @@ __all__ = [
     "save",
     "scaling",
     "source_of",
-    "standardise",
 ]

@@ -4,9 +4,9 @@ Protocol: train and test samples of the data set are pooled, thinned to the shar
 partitioned over all clients, and each client's part is split at random (not stratified) into a
 training and a test part. With test_fraction 0 the data set's own test mark decides instead. Tables
 (and synthetic data) are standardised for each client with statistics of its own training part;
-images are not. A share of the training part is held out for calibration, unless calibration is
-off. Which samples a client has depends on (seed, stream name) alone, so training longer
-or on another engine shifts nothing.
+images are as they are, or normalised (`normalise`). A share of the training part is held out for
+calibration, unless calibration is off. Which samples a client has depends on (seed, stream name)
+alone, so training longer or on another engine shifts nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import ConfigError
 from . import domains, partition, synthetic
 from .batches import rng
-from .scaling import Scaling, scaling, standardise
+from .scaling import Scaling, preparation
 from .settings import DataSettings
 from .sites import drawn_members, named_members, no_sites, resolve
 from .source import Names, Source
@@ -268,25 +268,21 @@ def _parts(
 
 
 def client_scaling(settings: DataSettings, seed: int, client: int) -> Scaling | None:
-    """Return how a client's table is prepared; None for images."""
+    """Return how a client's inputs are prepared; None if they are not."""
     settings = resolve(settings)
     layout = _layout(settings, seed)
     data = _raw(layout, settings, seed, client)
-    return scaling(data.x_train, _flags(layout)) if data.x_train.ndim == 2 else None
-
-
-def _flags(layout: _Layout) -> np.ndarray | None:
-    return None if layout.source is None else layout.source.flags()
+    return preparation(settings, layout.source, data.x_train)
 
 
 def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:
     data = _raw(layout, settings, seed, client)
-    if data.x_train.ndim != 2:
+    known = preparation(settings, layout.source, data.x_train)
+    if known is None:
         return data
-    held = [] if data.x_held is None else [data.x_held]
-    flags = _flags(layout)
-    x_train, x_test, *held = standardise(data.x_train, data.x_test, *held, flags=flags)
-    return data._replace(x_train=x_train, x_test=x_test, x_held=held[0] if held else None)
+    held = None if data.x_held is None else known.apply(data.x_held)
+    x_train, x_test = known.apply(data.x_train), known.apply(data.x_test)
+    return data._replace(x_train=x_train, x_test=x_test, x_held=held)
 
 
 def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:

@@ -1,4 +1,4 @@
-"""Tables standardised by each client, from its own training part."""
+"""Tables standardised by each client, from its own training part, and images normalised."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import ConfigError
+from . import normalise
+from .settings import DataSettings
+from .source import Source
+
 
 class Scaling(NamedTuple):
-    """How a table's columns are prepared: NaN becomes the median, then (x − mean) / std. A column
-    without data has std ∞: it is 0.
+    """How a table's columns, or the channels of images (C, 1, 1), are prepared: NaN becomes the
+    median, then (x − mean) / std. A column without data has std ∞: it is 0.
     """
 
     median: np.ndarray
@@ -17,27 +22,35 @@ class Scaling(NamedTuple):
     std: np.ndarray
 
     def apply(self, x: np.ndarray) -> np.ndarray:
-        """Return the table prepared, float32."""
+        """Return the inputs prepared, float32."""
         x = x.astype(np.float64)
         return ((np.where(np.isnan(x), self.median, x) - self.mean) / self.std).astype(np.float32)
 
 
-def standardise(
-    train: np.ndarray, *others: np.ndarray, flags: np.ndarray | None = None
-) -> tuple[np.ndarray, ...]:
-    """Return all tables in float32 with NaN set to the training median and columns shifted and
-    scaled to training mean 0, variance 1.
-
-    A column that is constant in training keeps its scale; one that is all missing in training is 0
-    throughout. Columns with a flag are 0 or 1 by construction and stay so.
+def preparation(settings: DataSettings, source: Source | None, train: np.ndarray) -> Scaling | None:
+    """Return how a client's inputs are prepared, from its own training part: tables are
+    standardised, images normalised if the settings say so; None = not at all.
     """
-    known = scaling(train, flags)
-    return tuple(known.apply(one) for one in (train, *others))
+    if train.ndim == 2:
+        if settings.normalise != normalise.NONE:
+            raise ConfigError(
+                "normalise is for images, and these data are a table, which every client "
+                "standardises by itself; leave it at none"
+            )
+        return scaling(train, None if source is None else source.flags())
+    if settings.normalise == normalise.NONE:
+        return None
+    pixels = source is not None and source.pixels
+    mean, std = normalise.channels(settings.normalise, settings.dataset, pixels, train)
+    return Scaling(mean, mean, std)
 
 
 def scaling(train: np.ndarray, flags: np.ndarray | None = None) -> Scaling:
-    """Return the scaling that standardises a table, from its training part; columns with a flag
-    stay as they are.
+    """Return the scaling that standardises a table, from its training part: NaN becomes the median,
+    and columns have mean 0 and variance 1.
+
+    A column that is constant in training keeps its scale; one that is all missing in training is 0
+    throughout. Columns with a flag are 0 or 1 by construction and stay so.
     """
     train = train.astype(np.float64)
     unknown = np.isnan(train).all(axis=0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..settings import setting
+from . import normalise
 from .checks import at_least, is_path, member, names_in
 from .images import LAYOUTS
 from .npz import Options, is_share
@@ -165,6 +166,11 @@ class DataSettings:
         "what the promise of prediction sets is about: marginal (all samples together) or class "
         "(the samples of each class)",
     )
+    normalise: str = setting(
+        "none",
+        "images: (x − mean)/std of each channel: none, client (its own training images), published "
+        "(constants of the data set), or MEAN,…/STD,… with one number a channel",
+    )
     keep: float = setting(
         1.0,
         "share of the whole data set that is used, drawn at random before it is split between "
@@ -193,6 +199,7 @@ class DataSettings:
         member("scenario", self.scenario, SCENARIOS)
         member("calibration", self.calibration, CALIBRATIONS)
         member("sets", self.sets, SETS)
+        normalise.checked(self.normalise, self.dataset)
         at_least("num_clients", self.num_clients, 0, "; 0 means all sites, or 10")
         at_least("new_clients", self.new_clients, 0, "; 0 means that every client trains")
         at_least(

@@ -80,6 +80,11 @@ class Source:
         """
         return self.names.sites or tuple(map(str, self.owners()))
 
+    @property
+    def pixels(self) -> bool:
+        """Return whether these are images of type uint8, which `samples` scales."""
+        return bool(self.x.dtype == np.uint8 and self.x.ndim > 2)
+
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Return float32 samples: uint8 images as (x/255 - 0.5)/0.5 in NCHW, everything else as it
         is.

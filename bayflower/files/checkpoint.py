@@ -48,6 +48,7 @@ BEFORE = {
     },
     "calibration": "off",
     **RECIPE,
+    "normalise": "none",
 }
 
 

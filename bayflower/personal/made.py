@@ -194,11 +194,13 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
             "input_dtype": str(train.x.dtype).removeprefix("torch."),
             "input_range": vocabulary(network, train.x),
             "pixels": kept.pixels,
+            "normalise": channels(kept),
             "columns": list(kept.columns) or None,
         },
         "inputs": inputs(kept),
         "reading": kept.reading,
-        "prepared": kept.scaling is not None,
+        # NaN is a missing value in a table
+        "prepared": kept.scaling is not None and train.x.ndim == 2,
         "data": {
             "dataset": kept.dataset or None,
             "classes": list(kept.classes) or None,
@@ -244,11 +246,20 @@ def inputs(kept: Kept) -> str:
             f"raw rows with the columns {names}; missing values are empty. Programs (pt2, ONNX) "
             "take the encoded rows, with the columns of `network`"
         )
-    if kept.scaling:
+    if kept.scaling and kept.data.train.x.ndim == 2:
         return "raw rows; missing values are NaN"
+    after = "; the model normalises them" if kept.scaling else ""
     if kept.pixels:
-        return "images: pixels 0…255 of type uint8, or scaled to (x/255 − 0.5)/0.5"
-    return "as the network was trained on them"
+        return f"images: pixels 0…255 of type uint8, or scaled to (x/255 − 0.5)/0.5{after}"
+    return f"images, not normalised{after}" if after else "as the network was trained on them"
+
+
+def channels(kept: Kept) -> dict[str, list[float]] | None:
+    """Return mean and standard deviation by which the model normalises the channels of images."""
+    known = kept.scaling
+    if known is None or kept.data.train.x.ndim == 2:
+        return None
+    return {name: getattr(known, name).reshape(-1).tolist() for name in ("mean", "std")}
 
 
 def vocabulary(network: nn.Module, x: Tensor) -> list[int] | None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..config import Run, parse
@@ -21,10 +20,10 @@ from ..data import (
     load_client,
     load_federation,
     names,
+    preparation,
     read_alike,
     read_numbered,
     rng,
-    scaling,
     source_of,
 )
 from ..errors import ConfigError
@@ -181,8 +180,7 @@ def personalise(
     held = train[:0]
     if settings.calibrated:
         train, held = hold_out(train, settings.calibration_share, settings.calibration_rows)
-    table = source.x.ndim == 2
-    known = scaling(source.samples(train), source.flags()) if table else None
+    known = preparation(settings, source, source.samples(train))
     dtype = opened.run.settings.torch_dtype()
 
     def batch(rows: Any) -> Batch:
@@ -209,13 +207,8 @@ def described(found: Kept, source: Source | None) -> Kept:
     if source is None:
         return found
     return found._replace(
-        pixels=is_pixels(source), columns=source.names.columns, reading=source.reading()
+        pixels=source.pixels, columns=source.names.columns, reading=source.reading()
     )
-
-
-def is_pixels(source: Source) -> bool:
-    """Return whether a data set has images of type uint8, which training scales."""
-    return bool(source.x.dtype == np.uint8 and source.x.ndim > 2)
 
 
 def kept(

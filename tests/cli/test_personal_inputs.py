@@ -20,7 +20,7 @@ from bayflower.data import load_source, read_npz
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.personal import export, load_personal, personalise
 from bayflower.personal.inputs import in_order
-from bayflower.personal.runs import is_pixels, open_run, source_of
+from bayflower.personal.runs import open_run, source_of
 
 
 class Frame:
@@ -95,7 +95,7 @@ def test_images_with_and_without_channels_and_as_pixels(images, runs, tmp_path):
     want = model.predict_proba(source.samples(np.arange(120)))
     assert np.array_equal(model.predict_proba(x), want)
     assert np.allclose(model.predict_proba(x[5]), want[5:6], atol=1e-12)
-    assert is_pixels(source_of(open_run(root / "run").run.data))
+    assert source_of(open_run(root / "run").run.data).pixels
     assert np.array_equal(model.predict_proba(x.transpose(0, 3, 1, 2)), want)
     assert np.array_equal(model.predict_proba(x.astype(np.int64)), want)
     with pytest.raises(ConfigError, match=r"shape \('N', 8, 8, 3\), got \(120, 8, 3, 8\)"):

@@ -20,7 +20,6 @@ from bayflower.data import DataSettings, load_federation, read, save
 from bayflower.data.tables import PARQUET, read_table
 from bayflower.errors import ConfigError
 from bayflower.personal import inputs
-from bayflower.personal.runs import is_pixels
 
 NUMBER = 100  # cases of each kind by default; 300 of each with -m slow
 WORDS = ("red", "Blue", "grün", "a b", "x,y", "O'Neil", "Nord;Süd", "yes", "no", "01", "1a", 'q"t')
@@ -43,7 +42,7 @@ def as_new(given: Any, source: Any) -> np.ndarray:
         "network": {
             "input_shape": list(source.samples(np.arange(1)).shape[1:]),
             "input_dtype": "float32",
-            "pixels": is_pixels(source),
+            "pixels": source.pixels,
         },
         "reading": json.loads(json.dumps(source.reading())),
         "prepared": source.encoder is not None,

@@ -13,8 +13,8 @@ from bayflower.data import (
     load_federation,
     load_source,
     read_npz,
+    scaling,
     sources,
-    standardise,
 )
 from bayflower.errors import ConfigError
 
@@ -168,7 +168,7 @@ def test_a_client_without_test_samples_is_an_error(tmp_path: Path) -> None:
         )
 
 
-def test_standardise_against_a_loop() -> None:
+def test_scaling_against_a_loop() -> None:
     nan = np.nan
     train = np.array(
         [
@@ -179,7 +179,7 @@ def test_standardise_against_a_loop() -> None:
         ]
     )
     test = np.array([[2.0, 6.0, 3.0, 0.2, nan], [nan, nan, nan, 0.1, 1.0]])
-    a, b = standardise(train, test)
+    a, b = (scaling(train).apply(part) for part in (train, test))
     for column in range(5):
         known = sorted(v for v in train[:, column] if v == v)
         median = 0.0 if not known else (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
@@ -191,10 +191,10 @@ def test_standardise_against_a_loop() -> None:
         assert np.allclose(b[:, column], [(v - mean) / std for v in other], atol=1e-6)
 
 
-def test_standardise_keeps_the_scale_of_a_constant_column() -> None:
+def test_scaling_keeps_the_scale_of_a_constant_column() -> None:
     train = np.full((50, 1), 0.1)
     assert train.std() != 0  # rounding alone: dividing by it would give huge values
-    a, b = standardise(train, np.array([[0.1], [1.1]]))
+    a, b = (scaling(train).apply(part) for part in (train, np.array([[0.1], [1.1]])))
     assert np.allclose(a, 0, atol=1e-6)
     assert np.allclose(b, [[0.0], [1.0]], atol=1e-6)
 
