@@ -2,8 +2,9 @@
 
 A client reports only what the result file shows: the names of the network's parameters, the shape
 of an input, the number of classes, its numbers of samples, and the origin of the data with its
-names of sites, classes and columns. A client may
-be faulty or hostile, so every field is checked.
+names of sites, classes and columns. Where a run weighs classes by everyone's labels, the server
+asks for one more: how many training samples of each class the client has. A client may be faulty or
+hostile, so every field is checked.
 """
 
 from __future__ import annotations

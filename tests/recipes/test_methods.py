@@ -54,6 +54,18 @@ def test_fused_agrees_with_loop_under_a_whole_recipe(method):
     assert worst_difference(found[0].server_state, found[1].server_state, zero=1e-9) < 1e-8
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("method", FIVE)
+def test_a_gpu_agrees_with_the_loop_also_where_steps_are_recorded(method, cuda_graphs):
+    """A rate or a random number that was recorded with a step would stay the same for ever."""
+    given = recipe(method, rounds=3)
+    loop = execute(small_prepared(method, **given))
+    there = {**given, "device": "cuda", "cuda_graphs": cuda_graphs}
+    fused = execute(small_prepared(method, engine="fused", **there))
+    assert worst_difference(fused.server_state, loop.server_state, zero=1e-9) < 1e-7
+
+
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_honours_or_refuses_each_part(method):
     """One round of one client alone, with each part of the recipe, moves elsewhere than without."""
