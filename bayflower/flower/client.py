@@ -63,9 +63,8 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        site, asked = site_of(context), message.content.get(records.HEADER)
-        labels = isinstance(asked, ConfigRecord) and bool(asked.get("labels"))
-        facts = to_header(info_of(site, labels))
+        site = site_of(context)
+        facts = to_header(info_of(site, labels=records.asks(message, "labels")))
         head = records.make_header(client=site.client, new=site.new, **facts)
         return Message(RecordDict({records.HEADER: head}), reply_to=message)
 
@@ -82,15 +81,14 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
 
 def info_of(site: Site, labels: bool = False) -> ClientInfo:
     """Return what a client reports before the first round; with `labels` its counts of them."""
-    train, test = site.data.train, site.data.test
     return ClientInfo(
         site.model.anatomy,
-        tuple(train.x.shape[1:]),
+        tuple(site.data.train.x.shape[1:]),
         site.model.num_classes,
-        len(train.y),
-        len(test.y),
+        len(site.data.train.y),
+        len(site.data.test.y),
         dict(site.origin),
-        tuple(counted(train.y, site.model.num_classes).tolist()) if labels else (),
+        tuple(counted(site.data.train.y, site.model.num_classes).tolist()) if labels else (),
     )
 
 

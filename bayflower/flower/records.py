@@ -136,6 +136,12 @@ def header(message: Message, names: tuple[str, ...]) -> dict[str, Any]:
     return dict(record)
 
 
+def asks(message: Message, name: str) -> bool:
+    """Return whether a header, if there is one, has `name`, and it is not 0."""
+    record = message.content.get(HEADER)
+    return isinstance(record, ConfigRecord) and bool(record.get(name))
+
+
 def make_header(**values: Any) -> ConfigRecord:
     """Return a header."""
     return ConfigRecord({"protocol": PROTOCOL, **values})
