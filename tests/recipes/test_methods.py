@@ -13,6 +13,7 @@ from bayflower.contract import ClientHalf
 from bayflower.engines import execute
 from bayflower.errors import ConfigError
 from bayflower.files.checkpoint import to_resume
+from bayflower.fused import phases
 from bayflower.fused.phases import StackedPhase
 from bayflower.methods import METHODS
 from bayflower.recipes.settings import RECIPE
@@ -52,6 +53,24 @@ def test_fused_agrees_with_loop_under_a_whole_recipe(method):
     ]
     assert not found[0].remarks  # stacked
     assert worst_difference(found[0].server_state, found[1].server_state, zero=1e-9) < 1e-8
+
+
+def test_finished_clients_in_a_stack_keep_their_models(monkeypatch):
+    """Numbers of clients are rounded up to a recorded one: some have no more steps."""
+    monkeypatch.setattr(phases, "MOST_SIZES", 2)
+    given = recipe("fedavg", num_clients=6, keep=0.4)
+    fused, loop = (
+        execute(small_prepared("fedavg", engine=engine, **given)) for engine in ("fused", "loop")
+    )
+    assert worst_difference(fused.server_state, loop.server_state) < 1e-8
+
+
+def test_one_by_one_has_the_bits_of_the_loop():
+    given = recipe("fedavg", dtype="float32", stacking="no")
+    fused, loop = (
+        execute(small_prepared("fedavg", engine=engine, **given)) for engine in ("fused", "loop")
+    )
+    assert_same_bits(fused.server_state, loop.server_state)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
