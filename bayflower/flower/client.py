@@ -26,10 +26,9 @@ from ..files import journal
 from ..files.store import DiskStore, Saved, Store
 from ..metrics import Tally
 from ..networks.model import Model
-from ..recipes.labels import counted
 from ..rounds import solo
 from ..tree import Tensors, digest, flatten, to, unflatten
-from ..wire.hello import ClientInfo, is_whole, to_header
+from ..wire.hello import facts_of, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
 from . import calibrating, records
 
@@ -64,7 +63,8 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     @app.query()
     def query(message: Message, context: Context) -> Message:
         site = site_of(context)
-        facts = to_header(info_of(site, labels=records.asks(message, "labels")))
+        known = site.data.train, site.data.test, site.origin, records.asks(message, "labels")
+        facts = to_header(facts_of(site.model, *known))
         head = records.make_header(client=site.client, new=site.new, **facts)
         return Message(RecordDict({records.HEADER: head}), reply_to=message)
 
@@ -77,19 +77,6 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
         return answer(message, site_of(context), evaluate_reply)
 
     return app
-
-
-def info_of(site: Site, labels: bool = False) -> ClientInfo:
-    """Return what a client reports before the first round; with `labels` its counts of them."""
-    return ClientInfo(
-        site.model.anatomy,
-        tuple(site.data.train.x.shape[1:]),
-        site.model.num_classes,
-        len(site.data.train.y),
-        len(site.data.test.y),
-        dict(site.origin),
-        tuple(counted(site.data.train.y, site.model.num_classes).tolist()) if labels else (),
-    )
 
 
 def answer(

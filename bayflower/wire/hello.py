@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from ..data import Names, reported
 from ..errors import BayflowerError, WireError
-from ..networks.model import Anatomy
+from ..networks.model import Anatomy, Batch, Model
+from ..recipes.labels import counted
 
 MAX_CLIENT = 2**31  # client numbers are below this
 MAX_INPUT = 2**28  # numbers in one input
@@ -50,6 +51,21 @@ class Summary(NamedTuple):
     partition: dict[str, Any]
     note: str
     names: Names = Names()
+
+
+def facts_of(
+    model: Model, train: Batch, test: Batch, origin: Mapping[str, Any], labels: bool = False
+) -> ClientInfo:
+    """Return what a client reports before the first round; with `labels` its counts of them."""
+    return ClientInfo(
+        model.anatomy,
+        tuple(train.x.shape[1:]),
+        model.num_classes,
+        len(train.y),
+        len(test.y),
+        dict(origin),
+        tuple(counted(train.y, model.num_classes).tolist()) if labels else (),
+    )
 
 
 def to_header(facts: ClientInfo) -> dict[str, Any]:
