@@ -8,6 +8,9 @@
 The sums of training clients add up exactly, so replies may come in any order. A client that does
 not answer, or whose sums are impossible, is left out of them and reported. A client remembers its
 posteriors from one request to the next (`Memory`).
+
+Which samples a client holds out it knows from its own settings (our app). A user's own app learns
+it from the strategy (`holding.py`).
 """
 
 from __future__ import annotations

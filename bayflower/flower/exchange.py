@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -98,17 +98,16 @@ def query(
     timeout: float,
     history: NodeHistory,
     refused: Callable[[int, str], None],
-    labels: bool = False,
+    told: Mapping[str, Any],
 ) -> Iterator[Member]:
-    """Yield the client that each node reports to be, with `labels` also its counts of labels.
-    `refused` is called with the node and the reason if its reply is invalid.
+    """Yield the client that each node reports to be. `refused` is called with the node and the
+    reason if its reply is invalid; `told` are further keys of the header.
     """
-    wanted: dict[str, Any] = {"labels": True} if labels else {}
 
     def ask(those: list[int], ttl: float) -> Iterator[Message]:
         for node in those:
             yield Message(
-                RecordDict({records.HEADER: records.make_header(**wanted)}),
+                RecordDict({records.HEADER: records.make_header(**told)}),
                 dst_node_id=node,
                 message_type=MessageType.QUERY,
                 ttl=ttl,

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Context, Message
@@ -34,10 +34,12 @@ from ..tree import to
 from ..wire.protocol import reply_header
 from . import client, records
 from .client import Site
+from .holding import Rule
 
 FEW = 8  # samples of a trial step
 KEPT = 64  # clients whose data a process caches
-SITES: dict[tuple[str, int], Site] = {}  # cache of loaded clients, by plug and client
+PARTS = ("train", "test", "calibration")
+SITES: dict[tuple[str, int], Loaded] = {}  # cache of loaded clients, by plug and client
 LOADING = threading.Lock()
 
 
@@ -54,8 +56,9 @@ class Plug:
     """Your network and data as a client of `method`.
 
     model   a function without arguments that returns a torch.nn.Module: the class, or a lambda
-    data    a function from Flower's Context to (train, test): pairs (x, y) of tensors or arrays,
-            data sets, or loaders
+    data    a function from Flower's Context to (train, test) or (train, test, calibration): pairs
+            (x, y) of tensors or arrays, data sets, or loaders. Without a third part, a share of
+            train is held out if the strategy's calibration is not off
     head    the name of the classifier's layer, or a list of prefixes of names; by default the
             attribute called head, else the last Linear
     layer   MetaVD and SNIP: the linear layer that the strategy's dropout_layer will name
@@ -94,7 +97,6 @@ class Plug:
             raise ConfigError(f"export must name pt2 or onnx, got {unknown[0]!r}")
         # A simulation copies this object for every message. The copies share the cache by name.
         self.name = uuid.uuid4().hex
-        self.answers = client.client_app(self.site)
 
     # -- what Flower calls ------------------------------------------------------------------------
     def app(self) -> ClientApp:
@@ -109,28 +111,28 @@ class Plug:
         """Return what this client reports of itself. One trial step runs first, so that an
         unsuitable network fails before training.
         """
-        site = self.site(context)
+        site = self.site(context, message)
         rehearse(self.row, site, self.layer)
-        return self.answers(message, context)
+        return client.client_app(lambda _: site)(message, context)
 
     def train(self, message: Message, context: Context) -> Message:
         """Return the reply to a round, trained with the strategy's settings."""
         self.check(message)
-        return client.answer(message, self.site(context), client.train_reply)
+        return client.answer(message, self.site(context, message), client.train_reply)
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Return the test of the personal model after the last round; the model is saved beside the
         client's state.
         """
         self.check(message)
-        return client.answer(
-            message, self.site(context), partial(client.evaluate_reply, formats=self.export)
-        )
+        reply = partial(client.evaluate_reply, formats=self.export)
+        return client.answer(message, self.site(context, message), reply)
 
     def begin(self, message: Message, context: Context) -> Job:
         """Return the round as a job for your own training loop; `Job.reply` ends it."""
         self.check(message)
-        return Job(message, self.site(context))
+        loaded = self.loaded(context, message)
+        return Job(message, loaded.site, loaded.split)
 
     # -- inside -----------------------------------------------------------------------------------
     def check(self, message: Message) -> None:
@@ -142,8 +144,12 @@ class Plug:
                 "same method on both sides"
             )
 
-    def site(self, context: Context) -> Site:
-        """Return this client with its data, which are cached in the process."""
+    def site(self, context: Context, message: Message | None = None) -> Site:
+        """Return this client with its data; what `message` says of calibration is held out."""
+        return self.loaded(context, message).site
+
+    def loaded(self, context: Context, message: Message | None) -> Loaded:
+        """Return this client and how its data were split; they are cached in the process."""
         config: Mapping[str, Any] = context.node_config
         if "partition-id" not in config:
             raise ConfigError(
@@ -151,52 +157,73 @@ class Plug:
                 "'partition-id=0 num-partitions=N'"
             )
         client = int(config["partition-id"])
+        rule = Rule.read(records.header(message, ())) if message is not None else None
         with LOADING:
-            if (self.name, client) not in SITES:
-                if len(SITES) == KEPT:
+            known = SITES.get((self.name, client))
+            if known is None or known.rule != rule:
+                if known is None and len(SITES) == KEPT:
                     SITES.pop(next(iter(SITES)))
-                SITES[self.name, client] = self.load(client, context)
-            return SITES[self.name, client]
+                known = SITES[self.name, client] = self.load(client, context, rule)
+            return known
 
-    def load(self, client: int, context: Context) -> Site:
+    def load(self, client: int, context: Context, rule: Rule | None) -> Loaded:
         """Return the client with its data on the device and its network checked."""
         parts = self.data(context)
-        if not isinstance(parts, (tuple, list)) or len(parts) != 2:
+        if not isinstance(parts, (tuple, list)) or len(parts) not in (2, 3):
             raise ConfigError(
-                f"data must return (train, test), got {type(parts).__name__}; e.g. return "
-                "(x_train, y_train), (x_test, y_test)"
+                f"data must return (train, test) or (train, test, calibration), got "
+                f"{type(parts).__name__}; e.g. return (x_train, y_train), (x_test, y_test)"
             )
         device = named_device(self.device)
-        train, test = (
-            batch(part, what, device) for part, what in zip(parts, ("train", "test"), strict=True)
+        train, *others = (
+            batch(part, what, device) for part, what in zip(parts, PARTS, strict=False)
         )
-        if len(test.y) and test.x.shape[1:] != train.x.shape[1:]:
-            raise ConfigError(
-                f"train has samples of shape {tuple(train.x.shape[1:])}, test has "
-                f"{tuple(test.x.shape[1:])}; give both the same shape"
-            )
-        model = checked_model(self.model, train.x, torch.cat([train.y, test.y]), self.head)
+        for what, part in zip(PARTS[1:], others, strict=False):
+            if len(part.y) and part.x.shape[1:] != train.x.shape[1:]:
+                raise ConfigError(
+                    f"train has samples of shape {tuple(train.x.shape[1:])}, {what} has "
+                    f"{tuple(part.x.shape[1:])}; give both the same shape"
+                )
+        labels = torch.cat([train.y, *(part.y for part in others)])
+        model = checked_model(self.model, train.x, labels, self.head)
+        test, *given = others
+        held = None
+        if rule is not None and given:
+            held = rule.capped(given[0], client)
+        elif rule is not None:
+            train, held = rule.split(train, client)
         root = (
             self.state
             or context.node_config.get("state-dir")
             or Path.home() / "bayflower-runs" / "state"
         )
         new = str(context.node_config.get("new-client", "false")).lower() in ("true", "1")
-        return Site(client, new, model, solo.Samples(train, test), DiskStore(Path(str(root))))
+        site = Site(client, new, model, solo.Samples(train, test, held), DiskStore(Path(str(root))))
+        return Loaded(rule, held is not None and not given, site)
+
+
+class Loaded(NamedTuple):
+    """A client with its data."""
+
+    rule: Rule | None  # what the strategy said of held-out samples
+    split: bool  # whether samples were taken out of the user's training part
+    site: Site
 
 
 class Job:
     """One round of one client for your own training loop.
 
     `model` is your network with the parameters the server sent, in training mode; `train` and
-    `test` are your data. Minimise `loss(x, y)`, which includes the method's own terms, over
-    `parameters()`. Then return `reply()`. A loss of your own on `model` lacks those terms.
+    `test` are your data, without what is held out for calibration. Minimise `loss(x, y)`, which
+    includes the method's own terms, over `parameters()`. Then return `reply()`. A loss of your own
+    on `model` lacks those terms.
     """
 
-    def __init__(self, message: Message, site: Site) -> None:
+    def __init__(self, message: Message, site: Site, split: bool = False) -> None:
         self.message, self.site = message, site
         self.head = records.header(message, client.HEADER_KEYS)
-        self.train, self.test = site.data.train, site.data.test
+        self.data, self.test = site.data.train, site.data.test
+        self.unseen = split  # whether the loop may train on samples that were held out
         method = self.head["method"]
         half = client.make_half(method, self.head["instructions"], site.model)
         self.phase = only_phase(half, method)
@@ -207,7 +234,7 @@ class Job:
         self.repeated = self.begun.repeated  # the first reply, if the message is a duplicate
         state, broadcast = self.begun.state, self.begun.broadcast
         keys: dict[str, Any] = {"seed": self.begun.seed, "client": site.client}
-        self.work: Work = self.half.begin(state, broadcast, self.train)
+        self.work: Work = self.half.begin(state, broadcast, self.data)
         self.model = site.model.module(self.work.params, self.work.buffers).train()
         own = dict(self.model.named_parameters())
         self.moving = {
@@ -217,13 +244,20 @@ class Job:
         self.keys = {**keys, "round": self.round, "stage": f"train/{self.phase.name}"}
         self.steps, self.total, self.seen = 0, 0.0, 0
 
+    @property
+    def train(self) -> Batch:
+        """Return the samples to train on."""
+        self.unseen = False
+        return self.data
+
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters to optimise: your network's, and those that the method adds."""
         return list(self.moving.values())
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the method's objective on a batch, to be minimised."""
-        mask = torch.ones(len(y), dtype=self.train.mask.dtype, device=self.train.mask.device)
+        like = self.data.mask
+        mask = torch.ones(len(y), dtype=like.dtype, device=like.device)
         group = Batch(x.to(mask.device), y.to(mask.device), mask)
         shapes = self.half.noise(self.phase.name, max(len(y), self.phase.batch_size))
         noise = batches.noise(
@@ -256,10 +290,16 @@ class Job:
         reply.
         """
         saved = self.repeated
+        if saved is None and self.unseen:
+            raise ConfigError(
+                "the training loop did not read job.train, so it may have trained on samples that "
+                "are held out for calibration; train on job.train, let data return (train, test, "
+                "calibration), or set calibration='off' on the strategy"
+            )
         if saved is None:
             with solo.one_thread():
-                work = solo.surveyed(self.half, self._now(), self.train)
-                done = self.half.finish(self.begun.state, work, self.train)
+                work = solo.surveyed(self.half, self._now(), self.data)
+                done = self.half.finish(self.begun.state, work, self.data)
                 state, update = (solo.detach(part) for part in done)
             mean = self.total / self.seen if self.seen else 0.0
             trained = solo.Trained(state, update, mean if train_loss is None else train_loss)

@@ -10,7 +10,7 @@ excluded   `max_faults` invalid replies in a row: gets no more messages in this 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flwr.serverapp import Grid
@@ -45,10 +45,14 @@ class Change(NamedTuple):
 class Roster:
     """The clients of one run."""
 
-    def __init__(self, limits: Limits, journal: Journal, training: Training | None = None) -> None:
+    def __init__(
+        self, limits: Limits, journal: Journal, training: Training | None = None, header: Any = None
+    ) -> None:
         self.limits, self.journal = limits, journal
-        # whether clients are asked for their counts of labels
-        self.labels = training is not None and training.class_weights == FEDERATION
+        self.header = dict(header or {})  # further keys of every header to a client
+        # further keys of the first question: are counts of labels wanted?
+        weighted = training is not None and training.class_weights == FEDERATION
+        self.asked: dict[str, Any] = {"labels": True} if weighted else {}
         self.label_counts: list[int] = []  # of all training clients when the run began
         self.history = NodeHistory(limits.ask_again_seconds)
         self.members: dict[int, Member] = {}
@@ -109,12 +113,12 @@ class Roster:
         return resolved(known, self.label_counts)
 
     def notices(self, client: int) -> dict[str, Any]:
-        """Return the extra keys of a client's header: the last accepted round, if a later reply was
-        not used, and whether the client had been dropped.
+        """Return the extra keys of a client's header: what all are told, the last accepted round,
+        if a later reply was not used, and whether the client had been dropped.
         """
-        found: dict[str, Any] = (
-            {"accepted": self.accepted.get(client, 0)} if client in self.unused else {}
-        )
+        found = dict(self.header)
+        if client in self.unused:
+            found["accepted"] = self.accepted.get(client, 0)
         return {**found, "returned": True} if client in self.returned else found
 
     def state_round(self, client: int, round: int) -> int:
@@ -127,18 +131,14 @@ class Roster:
         deadline = time.monotonic() + wait
         while len(nodes := sorted(grid.get_node_ids())) < least:
             if time.monotonic() > deadline:
-                raise BayflowerError(
-                    f"{len(nodes)} of {least} clients connected within {wait:.0f} s; start the "
-                    "others"
-                )
+                found = f"{len(nodes)} of {least} clients connected within {wait:.0f} s"
+                raise BayflowerError(f"{found}; start the others")
             time.sleep(POLL_SECONDS)
-        for member in query(grid, nodes, wait, self.history, self._refuse, self.labels):
+        for member in self._query(grid, nodes, wait):
             known = self.members.get(member.client)
             if known is not None and known.node != member.node:
-                raise BayflowerError(
-                    f"nodes {known.node} and {member.node} both claim client {member.client}; give "
-                    "each node its own partition-id"
-                )
+                both = f"nodes {known.node} and {member.node} both claim client {member.client}"
+                raise BayflowerError(f"{both}; give each node its own partition-id")
             self.members[member.client] = member
         if not self.training():
             faults = self.journal.faults
@@ -194,8 +194,8 @@ class Roster:
             }
             unknown = sorted(nodes - taken - answered - set(self._hopeless()))
             left = deadline - time.monotonic()
-            patience = min(QUERY_SECONDS, max(left, 1.0))
-            for member in query(grid, unknown, patience, self.history, self._refuse, self.labels):
+            soon = min(QUERY_SECONDS, max(left, 1.0))
+            for member in self._query(grid, unknown, soon):
                 answered.add(member.node)
                 if member.client in missing and self._fits(member):
                     self.members[member.client] = member
@@ -338,8 +338,12 @@ class Roster:
             *(node for node, times in self.refused.items() if times >= self.limits.max_faults),
         ]
 
+    def _query(self, grid: Grid, nodes: list[int], timeout: float) -> Iterator[Member]:
+        told = {**self.header, **self.asked}
+        return query(grid, nodes, timeout, self.history, self._refuse, told)
+
     def _meet(self, grid: Grid, unknown: list[int], timeout: float, nodes: set[int]) -> None:
-        for member in query(grid, unknown, timeout, self.history, self._refuse, self.labels):
+        for member in self._query(grid, unknown, timeout):
             self._welcome(member, nodes)
 
     def _welcome(self, member: Member, nodes: set[int]) -> None:

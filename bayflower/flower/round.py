@@ -30,6 +30,10 @@ from .roster import Roster
 from .wrapped import Form
 
 log = logging.getLogger("bayflower")
+NOTHING_HELD = (
+    "calibration: no client held samples out, so no personal model is calibrated; give clients "
+    "more samples, or let their data return (train, test, calibration)"
+)
 
 
 class RunFacts(NamedTuple):
@@ -240,6 +244,8 @@ class Round:
         roster = self.facts.roster
         if not calibrator.tables or roster.common is None:
             return None
+        if not any(int(one["rows"]) for one in calibrator.tables.values()):
+            self.facts.journal.fault(NOTHING_HELD)
         for _ in range(2):
             calibrator.close()
             request = self.request._replace(test=False, config=ConfigRecord())

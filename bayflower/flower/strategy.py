@@ -19,7 +19,6 @@ from flwr.serverapp.strategy import Result, Strategy
 from .. import methods, metrics
 from ..config import STRATEGY_GROUPS, Run, parse
 from ..contract import ServerHalf
-from ..data import DataSettings
 from ..errors import BayflowerError, ConfigError
 from ..files.checkpoint import Checkpoint, server_state
 from ..files.journal import Journal
@@ -30,6 +29,7 @@ from ..tree import Tensors
 from . import records, wrapped
 from .calibrating import Calibrator
 from .exchange import Request
+from .holding import INSIDE, asked_for
 from .roster import Change, Membership, Roster
 from .round import Round, RunFacts
 from .wrapped import Form, OwnForm, WrappedForm
@@ -74,34 +74,33 @@ class BayflowerStrategy(Strategy):
         parsed: Run | None = None,
         **settings: Any,
     ) -> None:
-        row = methods.get(self.method)
+        self.row = methods.get(self.method)
         schedule.check(fraction_train, fraction_evaluate)
         if weighted_by_key != records.NUM_EXAMPLES:
             raise ConfigError(
                 f"weighted_by_key must be {records.NUM_EXAMPLES!r}, got {weighted_by_key!r}; a "
                 "method defines its own weights"
             )
-        self.row, self.seed = row, seed
-        data = DataSettings(calibration=calibration) if parsed is None else parsed.data
+        asks = (calibration, fraction_evaluate, seed)
+        data, told = (parsed.data, {}) if parsed else asked_for(settings, *asks)
         self.calibrator = Calibrator(data) if data.calibrated else None
-        if parsed is None:
-            parsed = parse(self.method, settings, among=STRATEGY_GROUPS)
+        parsed = parsed or parse(self.method, settings, among=STRATEGY_GROUPS)
         self.training, self.options, self.limits = parsed.training, parsed.options, parsed.limits
         self.fraction_train, self.min_train_nodes = fraction_train, min_train_nodes
         self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes
-        self.weighted_by_key = weighted_by_key
-        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
-        self.train_metrics_aggr_fn = train_metrics_aggr_fn
+        self.weighted_by_key, self.configrecord_key = weighted_by_key, configrecord_key
+        self.arrayrecord_key, self.seed = arrayrecord_key, seed
+        self.train_metrics_aggr_fn, self.wait = train_metrics_aggr_fn, wait
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn
         self.min_available_nodes, self.min_replies = min_available_nodes, min_replies
         self.evaluate_every, self.retries = evaluate_every, retries
-        self.progress, self.after_round, self.wait = progress, after_round, wait
-        self.resume, self.run = resume, resume.run if resume else run or uuid.uuid4().hex
-        self.roll = roll  # the clients, if an earlier strategy has queried them
+        self.progress, self.after_round = progress, after_round
+        self.run = resume.run if resume else run or uuid.uuid4().hex
+        self.resume, self.roll = resume, roll  # the clients, if an earlier strategy queried them
         self.records: list[RoundRecord] = list(resume.records) if resume else []
         self.faults: list[str] = list(resume.faults) if resume else []
         self.journal = Journal(self.run, self.faults)
-        self.roster = Roster(self.limits, self.journal, self.training)
+        self.roster = Roster(self.limits, self.journal, self.training, told)
         self.half: ServerHalf | None = None
         self.state: Any = None
         self.outcome: Outcome | None = None
@@ -248,7 +247,9 @@ class BayflowerStrategy(Strategy):
         """Prepare a round inside another strategy, which runs in place of our `start`."""
         if self._driven:
             return
-        self.calibrator = None
+        if self.calibrator:
+            log.warning(INSIDE)
+            self.calibrator, self.roster.header = None, {}
         if why := wrapped.refusal(self.row, self.training):
             raise ConfigError(f"{why}; use {self.row.title} without a wrapper")
         if self.half is None:

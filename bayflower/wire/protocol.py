@@ -10,7 +10,10 @@ To a client ("train", "evaluate"):   broadcast   ArrayRecord   the method's Broa
                                                                of this client was not used);
                                                                returned: true if the client rejoins
                                                                after it was dropped from the totals;
-                                                               calibration: the order to calibrate
+                                                               calibration: the order to calibrate;
+                                                               hold: which samples the clients of
+                                                               a user's own app hold out (queries
+                                                               have it too)
                                      calibration ArrayRecord   everyone's sums so far, with a
                                                                request to calibrate
                                                                (`flower/calibrating.py`)
