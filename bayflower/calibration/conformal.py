@@ -122,7 +122,9 @@ def between_bins(counts: Tensor, coverage: float, more: Tensor) -> Tensor:
         wanted = (float(one.sum()) + 1) * coverage + extra
         after = int((ranks < wanted - 1e-9).sum())
         if after == len(places):
-            found.append(0)
+            # of many scores in the lowest bin, the middle one may lie above the wanted rank
+            within = len(places) and wanted - 1e-9 <= float(one.sum())
+            found.append(int(places[-1]) if within else 0)
         elif after == 0:
             found.append(int(places[0]))
         else:

@@ -275,6 +275,11 @@ def test_fewer_samples_than_needed_leave_every_class_in() -> None:
         counts = torch.zeros(1, conformal.BINS, dtype=torch.int64)
         counts[0, 1000 : 1000 + number] = 1
         assert (int(conformal.threshold(counts, counts, 0.9, "client")) == 0) is open_set
+    for above in (0, 3):  # a model that is sure of everything: many scores in one bin
+        counts = torch.zeros(1, conformal.BINS, dtype=torch.int64)
+        counts[0, 1300], counts[0, 1400] = 40 - above, above
+        for how in ("shrunk", "client", "global"):
+            assert int(conformal.threshold(counts, counts, 0.9, how)) == 1300
 
 
 def test_the_interval_is_the_beta_binomials() -> None:
