@@ -230,7 +230,7 @@ class Job:
         self.begun = client.begin_round(message, self.head, site)
         self.half, self.round = self.begun.half, self.begun.round
         self.recipe = own_loop(self.half, method)
-        self.weights = self.recipe.weights_of(self.train.y)
+        self.weights = self.recipe.weights_of(self.data.y)
         self.repeated = self.begun.repeated  # the first reply, if the message is a duplicate
         state, broadcast = self.begun.state, self.begun.broadcast
         keys: dict[str, Any] = {"seed": self.begun.seed, "client": site.client}
