@@ -14,6 +14,11 @@ difference: p = 1 falls into the last bin, where torchmetrics (1.9) opens an ele
 kinds: *top-label* bins the confidence of the predicted class; *all-class* bins all N×C
 probabilities against one-hot labels, which is what MetaVD's tables show (E-V9). Balanced accuracy
 is the mean recall of the classes present, which is what FedMAP's tables show (E-M7).
+
+Of two classes the second is the *positive* one, as in scikit-learn. A tally then also counts the
+probability of the positive class in 50 equal bins, apart for true negatives and true positives:
+enough for the AUROC (ties within a bin count half) and, at the edges of the bins exactly, for every
+threshold (`report/twoclass.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import torch
 from torch import Tensor
 
 NUM_BINS = 10
+SCORE_BINS = 50  # of the probability of the second of two classes: a threshold every 0.02
 GRID = 2.0**32
 LARGEST_NLL = 709.0  # of one sample: −log of the smallest normal float64
 
@@ -47,6 +53,7 @@ class Tally(NamedTuple):
     all_count: Tensor  # (10,) all-class bins
     all_confidence: Tensor  # (10,)
     all_correct: Tensor  # (10,) how many of these probabilities belong to the true class
+    scores: Tensor  # (2, 50) samples by true class and P(second class); (0, 50) unless C = 2
 
 
 def zero(num_classes: int, device: torch.device | str = "cpu") -> Tally:
@@ -54,7 +61,13 @@ def zero(num_classes: int, device: torch.device | str = "cpu") -> Tally:
     n = torch.zeros((), dtype=torch.int64, device=device)
     c = torch.zeros(num_classes, dtype=torch.int64, device=device)
     b = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
-    return Tally(n, n, n.double(), c, c, b, b.double(), b, b, b.double(), b)
+    s = torch.zeros(score_shape(num_classes), dtype=torch.int64, device=device)
+    return Tally(n, n, n.double(), c, c, b, b.double(), b, b, b.double(), b, s)
+
+
+def score_shape(num_classes: int) -> tuple[int, int]:
+    """Return the shape of `Tally.scores`."""
+    return (2 if num_classes == 2 else 0, SCORE_BINS)
 
 
 def possible(t: Tally) -> bool:
@@ -80,6 +93,7 @@ def possible(t: Tally) -> bool:
         and all(bool((leaf >= 0).all()) and bool((leaf < 2**60).all()) for leaf in t)
         and all(bool((part <= whole).all()) for part, whole in parts)
         and all(int(leaf.sum()) == total for leaf, total in sums)
+        and t.scores.sum(-1).tolist() == t.class_total.tolist()[: t.scores.shape[0]]
         and bool((t.bin_confidence <= t.bin_count + 1e-6).all())
         and bool((t.all_confidence <= t.all_count + 1e-6).all())
         and float(t.nll) <= LARGEST_NLL * number
@@ -117,7 +131,22 @@ def tally(probs: Tensor, y: Tensor, mask: Tensor) -> Tally:
         (truth & hit[:, None]).sum(0),
         *binned(confidence, hit, used),
         *binned(probs.flatten(), truth.flatten(), used[:, None].expand(-1, num_classes).flatten()),
+        scored(probs, truth),
     )
+
+
+def scored(probs: Tensor, truth: Tensor) -> Tensor:
+    """Return the counts of P(second class) of two by true class and bin; `truth` (N, C) marks the
+    true class of the samples that count. An edge belongs to the upper bin, 1 to the last.
+    """
+    rows, width = score_shape(probs.shape[-1])
+    if not rows:
+        return torch.zeros((0, width), dtype=torch.int64, device=probs.device)
+    edges = torch.linspace(0, 1, width + 1, dtype=probs.dtype, device=probs.device)[1:-1]
+    above = probs[:, 1, None] >= edges  # (N, 49): a sample is above its lower edges
+    above = torch.cat([torch.ones_like(above[:, :1]), above], 1)
+    tail = (truth[:, :, None] & above[:, None, :]).sum(0)
+    return tail - torch.cat([tail[:, 1:], torch.zeros_like(tail[:, :1])], 1)
 
 
 def on_grid(x: Tensor) -> Tensor:
@@ -155,6 +184,7 @@ def summarise(tallies: Mapping[int, Tally]) -> dict[str, Any]:
             "balanced_accuracy": balanced_accuracy(t),
             "nll": ratio(t.nll, t.num_examples),
             "ece": calibration(*t[5:8])[0],
+            **two_classes(t),
         }
         for client, t in clients
     ]
@@ -184,12 +214,42 @@ def summarise(tallies: Mapping[int, Tally]) -> dict[str, Any]:
         "fairness_std": std,
         "fairness_cv": std / mean if std is not None and mean else None,
         "worst_client_accuracy": min(accuracies, default=None),
+        **two_classes(pooled),
         "per_client": per_client,
         "reliability": {
             "top_label": diagram(pooled.bin_count, pooled.bin_confidence, pooled.bin_correct),
             "all_class": diagram(pooled.all_count, pooled.all_confidence, pooled.all_correct),
         },
     }
+
+
+def two_classes(t: Tally) -> dict[str, Any]:
+    """Return what is defined for two classes alone, {} for others. `confusion` has a row a true
+    class, a column a predicted one; a score that is not finite is predicted wrong.
+    """
+    if not t.scores.numel():
+        return {}
+    (negatives, positives), (right_n, right_p) = t.class_total.tolist(), t.class_correct.tolist()
+    return {
+        "sensitivity": ratio(t.class_correct[1], t.class_total[1]),
+        "specificity": ratio(t.class_correct[0], t.class_total[0]),
+        "auroc": area(t.scores),
+        "confusion": [[right_n, negatives - right_n], [positives - right_p, right_p]],
+        "scores": t.scores.tolist(),
+    }
+
+
+def area(scores: Tensor) -> float | None:
+    """Return the AUROC: the share of pairs in which the positive has the higher score, ties (the
+    same bin) counting half; None without both classes.
+    """
+    negatives, positives = (row.tolist() for row in scores)
+    pairs = sum(negatives) * sum(positives)
+    below = won = 0
+    for n, p in zip(negatives, positives, strict=True):
+        won += p * (2 * below + n)
+        below += n
+    return won / (2 * pairs) if pairs else None
 
 
 def ratio(part: Tensor, whole: Tensor) -> float | None:

@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from functools import reduce
 from importlib import import_module
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch.func import vmap
 from bayflower.data.vision import prepare_torchvision
 from bayflower.metrics import (
     NUM_BINS,
+    SCORE_BINS,
     Tally,
     add,
     by_chance,
     debiased,
+    possible,
     squared_error,
     summarise,
     tally,
@@ -147,6 +150,50 @@ def test_probability_zero_and_not_finite(dtype: torch.dtype, most: float) -> Non
     assert math.isclose(float(tally(probs[:1], torch.tensor([0]), ones(1)).nll), 0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_classes_by_loops(dtype: torch.dtype) -> None:
+    """Scores, AUROC, sensitivity, specificity and confusion against loops over samples and pairs;
+    thresholds at the edges of bins are exact.
+    """
+    probs, y = sample(300, 2, seed=4, dtype=dtype, sharp=1.0)
+    probs[7, 1] = torch.linspace(0, 1, SCORE_BINS + 1, dtype=dtype)[13]  # on an edge
+    mask = ones(300)
+    mask[::7] = 0
+    parts = [tally(probs[i : i + 90], y[i : i + 90], mask[i : i + 90]) for i in range(0, 300, 90)]
+    t = reduce(add, parts)
+    assert possible(t)
+    rows = [(float(p), int(k)) for p, k, m in zip(probs[:, 1], y, mask, strict=True) if m]
+    edges = torch.linspace(0, 1, SCORE_BINS + 1, dtype=dtype).tolist()
+    for k in (0, 1):
+        for i, edge in enumerate(edges[:-1]):
+            want = sum(one == k and p >= edge for p, one in rows)
+            assert int(t.scores[k, i:].sum()) == want
+
+    def place(p: float) -> int:
+        return max(i for i in range(SCORE_BINS) if edges[i] <= p)
+
+    won = [
+        0.5 * (place(p) == place(q)) + (place(p) > place(q))
+        for p, one in rows
+        for q, other in rows
+        if one == 1 and other == 0
+    ]
+    out = summarise({0: t})
+    assert out["auroc"] == pytest.approx(sum(won) / len(won), abs=1e-12)
+    exact = needed("sklearn.metrics", "roc_auc_score")([k for _, k in rows], [p for p, _ in rows])
+    assert out["auroc"] == pytest.approx(exact, abs=0.01)
+    confusion = [[sum((p > 0.5) == j and k == i for p, k in rows) for j in (0, 1)] for i in (0, 1)]
+    assert out["confusion"] == out["per_client"][0]["confusion"] == confusion
+    assert out["sensitivity"] == confusion[1][1] / sum(confusion[1])
+    assert out["specificity"] == confusion[0][0] / sum(confusion[0])
+    moved = t.scores.clone()
+    moved[0, 0], moved[1, 0] = moved[0, 0] + 1, moved[1, 0] - 1
+    assert not possible(t._replace(scores=moved))
+    assert "auroc" not in summarise({0: tally(*sample(9, 3), ones(9))})
+    single = tally(probs[y == 1], y[y == 1], ones(int((y == 1).sum())))
+    assert summarise({0: single})["auroc"] is None
+
+
 def test_absent_class() -> None:
     probs, _ = sample(50, 5, seed=2)
     # classes 0, 3 and 4 have no samples
@@ -161,8 +208,13 @@ def test_absent_class() -> None:
 
 
 def test_masks_vmap_and_sums_agree_to_the_bit() -> None:
+    for classes in (6, 2):
+        masks_vmap_and_sums(classes)
+
+
+def masks_vmap_and_sums(c: int) -> None:
     counts = [40, 1, 0, 17]
-    size, c = 40, 6
+    size = 40
     whole = [sample(n, c, seed=n) for n in counts]
     # padding may hold anything
     probs = torch.full((len(counts), size, c), math.nan, dtype=torch.float64)
