@@ -27,8 +27,7 @@ def report(
         str, typer.Option(help="folder of the data sets, if it has changed since the runs")
     ] = "",
 ) -> None:
-    """Write one self-contained HTML page: curves, clients, fairness, calibration, pictures of each
-    method, partition, bytes and seconds.
+    """Write one self-contained HTML page: the verdict with its caveats, then plots, then tables.
 
     Runs that differ only in the seed become one line with a band. Example: `bayflower report
     runs/demo --html report.html`

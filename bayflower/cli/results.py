@@ -30,7 +30,11 @@ def results(
         str, typer.Option(help="rows of that table: clients (each client of each model) or runs")
     ] = "clients",
     metric: Annotated[
-        str, typer.Option(help="what to compare: accuracy, balanced_accuracy, nll or ece")
+        str,
+        typer.Option(
+            help="what to compare: accuracy, balanced_accuracy, nll, ece; for two classes auroc, "
+            "sensitivity, specificity"
+        ),
     ] = "accuracy",
     model: Annotated[
         str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import numpy as np
 from ..config import parse
 from ..data import load_federation
 from ..errors import BayflowerError, ConfigError
-from . import figures, page, panels, special, uncertainty
-from .collect import Found, Group, group, read, same_data
+from . import board, figures, numbers, page, panels, special, twoclass, uncertainty
+from .collect import DATA, Found, Group, brief, group, read, same_data, title, unequal
+from .glossary import glossary
+from .verdict import verdict
 
 FEATURES = ("auto", "all", "none")
 
@@ -43,7 +46,7 @@ def write_report(
 
 
 def made(groups: Sequence[Group], features: str, data_dir: str, say: Callable[[str], None]) -> str:
-    """Return the page; runs on different data get sections of their own."""
+    """Return the page; runs on different data get parts of their own."""
     sets: list[list[Group]] = []
     for one in groups:
         home = next((some for some in sets if same_data(some[0], one)), None)
@@ -51,48 +54,91 @@ def made(groups: Sequence[Group], features: str, data_dir: str, say: Callable[[s
             sets.append([one])
         else:
             home.append(one)
+    sets = [retitled(some) for some in sets]
     names = sorted({str(one.first["dataset"]) for one in groups})
-    sections: list[tuple[str, str]] = [("Runs", page.origins(groups))]
-    for number, some in enumerate(sets, 1):
-        head = f"{some[0].first['dataset']}: " if len(sets) > 1 else ""
-        if len({str(part[0].first["dataset"]) for part in sets}) < len(sets):
-            head = f"{number}. {head}"
-        say(f"figures of {some[0].first['dataset']}")
-        for before in range(0, len(some), figures.SHOWN):
-            part = some[before : before + figures.SHOWN]
-            more = f" ({before // figures.SHOWN + 1})" if len(some) > figures.SHOWN else ""
-            sections += sections_of(part, head, more, features, data_dir, say)
-    return page.page(f"Bayflower: {', '.join(names)}", sections)
+    parts, shown = [], []
+    for some in sets:
+        short = labelled(some, sets)
+        say(f"figures of {short}")
+        sections = sections_of(some, features, data_dir, say)
+        parts.append(page.Part(*described(some, short), sections))
+        shown += [(short, one) for one in some]
+    calibrated = any(run.result.get("uncertainty") for one in groups for run in one.runs)
+    two = any(twoclass.of_group(one) for one in groups)
+    end = [("Glossary", glossary(calibrated, two)), ("Runs and versions", numbers.origins(shown))]
+    about = ", ".join(names) if len(names) < 5 else f"{len(names)} data sets"
+    return page.page(f"Bayflower: {about}", parts, end)
+
+
+def retitled(some: Sequence[Group]) -> list[Group]:
+    """Return groups that share their data with titles that tell apart no more than these."""
+    found = []
+    for one in some:
+        others = [other for other in some if other is not one and other.method == one.method]
+        words = title(one.first, [other.first for other in others])
+        found.append(replace(one, title=words))
+    return found
+
+
+def labelled(some: Sequence[Group], sets: Sequence[Sequence[Group]]) -> str:
+    """Return the name of a data set with all that tells it from others of the same name."""
+    name, config = str(some[0].first["dataset"]), some[0].first["config"]
+    alike = [part[0].first["config"] for part in sets if str(part[0].first["dataset"]) == name]
+    differ = [key for key in DATA if any(one.get(key) != config.get(key) for one in alike)]
+    said = ", ".join(f"{key}={brief(config.get(key))}" for key in differ)
+    return f"{name} ({said})" if said else name
+
+
+def described(some: Sequence[Group], short: str) -> tuple[str, str, str]:
+    """Return the heading of groups that share their data, its short form, and a line of facts."""
+    one = some[0].first
+    sites = all(who.lasting for who in some[0].runs[0].clients.values())
+    number, new = one.get("num_clients", 0), one.get("num_new_clients", 0)
+    word = ("site" if sites else "client") + ("" if number == 1 else "s")
+    facts = [
+        f"{number} {word}{f' and {new} new' if new else ''}",
+        str(one["partition"].get("kind")),
+    ]
+    train = sum(one["partition"].get("train_sizes") or [])
+    facts += [f"{train:,} training samples"] if train else []
+    facts += [f"{one['final']['personal']['num_examples']:,} test samples"]
+    seeds, rounds = max(len(group.runs) for group in some), len(one["rounds"])
+    facts += [f"{rounds} round{'s' * (rounds != 1)}", f"{seeds} seed{'s' * (seeds != 1)}"]
+    what = "methods" if len({group.method for group in some}) == len(some) else "variants"
+    heading = f"{short}: {len(some)} {what} compared" if len(some) > 1 else short
+    who = "site" if sites else "client"
+    text = f"Each {who} is tested on its own test data, after the last round."
+    return heading, short, f"{', '.join(facts)}. {text}"
 
 
 def sections_of(
-    some: Sequence[Group],
-    head: str,
-    more: str,
-    features: str,
-    data_dir: str,
-    say: Callable[[str], None],
+    some: Sequence[Group], features: str, data_dir: str, say: Callable[[str], None]
 ) -> list[tuple[str, str]]:
-    """Return the sections of groups that share their data."""
+    """Return the sections of groups that share their data: verdict, plots, tables. A picture shows
+    at most SHOWN groups, so more groups make more pictures in the same sections.
+    """
+    found = verdict(some)
     states, notes = special.from_states(some, features, say, data_dir)
-    shown = [*special.over_rounds(some), *states]
     text = "".join(f"<p class=soft>{escape(note)}</p>" for note in notes)
+
+    def each(*draw: Callable[[Sequence[Group]], list[figures.Figure]]) -> list[figures.Figure]:
+        parts = [some[i : i + figures.SHOWN] for i in range(0, len(some), figures.SHOWN)]
+        return [one for part in parts for make in draw for one in make(part)]
+
+    leading = next(iter(found.means), some[0].title)
+    first = some[0].runs[0]
+    people = each(lambda part: figures.gains(part, found), figures.clients, figures.fairness)
     return [
-        (f"{head}Personal models{more}", page.summary(some)),
-        (f"{head}Global models{more}", page.summary(some, "global")),
-        (f"{head}New clients{more}", page.summary(some, "new_clients")),
-        (f"{head}Over rounds{more}", page.figures(figures.curves(some))),
-        (f"{head}Clients{more}", page.figures([*figures.clients(some), *figures.fairness(some)])),
-        (f"{head}Uncertainty{more}", uncertainty.section(some)),
-        (f"{head}Calibration{more}", page.figures(panels.reliability(some))),
-        (f"{head}What the methods show{more}", page.figures(shown) + text),
-        (f"{head}Bytes and seconds{more}", page.figures(panels.costs(some))),
-        (
-            f"{head}The partition{more}",
-            page.figures(
-                [panels.partition(some[0].runs[0], class_counts(some[0].runs[0], data_dir))]
-            ),
-        ),
+        ("Verdict", board.section(some, found)),
+        ("Sites", page.figures(people)),
+        ("Two classes", twoclass.section(some, leading)),
+        ("Trust", uncertainty.section(some, each(panels.reliability))),
+        ("Cost", page.figures(each(panels.costs))),
+        ("Over rounds", page.figures(each(figures.curves))),
+        ("What the methods show", page.figures([*each(special.over_rounds), *states]) + text),
+        ("Data", page.figures([panels.partition(first, class_counts(first, data_dir))])),
+        ("Tables", numbers.tables(some) + uncertainty.tables(some)),
+        ("Settings", numbers.settings(some, unequal(some))),
     ]
 
 

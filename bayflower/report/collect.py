@@ -82,6 +82,7 @@ class Group:
 
     title: str
     runs: tuple[Found, ...]
+    left_out: tuple[Found, ...] = ()  # with the same settings and seed as one of the runs
 
     @property
     def first(self) -> dict[str, Any]:
@@ -186,6 +187,7 @@ def group(runs: Sequence[Found]) -> list[Group]:
     groups = []
     for some in members:
         once = {run.seed: run for run in some}  # the same run in two folders counts once
+        twice = tuple(run for run in some if once[run.seed] is not run)
         others = [
             other
             for other in members
@@ -193,7 +195,9 @@ def group(runs: Sequence[Found]) -> list[Group]:
         ]
         groups.append(
             Group(
-                title(some[0].result, [other[0].result for other in others]), tuple(once.values())
+                title(some[0].result, [other[0].result for other in others]),
+                tuple(once.values()),
+                twice,
             )
         )
     known = list(methods.METHODS)
@@ -220,14 +224,26 @@ def title(result: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
             if result["config"].get(key) != other["config"].get(key)
         }
     )
-    if not differ:
-        return (
-            name
-            if all(other["engine"] == result["engine"] for other in others)
-            else f"{name} ({result['engine']})"
-        )
-    said = ", ".join(f"{key}={result['config'].get(key)}" for key in differ)
-    return f"{name} ({said})"
+    said = [f"{key}={brief(result['config'].get(key))}" for key in differ if key != "method"]
+    if any(other["engine"] != result["engine"] for other in others):
+        said.append(str(result["engine"]))
+    return f"{name} ({', '.join(said)})" if said else name
+
+
+def brief(value: Any) -> str:
+    """Return a setting's value for a label."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def unequal(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
+    """Return the settings that all groups have and in which they differ, by name and group."""
+    configs = {group.title: group.first["config"] for group in groups}
+    shared = set.intersection(*(set(config) for config in configs.values()))
+    return {
+        key: {title: config[key] for title, config in configs.items()}
+        for key in sorted(shared - {*ALIKE, "method"})
+        if len({json.dumps(config[key]) for config in configs.values()}) > 1
+    }
 
 
 def same_data(a: Group, b: Group) -> bool:

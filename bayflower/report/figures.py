@@ -1,6 +1,4 @@
-"""The figures every method has: curves, clients, fairness, calibration, the partition, bytes and
-seconds.
-"""
+"""The figures every method has: curves over rounds, clients, gains and fairness."""
 
 from __future__ import annotations
 
@@ -8,12 +6,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .. import methods
 from ..shown import quantiles
-from .collect import Group, same_data
-from .svg import Chart, around, legend
+from .collect import Group
+from .svg import Chart, Rows, around, legend
+from .verdict import Verdict, signed, verdict
 
 SHOWN = 8  # groups in one picture; more cannot be told apart
+MOST_ROWS = 60  # clients that have a row of their own; drawn ones have no names worth so many
+MOST_DRAWN = 24
 
 
 class Figure(NamedTuple):
@@ -57,8 +57,8 @@ def curves(groups: Sequence[Group]) -> list[Figure]:
     found = []
     for heading, y_title, pick, limits in wanted:
         lines = [(group.title, group.curve(pick)) for group in groups[:SHOWN]]
-        if not any(points for _, points in lines):
-            continue
+        if max((len(points) for _, points in lines), default=0) < 2:
+            continue  # the last round alone is in the tables
         words = (
             "Mean over seeds; the band is the range of the seeds."
             if any(len(group.runs) > 1 for group in groups)
@@ -104,53 +104,54 @@ def lines_over_rounds(
 
 
 def clients(groups: Sequence[Group]) -> list[Figure]:
-    """Return every client's accuracy by method, and its gain over training alone where that was
-    run.
-    """
+    """Return every client's accuracy by method, a row a client; many drawn clients as a curve."""
     some = [group for group in groups[:SHOWN] if group.by_client()]
     if not some:
         return []
     means = [mean_by_client(group) for group in some]
-    base = means[0]
-    order = sorted(base, key=lambda client: (base[client], client))
-    names = {client: name for group in some for client, name in group.named.items()}
-    chart = Chart(
-        "accuracy of each client",
-        (-0.5, len(order) - 0.5),
-        around([100 * v for m in means for v in m.values()], most=100.0),
-        x_title=f"client, by the accuracy with {some[0].title}",
-        y_title="accuracy, %",
-        width=1120.0,
-    )
-    chart.axes(x_names=[short(names[client]) for client in order])
-    for series, (group, mean) in enumerate(zip(some, means, strict=True)):
-        for place, client in enumerate(order):
-            if client in mean:
-                shift = (series - (len(some) - 1) / 2) * 0.6 / max(len(some), 1)
-                chart.point(
-                    place + shift,
-                    100 * mean[client],
-                    series,
-                    f"{group.title}, {names[client]}: {100 * mean[client]:.1f} %",
-                )
+    order = sorted({client for mean in means for client in mean})
+    span = around([100 * v for m in means for v in m.values()], most=100.0)
+    key = legend([group.title for group in some], lines=False)
     words = "Personal models on each client's own test data after the last round" + (
         ", mean over seeds." if len(some[0].runs) > 1 else "."
     )
-    found = [
-        Figure(
-            "Accuracy of each client",
-            chart.svg(),
-            words,
-            legend([group.title for group in some], lines=False),
-            wide=True,
-        )
-    ]
-    return found + gains(groups)
+    if len(order) > rows_for(some):
+        return [ranked(some, span, words)]
+    base = means[0]
+    order.sort(key=lambda client: (-base.get(client, 0.0), client))
+    names = {client: name for group in some for client, name in group.named.items()}
+    chart = Rows("accuracy of each client", [names[c] for c in order], span, "accuracy, %")
+    for series, (group, mean) in enumerate(zip(some, means, strict=True)):
+        for place, client in enumerate(order):
+            if client in mean:
+                text = f"{group.title}, {names[client]}: {100 * mean[client]:.1f} %"
+                shift = 0.6 - 1.2 * series / max(len(some) - 1, 1) if len(some) > 1 else 0.0
+                chart.point(100 * mean[client], chart.at(place, shift), series, text)
+    return [Figure("Accuracy of each client", chart.svg(), words, key)]
 
 
-def short(name: str) -> str:
-    """Return a client's name for an axis: its number alone where it has no other name."""
-    return name.removeprefix("client ").split(",")[0][:12]
+def rows_for(groups: Sequence[Group]) -> int:
+    """Return how many clients may have rows of their own."""
+    every = [one for group in groups for run in group.runs for one in run.clients.values()]
+    return MOST_ROWS if all(one.lasting for one in every) else MOST_DRAWN
+
+
+def ranked(groups: Sequence[Group], span: tuple[float, float], words: str) -> Figure:
+    """Return the clients' accuracies in order, a line a method."""
+    chart = Chart(
+        "accuracy of each client",
+        (0.0, 100.0),
+        span,
+        x_title="share of the clients, worst first, %",
+        y_title="accuracy, %",
+    ).axes()
+    for series, group in enumerate(groups):
+        values = sorted(100 * value for value in group.by_client().values())
+        line = [(100 * (i + 0.5) / len(values), value) for i, value in enumerate(values)]
+        chart.line(line, series, group.title)
+    key = legend([group.title for group in groups])
+    text = f"{words} Each line has that method's clients in order, from the worst to the best."
+    return Figure("Accuracy of each client", chart.svg(), text, key)
 
 
 def mean_by_client(group: Group) -> dict[str, float]:
@@ -161,82 +162,78 @@ def mean_by_client(group: Group) -> dict[str, float]:
     return {client: statistics.fmean(values) for client, values in by_client.items()}
 
 
-def gains(groups: Sequence[Group]) -> list[Figure]:
-    """Return, for each method, how much better each client is than with its own data alone."""
-    alone = next(
-        (group for group in groups if methods.get(group.method).server.shares_nothing), None
-    )
-    found = []
-    for series, group in enumerate(groups[:SHOWN]):
-        if alone is None or group is alone or not same_data(group, alone):
+def gains(groups: Sequence[Group], found: Verdict | None = None) -> list[Figure]:
+    """Return, for each method, how much better each client is than with its own data alone; the
+    interval of a client is over seeds.
+    """
+    found = found or verdict(groups)
+    series = {group.title: place for place, group in enumerate(groups)}
+    shown = []
+    for one in found.against:
+        sites = one.difference.sites
+        if one.title not in series:
             continue
-        own, mine = alone.by_client(), group.by_client()
-        both = sorted(own.keys() & mine.keys())
-        by_client: dict[str, list[float]] = {}
-        for seed, client in both:
-            by_client.setdefault(client, []).append(100 * (mine[seed, client] - own[seed, client]))
-        if not by_client:
-            continue
-        mean = sorted((statistics.fmean(values), client) for client, values in by_client.items())
-        chart = Chart(
-            f"gain of {group.title} over local training",
-            (-0.5, len(mean) - 0.5),
-            around([v for v, _ in mean] + [0.0]),
-            x_title="clients, by gain",
-            y_title="points of accuracy",
-        )
-        chart.axes(x_names=[short(group.named[client]) for _, client in mean])
-        for place, (value, client) in enumerate(mean):
-            chart.bar(
-                place - 0.4,
-                place + 0.4,
-                0.0,
-                value,
-                series,
-                f"{group.named[client]}: {value:+.1f} points",
-            )
-        chart.rule(-0.5, 0.0, len(mean) - 0.5, 0.0)
-        better = sum(value > 0 for value, _ in mean)
-        average = statistics.fmean(value for value, _ in mean)
-        words = (
-            f"{better} of {len(mean)} clients are better off than with their own data alone; "
-            f"mean {average:+.1f} points."
-        )
-        found.append(Figure(f"Gain over local training: {group.title}", chart.svg(), words))
-    return found
+        ends = [100 * v for s in sites for v in (s.low, s.mean, s.high) if v is not None]
+        span = around([*ends, 0.0])
+        many = len(sites) > rows_for(groups)
+        name = f"gain of {one.title} over {one.base}"
+        if many:
+            chart = Chart(
+                name,
+                (0.0, float(len(sites))),
+                span,
+                x_title="clients, by gain",
+                y_title="points of accuracy",
+            ).axes(x_names=[])
+            for place, site in enumerate(sites):
+                text = f"{found.names[site.id]}: {100 * site.mean:+.1f} points"
+                where = (place + 0.1, place + 0.9, 0.0, 100 * site.mean)
+                chart.bar(*where, series[one.title], text)
+            chart.rule(0.0, 0.0, float(len(sites)), 0.0)
+        else:
+            rows = Rows(name, [found.names[s.id] for s in sites], span, "points of accuracy")
+            chart = rows
+            for place, site in enumerate(sites):
+                text = f"{found.names[site.id]}: {100 * site.mean:+.1f} points"
+                low, high = rows.at(place, -0.7), rows.at(place, 0.7)
+                rows.bar(0.0, 100 * site.mean, low, high, series[one.title], text)
+                if site.low is not None and site.high is not None:
+                    rows.rule(100 * site.low, rows.at(place), 100 * site.high, rows.at(place))
+            rows.rule(0.0, 0.0, 0.0, -float(len(sites)))
+        better = sum(site.mean > 0 for site in sites)
+        words = f"{better} of {len(sites)} clients are better off than with their own data alone; "
+        words += f"mean {signed(found, one.difference.mean)} points."
+        if any(site.low is not None for site in sites):
+            words += " Thin lines: 95 % intervals over seeds."
+        shown.append(Figure(f"Gain over local training: {one.title}", chart.svg(), words))
+    return shown
 
 
 def fairness(groups: Sequence[Group]) -> list[Figure]:
-    """Return how the clients' accuracies are spread, a box a method."""
+    """Return how the clients' accuracies are spread, a box a method; nothing of single clients."""
     some = [
         (group, sorted(100 * value for value in group.by_client().values()))
-        for group in groups[: 2 * SHOWN]
+        for group in groups[:SHOWN]
+        if max(group.values("num_clients"), default=0) > 1
     ]
     some = [(group, values) for group, values in some if values]
     if not some:
         return []
-    left = 20.0 + 6.6 * max(len(group.title) for group, _ in some)
     span = around([value for _, values in some for value in values], most=100.0)
-    chart = Chart(
-        "spread of the clients' accuracies",
-        span,
-        (-0.6, len(some) - 0.4),
-        x_title="accuracy, %",
-        left=min(left, 260.0),
-        height=60.0 + 34.0 * len(some),
-    )
-    chart.axes(y_names=[group.title for group, _ in some])
+    names = [group.title for group, _ in some]
+    chart = Rows("spread of the clients' accuracies", names, span, "accuracy, %")
     for series, (group, values) in enumerate(some):
         low, first, middle, third, high = quantiles(values)
         text = (
             f"{group.title}: lowest {low:.1f}, quartiles {first:.1f}, {middle:.1f}, "
             f"{third:.1f}, highest {high:.1f}"
         )
-        chart.rule(low, series, high, series)
-        chart.bar(first, third, series - 0.25, series + 0.25, series, text, kind="box")
-        chart.point(middle, series, series, text)
-        chart.rule(low, series - 0.12, low, series + 0.12)
-        chart.rule(high, series - 0.12, high, series + 0.12)
+        at = chart.at
+        chart.rule(low, at(series), high, at(series))
+        chart.bar(first, third, at(series, -0.8), at(series, 0.8), series, text, kind="box")
+        chart.point(middle, at(series), series, text)
+        chart.rule(low, at(series, -0.4), low, at(series, 0.4))
+        chart.rule(high, at(series, -0.4), high, at(series, 0.4))
     words = "Box: the middle half of the clients, mark: the median, line: lowest to highest. "
     words += "A fair method has a narrow box and no long tail to the left."
     return [Figure("Fairness: the spread over clients", chart.svg(), words)]

@@ -15,6 +15,7 @@ from .collect import ALIKE, Found
 
 ABOUT = ("folder", "method", "dataset", "partition", "engine", "seed", "rounds")
 NUMBERS = ("num_examples", "accuracy", "balanced_accuracy", "nll", "ece")
+TWO = ("auroc", "sensitivity", "specificity")  # columns where some run has two classes
 TOTALS = (
     *("num_examples", "num_clients", "accuracy", "accuracy_mean", "balanced_accuracy"),
     *("balanced_accuracy_mean", "nll", "ece", "ece_allclass", "mce", "mce_allclass"),
@@ -53,9 +54,14 @@ def differing(runs: Sequence[Found]) -> list[str]:
     return sorted(found - {*ALIKE, "method", "rounds", "dataset", "partition"})
 
 
+def two_classes(runs: Sequence[Found]) -> tuple[str, ...]:
+    """Return the numbers that only two classes have, if some run has them."""
+    return TWO if any("scores" in run.result["final"]["personal"] for run in runs) else ()
+
+
 def of_clients(runs: Sequence[Found]) -> list[Row]:
     """Return one row for each client of each tested model."""
-    rows, settings = [], differing(runs)
+    rows, settings, columns = [], differing(runs), (*NUMBERS, *two_classes(runs))
     for run in runs:
         for view, block in run.result["final"].items():
             if not block or view == "after":  # `personal` under a second name
@@ -70,7 +76,7 @@ def of_clients(runs: Sequence[Found]) -> list[Row]:
                         "name": known.name if known else None,
                         "id": known.id if known else None,
                         "new": known.new if known else view == "new_clients",
-                        **{key: one.get(key) for key in NUMBERS},
+                        **{key: one.get(key) for key in columns},
                     }
                 )
     return rows
@@ -78,7 +84,7 @@ def of_clients(runs: Sequence[Found]) -> list[Row]:
 
 def of_runs(runs: Sequence[Found]) -> list[Row]:
     """Return one row for each tested model of each run, with what the run cost."""
-    rows, settings = [], differing(runs)
+    rows, settings, columns = [], differing(runs), (*TOTALS, *two_classes(runs))
     for run in runs:
         rounds = run.result["rounds"]
         cost = {
@@ -88,7 +94,7 @@ def of_runs(runs: Sequence[Found]) -> list[Row]:
         }
         for view, block in run.result["final"].items():
             if block and view != "after":
-                numbers = {key: block.get(key) for key in TOTALS}
+                numbers = {key: block.get(key) for key in columns}
                 rows.append({**about(run, settings), "model": view, **numbers, **cost})
     return rows
 

@@ -8,10 +8,11 @@ a title, which browsers show on hover.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from html import escape
 
-WIDTH, HEIGHT = 420.0, 280.0
+WIDTH, HEIGHT = 380.0, 270.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 14.0, 44.0
 SERIES = 8  # colours, markers and dashes there are
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "", "6 3", "2 3", "9 3 2 3")
@@ -99,7 +100,8 @@ class Chart:
             )
         each = every(x_names, self.right - self.left)
         for value, text in named(x_names, self.x_range, whole=self.x_title == "round")[::each]:
-            at = self.x(value)
+            half = 3.6 * len(text)  # about; no label may stick out at the side
+            at = min(max(self.x(value), half + 1), self.width - half - 1)
             self.parts.append(
                 f'<text class="tick" x="{at:.1f}" y="{self.bottom + 16:.1f}" '
                 f'text-anchor="middle">{escape(text)}</text>'
@@ -119,6 +121,14 @@ class Chart:
             f'text-anchor="middle">{escape(self.y_title)}</text>'
         )
         return self
+
+    def uprights(self) -> None:
+        """Draw the grid lines that stand."""
+        for value in ticks(*self.x_range):
+            self.parts.append(
+                f'<line class="grid" x1="{self.x(value):.1f}" x2="{self.x(value):.1f}" '
+                f'y1="{self.top:.1f}" y2="{self.bottom:.1f}"/>'
+            )
 
     def line(
         self, points: Sequence[tuple[float, float]], series: int, title: str, markers: bool = True
@@ -209,6 +219,55 @@ class Chart:
             f'data-marks="{self.marks}" '
             f'xmlns="http://www.w3.org/2000/svg">{"".join(self.parts)}</svg>'
         )
+
+
+class Rows(Chart):
+    """A chart of named rows, one below the other. Short names stand at the left; where one is long,
+    all stand above their rows, in as many lines as they need, so that none is cut.
+    """
+
+    SHORT, WIDE = 18, 52  # letters of a name at the left; of a line above a row
+
+    def __init__(
+        self,
+        name: str,
+        names: Sequence[str],
+        x: tuple[float, float],
+        x_title: str,
+        thick: int = 20,
+        x_names: Sequence[str] | None = None,
+    ) -> None:
+        longest = max(map(len, names), default=0)
+        beside = longest <= self.SHORT
+        lines = [[text] if beside else textwrap.wrap(text, self.WIDE) or [""] for text in names]
+        above = 0 if beside else 15 * max(map(len, lines), default=1)
+        each = above + thick + 4
+        super().__init__(
+            name,
+            x,
+            (-float(len(names)), 0.0),
+            x_title=x_title,
+            left=16.0 + 7.0 * longest if beside else 16.0,
+            height=TOP + each * len(names) + BOTTOM,
+        )
+        self.drop, self.half = (above + thick / 2 + 2) / each, thick / 2 / each
+        if x_names is None:
+            self.uprights()
+        self.axes(x_names, y_names=[])
+        for row, texts in enumerate(lines):
+            top = self.top + each * row
+            for line, text in enumerate(texts):
+                x_at, y_at, anchor = self.left + 4, top + 15 * line + 13, "start"
+                if beside:
+                    x_at, y_at, anchor = self.left - 6, top + each / 2 + 4, "end"
+                self.parts.append(
+                    f'<text class="name" x="{x_at:.1f}" y="{y_at:.1f}" '
+                    f'text-anchor="{anchor}">{escape(text)}</text>'
+                )
+
+    def at(self, row: float, share: float = 0.0) -> float:
+        """Return where a row is drawn; `share` from −1 (its lower edge) to 1."""
+        return -row - self.drop + share * self.half
 
 
 def legend(titles: Sequence[str], lines: bool = True) -> str:

@@ -9,68 +9,129 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from .collect import Group
-from .figures import SHOWN, Figure, short
+from .figures import SHOWN, Figure, rows_for
 from .page import figures, spread, table
-from .svg import Chart, legend
+from .panels import calibrated
+from .svg import Chart, Rows, legend
 from .text import FORMS
 
 COLUMNS = (
-    ("accuracy, %", "accuracy", 100, 2),
+    ("accuracy, %", "accuracy", 100, 1),
     ("NLL", "nll", 1, 3),
     ("Brier", "brier", 1, 3),
-    ("ECE, %", "ece", 100, 2),
-    ("ECE all classes, %", "ece_allclass", 100, 2),
+    ("ECE, %", "ece", 100, 1),
     ("error AUROC, %", "error_auroc", 100, 1),
     ("covered, %", "coverage", 100, 1),
     ("classes a set", "set_size", 1, 2),
-    ("worst client's NLL", "worst_client_nll", 1, 3),
+    ("worst site's NLL", "worst_client_nll", 1, 3),
 )
+DRAWS = 2000
+SURE = 95  # per cent
 
 
-def section(groups: Sequence[Group]) -> str:
-    """Return the section; "" if no run was calibrated."""
+def section(groups: Sequence[Group], reliability: Sequence[Figure]) -> str:
+    """Return whether probabilities can be trusted: words and pictures."""
+    some = [group for group in groups if said(group)]
+    parts = [f"<p>{escape(words(some))}</p>"] if some else []
+    parts.append(figures([*risks(some), *coverages(some), *reliability]))
+    return "".join(parts)
+
+
+def tables(groups: Sequence[Group]) -> str:
+    """Return the tables of forms and of shifted samples; "" if no run was calibrated."""
     some = [group for group in groups if said(group)]
     if not some:
         return ""
-    parts = [f"<p>{escape(words(group))}</p>" for group in some]
-    parts.append(forms_table(some, "clients", "test"))
+    parts = ["<h4>Uncertainty of the personal models</h4>", forms_table(some, "clients")]
     if any(one.get("new_clients") for group in some for one in said(group)):
-        parts.append("<h3>New clients</h3>" + forms_table(some, "new_clients", "test"))
-    parts.append(shifted_table(some))
-    parts.append(figures([*risks(some), *coverages(some)]))
-    return "".join(parts)
+        parts.append("<h4>Uncertainty at new sites</h4>" + forms_table(some, "new_clients"))
+    return "".join([*parts, shifted_table(some)])
+
+
+def trusted(group: Group) -> str:
+    """Return in a sentence or two whether the probabilities of a method can be trusted."""
+    runs = said(group)
+    if not runs:
+        bars = [run.result["final"]["personal"].get("reliability") for run in group.runs]
+        known = [one["top_label"] for one in bars if one]
+        if not known:
+            return f"{group.title}: not known; the runs have no reliability diagram."
+        return f"{group.title}: not calibrated (calibration=off). {honest(known)[1]}"
+    good, text = honest([one["clients"]["forms"]["calibrated"]["reliability"] for one in runs])
+    inside, sets = coverage_words(group)
+    answer = "yes" if good and inside else "no" if not good and not inside else "in part"
+    return f"{group.title}: {answer}. {text} {sets}"
+
+
+def honest(diagrams: Sequence[Sequence[dict[str, Any]]]) -> tuple[bool, str]:
+    """Return whether stated and true confidence differ by no more than chance explains in most
+    runs, and words. Chance: the ECE of 2,000 draws in which every bin is right as often as it says.
+    """
+    errors, limits, excess = [], [], []
+    for bars in diagrams:
+        kept = [bar for bar in bars if bar["count"]]
+        number = np.array([bar["count"] for bar in kept])
+        stated = np.array([min(max(bar["confidence"], 0.0), 1.0) for bar in kept])
+        right = np.array([bar["accuracy"] for bar in kept])
+        total = number.sum()
+        draws = np.random.default_rng(0).binomial(number, stated, (DRAWS, len(kept)))
+        chance = np.abs(draws - number * stated).sum(1) / total
+        errors.append(float((number * np.abs(right - stated)).sum() / total))
+        limits.append(float(np.percentile(chance, SURE)))
+        excess.append(float((number * (stated - right)).sum() / total))
+    within = sum(error <= limit for error, limit in zip(errors, limits, strict=True))
+    good = 2 * within > len(errors)
+    text = f"Stated and true confidence differ by {100 * statistics.fmean(errors):.1f} points; "
+    text += f"chance alone explains up to {100 * statistics.fmean(limits):.1f}"
+    if not good:
+        text += f": the models are too {'sure' if statistics.fmean(excess) > 0 else 'cautious'}"
+    return good, text + "."
+
+
+def coverage_words(group: Group) -> tuple[bool, str]:
+    """Return whether the sets of every client cover what they promise, and words."""
+    shares, outside = [], {}
+    for run in group.runs:
+        if one := run.result.get("uncertainty"):
+            shares.append(one["clients"]["forms"]["calibrated"]["coverage"])
+            for row in one["clients"]["per_client"]:
+                if not row["covered_low"] <= row["covered"] <= row["covered_high"]:
+                    few = row["covered"] < row["covered_low"]
+                    outside[run.name(row["client"])] = "few" if few else "many"
+    promise, covered = said(group)[0]["coverage"], statistics.fmean(shares)
+    text = f"Sets that promise {100 * promise:.0f} % hold the truth for {100 * covered:.1f} %"
+    if not outside:
+        return True, text + ", at every site within chance."
+    named = [f"{name} (too {how})" for name, how in list(outside.items())[:6]]
+    more = f" and {len(outside) - 6} more" if len(outside) > 6 else ""
+    return False, f"{text}, but not within chance at {', '.join(named)}{more}."
 
 
 def said(group: Group) -> list[dict[str, Any]]:
     """Return what the runs of a group say of uncertainty."""
-    found = [run.result.get("uncertainty") for run in group.runs]
-    return [one for one in found if one]
+    return calibrated(group)
 
 
-def words(group: Group) -> str:
-    """Return in words what the clients of a group use."""
-    rows = [row for one in said(group) for row in one["clients"]["per_client"]]
-    used = sum(row["posterior"] is not None for row in rows)
-    outside = sum(not row["covered_low"] <= row["covered"] <= row["covered_high"] for row in rows)
-    text = (
-        f"{group.title}: {used} of {len(rows)} personal models use a posterior; from the others it "
-        "is withheld, because on held-out samples it does not help. "
-    )
-    return text + (
-        f"The sets of {outside} of {len(rows)} models cover fewer or more samples than chance "
-        "explains (99 % interval)."
-        if outside
-        else "The sets of every model cover as many samples as they should (99 % interval)."
-    )
-
-
-def forms_table(groups: Sequence[Group], who: str, test: str) -> str:
-    """Return the table of forms; the best NLL of each method is bold."""
-    rows: list[list[str]] = []
-    best: list[tuple[int, int]] = []
+def words(groups: Sequence[Group]) -> str:
+    """Return in words which models use a posterior, and how the pictures were made."""
+    used = []
     for group in groups:
-        nll = {}
+        rows = [row for one in said(group) for row in one["clients"]["per_client"]]
+        number = sum(row["posterior"] is not None for row in rows)
+        used.append(f"{group.title} {number} of {len(rows)}")
+    return (
+        f"Personal models that use a posterior: {', '.join(used)}. From the others it is withheld, "
+        "because on held-out samples it does not help."
+    )
+
+
+def forms_table(groups: Sequence[Group], who: str) -> str:
+    """Return the table of forms, a row a method and form."""
+    rows: list[list[str]] = []
+    for group in groups:
         for form, name in FORMS.items():
             blocks = [
                 one[who]["forms"][form]
@@ -79,14 +140,12 @@ def forms_table(groups: Sequence[Group], who: str, test: str) -> str:
             ]
             if not blocks:
                 continue
-            nll[len(rows)] = statistics.fmean(block["nll"] for block in blocks)
             cells = []
             for _, key, factor, digits in COLUMNS:
                 values = [factor * b[key] for b in blocks if b.get(key) is not None]
                 cells.append(spread(values, digits))
-            rows.append([group.title, name, *cells])
-        best += [(row, 3) for row, value in nll.items() if value == min(nll.values())]
-    return table(["method", "form", *(head for head, *_ in COLUMNS)], rows, best)
+            rows.append([f"{group.title}: {name}", *cells])
+    return table(["method: form", *(head for head, *_ in COLUMNS)], rows)
 
 
 def shifted_table(groups: Sequence[Group]) -> str:
@@ -99,10 +158,12 @@ def shifted_table(groups: Sequence[Group]) -> str:
         for test in sorted({name for block in blocks for name in block["shifted"]}):
             some = [block for block in blocks if test in block["shifted"]]
             cells = []
-            for key, factor, digits in (("accuracy", 100, 2), ("nll", 1, 3), ("ece", 100, 2)):
-                for form in ("point", "calibrated"):
-                    values = [factor * block["shifted"][test][form][key] for block in some]
-                    cells.append(spread(values, digits))
+            for key, factor, digits in (("accuracy", 100, 1), ("nll", 1, 3), ("ece", 100, 1)):
+                means = [
+                    statistics.fmean(factor * block["shifted"][test][form][key] for block in some)
+                    for form in ("point", "calibrated")
+                ]
+                cells.append(" → ".join(f"{mean:.{digits}f}" for mean in means))
             for alarm in ("entropy", "information", "distance"):
                 rates = [
                     100 * block["alarms"][test][alarm]
@@ -110,13 +171,13 @@ def shifted_table(groups: Sequence[Group]) -> str:
                     if block["alarms"][test][alarm] is not None
                 ]
                 cells.append(spread(rates, 1))
-            rows.append([group.title, test, *cells])
+            rows.append([f"{group.title}: {test}", *cells])
     if not rows:
         return ""
-    heads = ["method", "shift", "accuracy, % (point)", "(calibrated)", "NLL (point)"]
-    heads += ["(calibrated)", "ECE, % (point)", "(calibrated)"]
-    heads += ["entropy alarms, %", "information, %", "distance, %"]
-    return "<h3>Shifted samples</h3>" + table(heads, rows)
+    heads = ["method: shift", "accuracy, %", "NLL", "ECE, %"]
+    heads += ["entropy alarms, %", "information alarms, %", "distance alarms, %"]
+    text = "<h4>Shifted samples, point → calibrated</h4>"
+    return text + table(heads, rows)
 
 
 def risks(groups: Sequence[Group]) -> list[Figure]:
@@ -161,25 +222,22 @@ def coverages(groups: Sequence[Group]) -> list[Figure]:
         rows = [row for row in one["clients"]["per_client"] if row["num_examples"]]
         if not rows:
             continue
-        chart = Chart(
-            f"coverage of {group.title}",
-            (-0.7, len(rows) - 0.3),
-            (0.0, 1.02),
-            x_title="client",
-            y_title="share covered",
-        )
         run = next(run for run in group.runs if run.result.get("uncertainty"))
-        chart.axes(x_names=[short(run.name(row["client"])) for row in rows])
-        chart.rule(-0.7, one["coverage"], len(rows) - 0.3, one["coverage"])
+        if len(rows) > rows_for([group]):
+            continue  # the sentence above says how many are outside
+        names = [run.name(row["client"]) for row in rows]
+        chart = Rows(f"coverage of {group.title}", names, (0.0, 1.02), "share covered")
+        chart.rule(one["coverage"], 0.0, one["coverage"], -float(len(rows)))
         for place, row in enumerate(rows):
             number = row["num_examples"]
             low, high = row["covered_low"] / number, row["covered_high"] / number
-            text = f"{run.name(row['client'])}: {row['covered']} of {number}, {low:.2f}–{high:.2f}"
-            chart.bar(place - 0.12, place + 0.12, low, max(high, low + 0.004), series, text)
-            chart.point(place, row["coverage"], series, text)
+            text = f"{names[place]}: {row['covered']} of {number}, {low:.2f}–{high:.2f}"
+            where = (low, max(high, low + 0.004), chart.at(place, -0.6), chart.at(place, 0.6))
+            chart.bar(*where, series, text)
+            chart.point(row["coverage"], chart.at(place), series, text)
         text = (
-            f"Sets that promise {one['coverage']:.0%}: what each client's sets cover (points), and "
-            "the 99 % interval for its numbers of samples (bars)."
+            f"Sets that promise {100 * one['coverage']:.0f} %: what each client's sets cover "
+            f"(points), and the 99 % interval for its numbers of samples (bars); seed {run.seed}."
         )
         found.append(Figure(f"Prediction sets: {group.title}", chart.svg(), text))
     return found

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .. import methods
 from ..errors import ConfigError
 from .collect import Group, same_data
-from .paired import Difference, holm, paired, seeds_for
+from .paired import Difference, Site, holm, paired, seeds_for
 
 SURE = 0.05  # p-values below this, adjusted for the number of comparisons, are beyond noise
 POINT = 0.01  # the difference for which the number of seeds is named
@@ -33,6 +33,9 @@ METRICS = {
     "balanced_accuracy": Metric("balanced accuracy", "points", 100, 1, 1),
     "nll": Metric("−log p", "nats", 1, 3, -1),
     "ece": Metric("calibration error", "points", 100, 1, -1),
+    "auroc": Metric("AUROC", "points", 100, 1, 1),
+    "sensitivity": Metric("sensitivity", "points", 100, 1, 1),
+    "specificity": Metric("specificity", "points", 100, 1, 1),
 }
 
 
@@ -235,28 +238,33 @@ def told(found: Verdict, one: Compared) -> str:
 
 def who(found: Verdict, one: Compared) -> str:
     """Return which sites gain and which lose by the best shared method, or how many clients."""
+    gain, lose = sides(found, one)
+    if not found.lasting:
+        return (
+            f"With {one.title} {len(gain)} of {one.difference.clients} clients gain over local "
+            f"training and {len(lose)} lose; drawn clients have no names."
+        )
+    return f"With {one.title} gain: {by_name(found, gain)}; lose: {by_name(found, lose)}."
+
+
+def sides(found: Verdict, one: Compared) -> tuple[list[Site], list[Site]]:
+    """Return the clients that gain and those that lose, the most first."""
     sign, sites = METRICS[found.metric].sign, one.difference.sites
     gain = [site for site in sites if sign * site.mean > 0]
     lose = [site for site in reversed(sites) if sign * site.mean < 0]
-    if sign < 0:
-        gain, lose = gain[::-1], lose[::-1]
-    if not found.lasting:
-        return (
-            f"With {one.title} {len(gain)} of {len(sites)} clients gain over local training and "
-            f"{len(lose)} lose; drawn clients have no names."
-        )
-
-    def some(those: list[Any]) -> str:
-        named = [f"{found.names[s.id]} {signed(found, s.mean)}{mark(s)}" for s in those[:NAMED]]
-        rest = len(those) - NAMED
-        return ", ".join(named) + (f" and {rest} more" if rest > 0 else "") or "nobody"
-
-    return f"With {one.title} gain: {some(gain)}; lose: {some(lose)}."
+    return (gain, lose) if sign > 0 else (gain[::-1], lose[::-1])
 
 
-def mark(site: Any) -> str:
+def by_name(found: Verdict, those: Sequence[Site]) -> str:
+    """Return clients by name with their differences; beyond NAMED their number."""
+    named = [f"{found.names[s.id]} {signed(found, s.mean)}{mark(s)}" for s in those[:NAMED]]
+    rest = len(those) - NAMED
+    return ", ".join(named) + (f" and {rest} more" if rest > 0 else "") or "nobody"
+
+
+def mark(site: Site) -> str:
     """Return a mark for a site whose own interval over seeds does not contain 0."""
-    clear = site.low is not None and (site.low > 0 or site.high < 0)
+    clear = site.low is not None and site.high is not None and (site.low > 0 or site.high < 0)
     return " (sure)" if clear else ""
 
 

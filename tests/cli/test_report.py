@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
 import subprocess
+from html import unescape
 
+import numpy as np
 import pytest
 from conftest import SMALL
 from typer.testing import CliRunner
@@ -69,7 +72,7 @@ def test_seeds_become_one_line(runs):
 
 def test_every_figure_is_there_and_shows_something(html):
     text = html.read_text()
-    headings = re.findall(r"<h3>(.*?)</h3>", text)
+    headings = re.findall(r"<figure[^>]*><h4>(.*?)</h4>", text)
     for wanted in (
         "Accuracy over rounds",
         "Training loss over rounds",
@@ -111,11 +114,11 @@ def test_the_table_has_the_numbers_of_the_runs(runs, html):
         for seed in (0, 1)
     ]
     row = re.search(
-        r"<tr><td>FedMAP</td><td[^>]*>(.*?)</td>",
-        html.read_text().partition("Personal models</h2>")[2],
+        r"<tr><td[^>]*>FedMAP</td><td[^>]*>[^<]*</td><td[^>]*>(.*?)</td>",
+        html.read_text().partition("<h4>Personal models")[2],
     )
     assert row
-    assert row[1].startswith(f"{50 * sum(accuracy):.2f} ± ")
+    assert row[1].startswith(f"{50 * sum(accuracy):.1f} ± ")
 
 
 def test_the_same_runs_give_the_same_page(runs, html, tmp_path):
@@ -170,27 +173,40 @@ def test_the_command(runs, tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert "1 run" in done.output
-    assert "<h3>Features" not in (tmp_path / "r.html").read_text()
+    assert "<h4>Features" not in (tmp_path / "r.html").read_text()
 
 
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium on this machine; apt-get install chromium"
-)
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_real_browser_shows_it(html, tmp_path, width):
-    """Every figure is drawn with a size, nothing sticks out at the
-    side, and the console is silent.
-    """
-    frame = tmp_path / "frame.html"
+LOOK = """
+const near = 1.5, box = s => s.getBoundingClientRect(), text = s => s.textContent.slice(0, 60);
+const all = [...d.querySelectorAll("figure svg[data-marks]")];
+const over = [...d.querySelectorAll("table")].filter(
+  t => box(t).right > box(t.parentElement).right + near || t.scrollWidth > t.clientWidth + near);
+const cut = [...d.querySelectorAll("td, th, dd, dt, li, p, h4, figcaption")].filter(
+  t => t.scrollWidth > t.clientWidth + near && getComputedStyle(t).display != "inline");
+const outside = all.flatMap(s => [...s.querySelectorAll("text")].filter(t =>
+  box(t).left < box(s).left - near || box(t).right > box(s).right + near ||
+  box(t).top < box(s).top - near || box(t).bottom > box(s).bottom + near));
+const ticks = all.flatMap(s => {
+  const some = [...s.querySelectorAll("text.tick[text-anchor=middle], text.name")].map(box);
+  return some.flatMap((a, i) => some.slice(i + 1).filter(b => a.left < b.right - near &&
+    b.left < a.right - near && a.top < b.bottom - 4 && b.top < a.bottom - 4)); });
+const seen = {figures: all.length,
+  drawn: all.filter(s => box(s).width > 100 && box(s).height > 40).length,
+  wide: d.documentElement.scrollWidth, tables: over.map(text), cut: cut.map(text),
+  labels: outside.map(text), touching: ticks.length,
+  ink: getComputedStyle(d.querySelector("svg .mark.s0, svg .bar.s0")).fill};
+"""
+
+
+def looked_at(html, folder, width: int) -> dict:
+    """Return what a real browser sees of a page in a window of this width."""
+    frame = folder / f"frame-{width}.html"
     frame.write_text(f"""<body><iframe id="f" src="{html.as_uri()}"
-    style="width:{width}px;height:900px"></iframe><script>
+    style="width:{width}px;height:900px;border:0"></iframe><script>
     document.getElementById("f").onload = function () {{
-      const d = this.contentDocument, all = [...d.querySelectorAll("figure svg[data-marks]")];
-      const box = s => s.getBoundingClientRect();
-      const drawn = all.filter(s => box(s).width > 100 && box(s).height > 50);
-      document.body.innerText = JSON.stringify({{
-        figures: all.length, drawn: drawn.length, wide: d.documentElement.scrollWidth,
-        ink: getComputedStyle(d.querySelector("svg .line.s0")).stroke}});
+      const d = this.contentDocument;
+      {LOOK}
+      document.body.innerText = JSON.stringify(seen);
     }};</script></body>""")
     command = [
         CHROMIUM,
@@ -198,7 +214,7 @@ def test_a_real_browser_shows_it(html, tmp_path, width):
         "--no-sandbox",
         "--disable-gpu",
         "--allow-file-access-from-files",
-        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--user-data-dir={folder / 'profile'}",
         "--virtual-time-budget=20000",
         "--enable-logging=stderr",
         "--v=0",
@@ -207,11 +223,65 @@ def test_a_real_browser_shows_it(html, tmp_path, width):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    seen = json.loads(re.search(r"\{.*\}", done.stdout)[0])
+    return json.loads(unescape(re.search(r"\{.*\}", done.stdout)[0]))
+
+
+@pytest.fixture(scope="module")
+def hard(runs, tmp_path_factory):
+    """A page that is hard to lay out: two classes, sites and settings with long names, four groups
+    of one method, a single client, several data sets.
+    """
+    folder = tmp_path_factory.mktemp("hard")
+    rng = np.random.default_rng(0)
+    y = np.arange(160) % 2
+    x = rng.normal(size=(160, 4)) + y[:, None]
+    np.savez(folder / "wards.npz", x=x, y=y, client=np.arange(160) // 40)
+    given = {**SMALL, "dataset": str(folder / "wards.npz"), "partition": "natural", "rounds": 1}
+    given |= {"num_clients": 4, "new_clients": 0, "keep": 1.0, "calibration": "shrunk"}
+    for method, more in (("fedmap", {}), ("local", {}), ("local", {"num_clients": 1})):
+        name = folder / f"{method}-{len(more)}"
+        run_to_result(prepare(parse(method, {**given, **more}), "fused"), name)
+        result = json.loads((name / "result.json").read_text())
+        for one in result["clients"]:
+            one["name"] = f"University Hospital of Internal Medicine number {one['client']}, Basel"
+        result["classes"] = ["no readmission within thirty days", "readmission"]
+        (name / "result.json").write_text(json.dumps(result))
+        for seed in (1, 2) if method == "fedmap" else ():
+            result["seed"] = result["config"]["seed"] = seed
+            write(folder / f"seed-{seed}", result)
+    for place in range(3):
+        changed = copy.deepcopy(result)
+        changed["method"] = changed["config"]["method"] = "fedmap"
+        changed["config"] |= {"lr": 0.1 / (place + 1), "batch_size": 8 * place + 8, "rounds": 1}
+        changed["config"] |= {"momentum": 0.1 * place, "weight_decay": 0.0001 * place}
+        write(folder / f"other-{place}", changed)
+    shutil.copytree(runs / "local-0", folder / "digits")
+    file = tmp_path_factory.mktemp("page") / "hard.html"
+    write_report([folder], file)
+    return file
+
+
+def write(folder, result) -> None:
+    folder.mkdir()
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine; apt-get install chromium"
+)
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("which", ["html", "hard"])
+def test_a_real_browser_shows_it(which, request, tmp_path, width):
+    """Every figure is drawn with a size, no table is wider than its place, no label is cut or lies
+    on another, nothing sticks out at the side, and the console is silent.
+    """
+    html = request.getfixturevalue(which)
+    seen = looked_at(html, tmp_path, width)
     assert seen["figures"] == len(re.findall(r"data-marks=", html.read_text()))
     assert seen["drawn"] == seen["figures"]
     assert seen["wide"] <= width
     assert seen["ink"] == "rgb(0, 114, 178)"
+    assert (seen["tables"], seen["cut"], seen["labels"], seen["touching"]) == ([], [], [], 0)
 
 
 def test_charts():
