@@ -37,7 +37,7 @@ def section(groups: Sequence[Group], found: Verdict) -> str:
         rows.append(("Best here", [best(found).removeprefix("Best here: ")]))
     if found.against:
         lines = [f"{one.title}: {told(found, one)}." for one in found.against[: 2 * LINES]]
-        rows.append((f"Compared with {found.against[0].base}", lines))
+        rows.append(("Compared with local training", lines))
         rows += gain_and_loss(found)
     elif found.rivals:
         lines = [f"Over {one.base}: {told(found, one)}." for one in found.rivals[: 2 * LINES]]
@@ -109,10 +109,13 @@ def cost(group: Group) -> str:
     )
     number = statistics.fmean(sum(record["num_clients"] for record in some) for some in rounds)
     each = f", {size((up + down) / number)} a site and round" if number else ""
-    return (
-        f"{group.title}: {seconds:.1f} s for {len(rounds[0])} rounds on {group.first['device']}; "
-        f"{size(up)} from the sites, {size(down)} to them{each}."
-    )
+    time = f"{seconds:.1f} s for {many(len(rounds[0]), 'round')} on {group.first['device']}"
+    return f"{group.title}: {time}; {size(up)} from the sites, {size(down)} to them{each}."
+
+
+def many(number: int, word: str) -> str:
+    """Return e.g. "1 round", "2 rounds"."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def caveats(groups: Sequence[Group], found: Verdict) -> list[str]:

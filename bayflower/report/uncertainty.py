@@ -30,6 +30,7 @@ COLUMNS = (
 )
 DRAWS = 2000
 SURE = 95  # per cent
+COARSE = 0.1  # a calibration error that chance explains; beyond it a test has no power
 
 
 def section(groups: Sequence[Group], reliability: Sequence[Figure]) -> str:
@@ -59,16 +60,21 @@ def trusted(group: Group) -> str:
         known = [one["top_label"] for one in bars if one]
         if not known:
             return f"{group.title}: not known; the runs have no reliability diagram."
-        return f"{group.title}: not calibrated (calibration=off). {honest(known)[1]}"
-    good, text = honest([one["clients"]["forms"]["calibrated"]["reliability"] for one in runs])
+        return f"{group.title}: not calibrated (calibration=off). {honest(known)[2]}"
+    good, coarse, text = honest(
+        [one["clients"]["forms"]["calibrated"]["reliability"] for one in runs]
+    )
     inside, sets = coverage_words(group)
     answer = "yes" if good and inside else "no" if not good and not inside else "in part"
+    if good and inside and coarse:
+        answer = "too few test samples to tell"
     return f"{group.title}: {answer}. {text} {sets}"
 
 
-def honest(diagrams: Sequence[Sequence[dict[str, Any]]]) -> tuple[bool, str]:
+def honest(diagrams: Sequence[Sequence[dict[str, Any]]]) -> tuple[bool, bool, str]:
     """Return whether stated and true confidence differ by no more than chance explains in most
-    runs, and words. Chance: the ECE of 2,000 draws in which every bin is right as often as it says.
+    runs, whether chance explains so much that this says little, and words. Chance:
+    the ECE of 2,000 draws in which every bin is right as often as it says.
     """
     errors, limits, excess = [], [], []
     for bars in diagrams:
@@ -88,7 +94,7 @@ def honest(diagrams: Sequence[Sequence[dict[str, Any]]]) -> tuple[bool, str]:
     text += f"chance alone explains up to {100 * statistics.fmean(limits):.1f}"
     if not good:
         text += f": the models are too {'sure' if statistics.fmean(excess) > 0 else 'cautious'}"
-    return good, text + "."
+    return good, statistics.fmean(limits) > COARSE, text + "."
 
 
 def coverage_words(group: Group) -> tuple[bool, str]:

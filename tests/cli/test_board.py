@@ -130,10 +130,12 @@ def test_honest_and_dishonest_probabilities_are_told_apart():
             less = rng.binomial(number, p - 0.2) / number
             boasting.append({"count": number, "confidence": p, "accuracy": less})
         good += honest([bars])[0]
-        found, text = honest([boasting])
+        found, _, text = honest([boasting])
         sure += not found and "too sure" in text
     assert 0.9 <= good / 200 <= 0.99  # a 95 % limit
     assert sure / 200 > 0.95
+    assert not honest([bars])[1]
+    assert honest([[{"count": 8, "confidence": 0.75, "accuracy": 0.75}]])[1]  # too few to tell
 
 
 def test_the_first_screen_answers_the_questions(base):
@@ -150,7 +152,10 @@ def test_the_first_screen_answers_the_questions(base):
     assert re.search(r"FedMAP: finds \d+ % \(\d+–\d+\) of “1” and clears|of “class 1”", text)
     assert re.search(r"FedMAP: [\d.]+ s for 1 rounds? on cpu", text)
     assert "Few test samples" in text
-    assert re.match(r"FedMAP: (yes|no|in part)\. Stated and true", trusted(groups[0]))
+    assert re.match(
+        r"FedMAP: (yes|no|in part|too few test samples to tell)\. Stated and true",
+        trusted(groups[0]),
+    )
     page = made(groups, "none", "", lambda text: None)
     order = [
         page.index(f"<h3>{name}</h3>") for name in ("Verdict", "Sites", "Two classes", "Tables")
