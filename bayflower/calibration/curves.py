@@ -8,7 +8,9 @@ so s = 0 is the point and s = 1 the posterior as it was fitted. Calibrated it is
 
 with a temperature T, a share h of the bias b, which moves the mean prediction towards the classes
 that the client's training data have, and e = 0.5 / (n + STRENGTH + 1) for n held-out samples: what
-Jeffreys' rule gives an event that as many samples did not show.
+Jeffreys' rule gives an event that as many samples did not show. The bias is one step towards the
+wanted mean, and often too short: a model that is sure of most samples nearly has that mean, while
+its samples between two classes need more. So shares go up to 2.
 
     raw[form, 0] = Σ over held-out samples of l = −log p_y, uncalibrated; raw[form, 1] = Σ (l − l of
     the point)²;     table[form, h, T] = Σ l, calibrated;        in units of 2^-20, as whole numbers
@@ -33,7 +35,7 @@ import torch
 from torch import Tensor
 
 SCALES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the posteriors; 0 is the point
-SHARES = (0.0, 0.5, 1.0)  # of the bias
+SHARES = (0.0, 0.5, 1.0, 2.0)  # of the bias
 FINEST = 27  # temperatures
 SMOOTHING = 10.0  # samples that the model's own mean prediction counts for in the bias
 LOWEST, HIGHEST = 0.1, 10.0

@@ -110,9 +110,9 @@ def seal(tensors: Tensors, head: Mapping[str, str]) -> str:
     return hashlib.sha256(f"{digest(tensors)}|{facts}".encode()).hexdigest()
 
 
-def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors and the head of a file of the format `kind`; `what` names the file in
-    error texts.
+def load_tensors(path: Path, kind: str, what: str, *older: str) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors and the head of a file of the format `kind`, or of an `older` one that can
+    still be read; `what` names the file in error texts.
 
     The file is opened once. safetensors itself opens it twice, for the head and for the tensors,
     and a running process could replace it in between.
@@ -133,7 +133,7 @@ def load_tensors(path: Path, kind: str, what: str) -> tuple[Tensors, dict[str, s
             f"{what} {path} is damaged (its checksum is wrong); restore it from a back-up, or "
             "remove it to start anew"
         )
-    if head.get("format") != kind:
+    if head.get("format") not in (kind, *older):
         raise BayflowerError(
             f"{what} {path} has format {head.get('format')!r}, expected {kind!r}; another program "
             "or another version of Bayflower wrote it"

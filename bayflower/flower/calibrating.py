@@ -171,7 +171,7 @@ def from_vector(vector: Tensor, kinds: Mapping[str, Any]) -> Chosen:
         and gate in range(len(names))
         and 0 <= min(scale, gated) <= max(scale, gated) <= max(curves.SCALES)
         and 0 < temperature <= 2 * curves.HIGHEST
-        and 0 <= share <= 1
+        and 0 <= share <= max(curves.SHARES)
         and plain in (0, 1)
     ):
         raise WireError("the numbers of what the client uses are impossible")

@@ -19,7 +19,7 @@ from ..files.atomic import load_tensors, save_tensors
 from ..networks.model import Batch, Model
 from ..networks.parts import looks_up
 from ..tree import flatten, unflatten
-from .deciding import ALARMS, Choice, Held, whole
+from .deciding import ALARMS, Choice, Held, alike, whole
 from .solo import Samples
 from .uncertain import (
     FORMS,
@@ -33,7 +33,8 @@ from .uncertain import (
     settled,
 )
 
-FILE, FORMAT = "calibration.safetensors", "bayflower-calibration-2"
+FILE, FORMAT = "calibration.safetensors", "bayflower-calibration-3"
+OLDER = "bayflower-calibration-2"  # the same with fewer shares of the bias
 TEST = "test"  # the samples as they are; other names are shifts
 SHOWN = ("accuracy", "nll", "ece", "ece_allclass", "worst_client_accuracy")
 
@@ -97,6 +98,7 @@ def take_home(
     uncertain = Uncertain(half, settings.sets == "class")
     fitted = fit_alone(uncertain, adapted, broadcast, data.train, data.num_held)
     own = hold_alone(uncertain, fitted, data.held)
+    own = own if total is None else alike(own, total)
     how = settings.calibration if total is not None else "client"
     everyone = whole(own) if total is None else total
     own = score_alone(uncertain, fitted, own, everyone, data.held, how)
@@ -121,7 +123,8 @@ def load_total(folder: Path) -> Held | None:
     path = folder / FILE
     if not path.exists():
         return None
-    return unflatten(Held, load_tensors(path, FORMAT, "everyone's sums of calibration")[0])
+    what = "everyone's sums of calibration"
+    return unflatten(Held, load_tensors(path, FORMAT, what, OLDER)[0])
 
 
 def block(found: Calibrated, how: str, coverage: float) -> dict[str, Any]:

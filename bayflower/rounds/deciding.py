@@ -69,6 +69,13 @@ def nothing_held(
     )
 
 
+def alike(own: Held, total: Held) -> Held:
+    """Return a client's own sums with the shares of the bias that everyone's have; those of an
+    older file have the first ones only.
+    """
+    return own._replace(table=own.table[..., : total.table.shape[-2], :])
+
+
 def folded(held: Held) -> Held:
     """Return sums as a client's own, all in the first fold."""
     first = {

@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 from conftest import small, small_prepared
+from personalruns import NEW, TRAINED, end_of, trained
 
 from bayflower.calibration import conformal, curves, trust
 from bayflower.contract import ClientHalf
 from bayflower.engines import execute, prepare, run_to_result
-from bayflower.errors import WireError
+from bayflower.errors import BayflowerError, WireError
 from bayflower.files import checkpoint
+from bayflower.files.atomic import load_tensors, save_tensors
 from bayflower.flower import calibrating
 from bayflower.flower.calibrating import Calibrator, Order, as_vector, from_vector
 from bayflower.methods import METHODS
 from bayflower.rounds import deciding, uncertain
-from bayflower.rounds.calibrated import FILE, block, load_total
+from bayflower.rounds.calibrated import FILE, FORMAT, OLDER, block, load_total
 from bayflower.tree import flatten
 
 ON = {"calibration": "shrunk", "keep": 0.4, "local_epochs": 1, "evaluate_every": 0}
@@ -169,6 +171,30 @@ def test_result_and_file(tmp_path) -> None:
     assert run_to_result(small_prepared("fedmap", "fused"))["uncertainty"] is None
 
 
+@pytest.mark.parametrize("client", [TRAINED, NEW])
+def test_sums_of_an_older_run_have_fewer_shares_of_the_bias(tmp_path, client: int) -> None:
+    """Its clients choose among those shares, as the version that wrote the file did."""
+    folder, known = trained(tmp_path, "fedavg", keep=0.4), 3
+    flat, head = load_tensors(folder / FILE, FORMAT, "sums")
+    assert head["format"] != OLDER
+    table = flat["table"]
+    # everyone's losses are lower the larger the share, beyond what one client's own can outweigh
+    for side in range(1, len(curves.SHARES)):
+        table[:, side] = table[:, 0] * (9 - side) // 9
+    save_tensors(folder / FILE, flat, {"format": FORMAT})
+    assert end_of(folder, client).taken.one.chosen.share == max(curves.SHARES)
+    older = {**flat, "table": table[:, :known].contiguous()}
+    save_tensors(folder / FILE, older, {"format": OLDER})
+    assert torch.equal(load_total(folder).table, older["table"])
+    found = end_of(folder, client).taken
+    assert found.one.chosen.share == curves.SHARES[known - 1]
+    assert found.total_rows == int(flat["rows"])
+    assert found.one.judged["test"].tallies["calibrated"].num_examples > 0
+    save_tensors(folder / FILE, older, {"format": "bayflower-calibration-1"})
+    with pytest.raises(BayflowerError, match="another version"):
+        load_total(folder)
+
+
 def test_a_run_from_before_calibration_held_nothing_out(tmp_path) -> None:
     prepared = small_prepared("fedavg", "fused", checkpoint_every=1)
     run_to_result(prepared, tmp_path)
@@ -181,6 +207,7 @@ def test_a_run_from_before_calibration_held_nothing_out(tmp_path) -> None:
 
 # -- replies that cannot be ------------------------------------------------------------------------
 SIZES = SimpleNamespace(train_size=100, test_size=20)
+SHARES = len(curves.SHARES)
 
 
 def settings():
@@ -201,10 +228,11 @@ def table(rows: int = 3, posteriors: int = 1) -> dict[str, torch.Tensor]:
     [
         ({"rows": torch.tensor(501)}, "held-out samples"),
         ({"rows": torch.tensor(-1)}, "held-out samples"),
-        ({"table": torch.zeros(4, 3, 27, dtype=torch.int64)}, "shape"),
-        ({"table": torch.zeros(8, 3, 27)}, "shape or dtype"),
-        ({"table": -torch.ones(8, 3, 27, dtype=torch.int64)}, "impossible values"),
-        ({"table": torch.full((8, 3, 27), 2**60)}, "impossible values"),
+        ({"table": torch.zeros(4, SHARES, 27, dtype=torch.int64)}, "shape"),
+        ({"table": torch.zeros(8, SHARES, 27)}, "shape or dtype"),
+        ({"table": torch.zeros(8, SHARES - 1, 27, dtype=torch.int64)}, "shape or dtype"),
+        ({"table": -torch.ones(8, SHARES, 27, dtype=torch.int64)}, "impossible values"),
+        ({"table": torch.full((8, SHARES, 27), 2**60)}, "impossible values"),
         ({"raw": torch.full((8, 2), 2**60)}, "impossible values"),
         ({"raw": torch.zeros(7, 2, dtype=torch.int64)}, "shape"),
         ({"other": torch.zeros(())}, "rows, raw and table"),
@@ -248,7 +276,7 @@ def test_a_table_of_another_shape_is_left_out_and_scores_must_agree() -> None:
 
 def test_what_a_client_uses_travels_as_numbers() -> None:
     kinds = {"laplace": ("kronecker", "a"), "own": ("diagonal", "b")}
-    chosen = curves.Chosen("own", 0.5, 1.5, 0.5, ("laplace", 1.0), 1.0, 0.9, None, {"laplace": 2.0})
+    chosen = curves.Chosen("own", 0.5, 1.5, 2.0, ("laplace", 1.0), 1.0, 0.9, None, {"laplace": 2.0})
     chosen = chosen._replace(plain=True)
     assert from_vector(as_vector(chosen, kinds), kinds) == chosen
     wrong = as_vector(chosen, kinds)
@@ -256,7 +284,7 @@ def test_what_a_client_uses_travels_as_numbers() -> None:
         (0, 7.0),
         (1, -0.5),
         (2, 0.0),
-        (3, 2.0),
+        (3, 2.5),
         (4, 0.5),
         (6, 2.0),
         (7, torch.nan),

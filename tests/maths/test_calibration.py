@@ -143,16 +143,6 @@ def test_a_small_client_follows_everyone_and_a_large_one_itself() -> None:
     assert (none.temperature, none.point) == (1.0, None)
 
 
-def test_the_bias_moves_the_mean_prediction_to_the_clients_classes() -> None:
-    classes = torch.tensor([900.0, 100.0, 0.0, 0.0], dtype=torch.float64)
-    predicted = torch.full((K,), 250.0, dtype=torch.float64)
-    bias = curves.bias_of(classes, predicted)
-    shown = (torch.full((1, K), 0.25, dtype=torch.float64).log() + bias).softmax(-1)[0]
-    want = (classes + curves.SMOOTHING / K) / (1000 + curves.SMOOTHING)
-    assert torch.allclose(shown, want, atol=1e-9)
-    assert torch.allclose(curves.bias_of(predicted, predicted), torch.zeros(K).double())
-
-
 # -- sets ------------------------------------------------------------------------------------------
 def test_scores_keep_their_digits_where_a_probability_is_nearly_one() -> None:
     logits = torch.tensor([[40.0, 0.0, -5.0]], dtype=torch.float64)
