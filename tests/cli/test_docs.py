@@ -38,10 +38,7 @@ from bayflower.rounds.solo import one_thread
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 EXAMPLE = "docs/add-a-method.md"
-QUICK = (
-    "README.md",
-    *(f"docs/{page}.md" for page in ("data", "plug-in", "strategies")),
-)
+QUICK = ("README.md",)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ((?:bayflower|tests)/[\w/]+\.py)(.*)\n")
 STEM = "fedlast"

@@ -103,6 +103,7 @@ def test_a_resnet_of_ones_own(tmp_path, capsys):
     assert found.probabilities.shape == found.point.shape == (5, 10)
 
 
+@pytest.mark.slow
 def test_hospitals(tmp_path, capsys):
     """Made-up patients with a line that says so; the real file's layout by get_data.py."""
     settings = {"num-server-rounds": 3, "data-dir": str(tmp_path / "data")}

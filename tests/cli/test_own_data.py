@@ -55,6 +55,7 @@ def trained(tmp_path_factory):
     return folder, said, new
 
 
+@pytest.mark.slow  # README.md has the same commands
 def test_from_a_table_to_scores(trained):
     folder, said, new = trained
     assert "table of 120 rows, 3 columns as 7 inputs" in said["data"]

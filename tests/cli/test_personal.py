@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import some
 from personalruns import NEW, TRAINED, end_of, expected, trained
 from safetensors.torch import load_file
 
@@ -55,7 +56,9 @@ assert "bayflower" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", some(METHODS, {"fedavg", "fedbps", "fedla", "fedmap", "fednp", "metavd", "pfedvmp"})
+)
 def test_every_methods_model_comes_back_from_its_file(method, runs, tmp_path):
     """Trained and new clients: the card has the run's own numbers, and the loaded model gives
     `predict`'s probabilities as a point and those of `judge` calibrated.
