@@ -94,6 +94,26 @@ def front(tensor: Tensor, dim: int | None, clients: int) -> Tensor:
     return tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+def fronts(tensors: tuple[Any, ...], dims: tuple[Any, ...], info: Any) -> tuple[Any, ...]:
+    """Return the tensors with the clients' axis in front; None stays None."""
+    return tuple(
+        None if one is None else front(one, dim, info.batch_size)
+        for one, dim in zip(tensors, dims, strict=True)
+    )
+
+
+def as_last(x: Tensor) -> Tensor:
+    """Return x (A, B, C, H, W) with clients and channels side by side in memory: (B, H, W, A,
+    C).
+    """
+    return x.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
+
+
+def window(weight: Tensor) -> Size:
+    """Return rows and columns of the window of weights (…, I, J)."""
+    return weight.shape[-2], weight.shape[-1]
+
+
 def on_stacks(fn: Callable[..., Any], tensors: tuple[Tensor, ...], *settings: Any) -> Any:
     """Return fn(*tensors, *settings), the clients' axis in front of the tensors, perhaps with more
     axes hidden by an outer vmap.

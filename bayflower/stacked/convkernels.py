@@ -12,36 +12,14 @@ float32, or bfloat16; sums are float32. Only imported where a CUDA device and Tr
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-Size = tuple[int, int]
-
-
-class Tile(NamedTuple):
-    """The block of a product that a program computes: rows, columns, and how much of the sum at
-    once; warps and stages of the pipeline.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int = 4
-    stages: int = 3
-
-    def options(self) -> dict[str, Any]:
-        """Return them as a launch takes them."""
-        return {
-            "BM": self.rows,
-            "BN": self.columns,
-            "BK": self.depth,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
+from .batched import Size, window
+from .kernels import out_size
+from .routes import Tile
 
 
 @triton.jit
@@ -254,13 +232,6 @@ def facts(shape: tuple[int, ...], out: Size, size: Size, stride: int, pad: int) 
     }
 
 
-def out_size(shape: tuple[int, ...], size: Size, stride: int, pad: int) -> Size:
-    """Return rows and columns of a convolution's output."""
-    return (shape[-2] + 2 * pad - size[0]) // stride + 1, (
-        shape[-1] + 2 * pad - size[1]
-    ) // stride + 1
-
-
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: int, tile: Tile
 ) -> Tensor:
@@ -330,8 +301,3 @@ def input_slope(
         **tile.options(),
     )
     return out.transpose(1, 2)
-
-
-def window(weight: Tensor) -> Size:
-    """Return rows and columns of the window of weight (A, O, C, I, J)."""
-    return weight.shape[3], weight.shape[4]

@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .convkernels import Size, Tile, added, out_size, window
+from .batched import Size, window
+from .convkernels import added
+from .kernels import out_size
+from .routes import Tile
 
 
 @triton.jit

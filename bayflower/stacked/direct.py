@@ -21,23 +21,20 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from . import routes
-from .batched import Size, front, on_stacks, out_size, padded, stacked_input
+from .batched import (
+    Size,
+    as_last,
+    front,
+    fronts,
+    on_stacks,
+    out_size,
+    padded,
+    stacked_input,
+    window,
+)
 from .pooling import Pick, Scatter
 
 WINDOW = (2, 2)
-
-
-def fronts(tensors: tuple[Any, ...], dims: tuple[Any, ...], info: Any) -> tuple[Any, ...]:
-    """Return the tensors with the clients' axis in front; None stays None."""
-    return tuple(
-        None if one is None else front(one, dim, info.batch_size)
-        for one, dim in zip(tensors, dims, strict=False)
-    )
-
-
-def window(weight: Tensor) -> Size:
-    """Return rows and columns of a window."""
-    return weight.shape[-2], weight.shape[-1]
 
 
 class Direct(Function):
@@ -66,7 +63,7 @@ class Direct(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        x, weight, bias = fronts(inputs[:3], dims, info)
+        x, weight, bias = fronts(inputs[:3], dims[:3], info)
         if bias is None:
             return on_stacks(without_bias, (x, weight), *inputs[3:]), 0
         return on_stacks(ahead, (x, weight, bias), *inputs[3:]), 0
@@ -96,7 +93,7 @@ class DirectInput(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return on_stacks(to_input, fronts(inputs[:2], dims, info), *inputs[2:]), 0
+        return on_stacks(to_input, fronts(inputs[:2], dims[:2], info), *inputs[2:]), 0
 
 
 class DirectWeight(Function):
@@ -128,7 +125,7 @@ class DirectWeight(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-        return on_stacks(to_weights, fronts(inputs[:2], dims, info), *inputs[2:]), (0, 0)
+        return on_stacks(to_weights, fronts(inputs[:2], dims[:2], info), *inputs[2:]), (0, 0)
 
 
 class DirectPool(Function):
@@ -162,7 +159,7 @@ class DirectPool(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-        return on_stacks(pooled, fronts(inputs[:3], dims, info), *inputs[3:]), (0, 0)
+        return on_stacks(pooled, fronts(inputs[:3], dims[:3], info), *inputs[3:]), (0, 0)
 
 
 class PoolWeight(Function):
@@ -192,7 +189,7 @@ class PoolWeight(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-        return on_stacks(pooled_weights, fronts(inputs[:3], dims, info), *inputs[3:]), (0, 0)
+        return on_stacks(pooled_weights, fronts(inputs[:3], dims[:3], info), *inputs[3:]), (0, 0)
 
 
 class Last(Function):
@@ -216,11 +213,6 @@ class Last(Function):
 
 
 # -- the functions of stacks: the clients' axis is in front of every tensor ------------------------
-def as_last(x: Tensor) -> Tensor:
-    """Return x (A, B, C, H, W), in memory (B, H, W, A, C)."""
-    return x.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
-
-
 def before(x: Tensor, weight: Tensor, stride: int, pad: int) -> tuple[int, ...]:
     """Return the shape (B, O, P, Q) of what is pooled."""
     return (x.shape[-4], weight.shape[-4], *out_size(x, window(weight), stride, pad))

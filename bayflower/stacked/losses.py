@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .batched import front, has_kernels, on_stacks
+from .batched import front, fronts, has_kernels, on_stacks
 
 
 class NegativeLogProbability(Function):
@@ -139,13 +139,6 @@ def mean_nll(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 def nll(logits: Tensor, y: Tensor) -> Tensor:
     """Return −log p(y) of each sample, (B,)."""
     return NegativeLogProbability.apply(logits, y)  # type: ignore[no-any-return]
-
-
-def fronts(tensors: tuple[Tensor, ...], dims: tuple[Any, ...], info: Any) -> tuple[Tensor, ...]:
-    """Return the tensors with the clients' axis in front."""
-    return tuple(
-        front(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, dims, strict=True)
-    )
 
 
 def values(logits: Tensor, y: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.func import vjp
 
-from .batched import front, has_kernels, on_stacks
+from .batched import fronts, has_kernels, on_stacks
 
 
 def plain(given: Tensor, on: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,10 +60,7 @@ class Lstm(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Tensor) -> tuple[Any, Any]:
-        some = tuple(
-            front(one, dim, info.batch_size) for one, dim in zip(inputs, dims, strict=True)
-        )
-        return on_stacks(stacked_lstm, some), (0,) * 4
+        return on_stacks(stacked_lstm, fronts(inputs, dims, info)), (0,) * 4
 
 
 class Slopes(Function):
@@ -88,10 +85,7 @@ class Slopes(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Tensor) -> tuple[Any, Any]:
-        some = tuple(
-            front(one, dim, info.batch_size) for one, dim in zip(inputs, dims, strict=True)
-        )
-        return on_stacks(stacked_slopes, some), (0,) * 4
+        return on_stacks(stacked_slopes, fronts(inputs, dims, info)), (0,) * 4
 
 
 def stacked_lstm(given: Tensor, on: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .batched import as_last
+
 BLOCK = 512
 
 
@@ -293,8 +295,3 @@ def unpool_last(
         SIZE=many,
     )
     return x.permute(3, 0, 4, 1, 2)
-
-
-def as_last(x: Tensor) -> Tensor:
-    """Return x (A, B, C, H, W) with clients and channels side by side in memory."""
-    return x.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)

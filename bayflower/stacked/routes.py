@@ -11,17 +11,36 @@ an H200 (`benchmarks/results/convolutions.md`), not from a clock: two runs take 
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .convkernels import Tile
-
 FEW = 32  # channels up to which patches cost more than their product
 MANY = 32  # samples from which cuDNN's grouped convolutions are fast
 BLOCKS = 264  # programs that fill the device twice
+
+
+class Tile(NamedTuple):
+    """The block of a product that a program computes: rows, columns, and how much of the sum at
+    once; warps and stages of the pipeline.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 3
+
+    def options(self) -> dict[str, Any]:
+        """Return them as a launch takes them."""
+        return {
+            "BM": self.rows,
+            "BN": self.columns,
+            "BK": self.depth,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -71,8 +90,6 @@ def likes_last(samples: int, outputs: int) -> bool:
 
 def wide_tile(rows: int, columns: int, clients: int) -> Tile:
     """Return the block of a product with many columns: images."""
-    from .convkernels import Tile
-
     high = 32 if rows <= 32 else 64
     blocks = clients * -(-rows // high) * -(-columns // 128)
     return Tile(high, 128 if blocks >= BLOCKS else 64, 32)
@@ -80,8 +97,6 @@ def wide_tile(rows: int, columns: int, clients: int) -> Tile:
 
 def pool_tile(outputs: int) -> Tile:
     """Return the block of a convolution that pools: it keeps two of its kind."""
-    from .convkernels import Tile
-
     return Tile(32 if outputs <= 32 else 64, 64, 32)
 
 
@@ -89,8 +104,6 @@ def weights_tile(outputs: int, rows: int, places: int, clients: int) -> tuple[Ti
     """Return the block of a product that gives the gradient of weights, and into how many parts its
     long sum is split.
     """
-    from .convkernels import Tile
-
     small = outputs <= 32 and rows <= 32
     tile = Tile(32, 32, 32, 2) if small else Tile(64, 64, 64)
     blocks = clients * -(-outputs // tile.rows) * -(-rows // tile.columns)
