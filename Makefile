@@ -40,7 +40,7 @@ test: lint
 test-all: test slow
 
 flower: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py tests/flower/test_flower_faults.py -m flower $(CHOSEN)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py tests/flower/test_flower_faults.py -m flower -n 2 --dist worksteal $(CHOSEN)
 
 deployed: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py tests/cli/test_docs.py -m flower

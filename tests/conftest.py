@@ -91,9 +91,10 @@ def runs(tmp_path_factory):
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """No slow test starts when BAYFLOWER_SLOW_SECONDS are gone."""
-    if item.get_closest_marker("slow") and time.monotonic() > DEADLINE:
-        pytest.skip("left out: there was no time for this slow test; by hand: make slow")
+    """No test marked slow or flower starts when BAYFLOWER_SLOW_SECONDS are gone."""
+    for mark in ("slow", "flower"):
+        if item.get_closest_marker(mark) and time.monotonic() > DEADLINE:
+            pytest.skip(f"left out: there was no time for this test; by hand: make {mark}")
 
 
 @pytest.fixture(autouse=True)

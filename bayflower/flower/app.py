@@ -127,25 +127,37 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
     """Run every method of the run-config; write the outcome to `out`/status.json."""
     names = methods_of(config)
-    out, folders = folders_of(config, names)
-    status = out / "status.json"
     journal.set_up()
+    try:
+        out, folders = folders_of(config, names)
+    except Exception as error:
+        # a finished run keeps its status; whoever started this run has removed an older one
+        said = Path(str(config.get("out") or "")) / "status.json"
+        if said.is_absolute() and not said.exists():
+            report_failure(said, error)
+        raise
+    status = out / "status.json"
     try:
         roll = None
         for name, folder in folders.items():
             roll = serve_method(grid, config, name, folder, status, roll)
         write_json(status, {"state": "finished", "methods": names})
     except Exception as error:
-        write_json(
-            status,
-            {
-                "state": "failed",
-                "reason": " ".join(str(error).split()) or type(error).__name__,
-                "kind": type(error).__name__,
-            },
-        )
-        traceback.print_exc()
+        report_failure(status, error)
         raise
+
+
+def report_failure(status: Path, error: Exception) -> None:
+    """Write why the run failed to `status`, and print where."""
+    write_json(
+        status,
+        {
+            "state": "failed",
+            "reason": " ".join(str(error).split()) or type(error).__name__,
+            "kind": type(error).__name__,
+        },
+    )
+    traceback.print_exc()
 
 
 def folders_of(config: Mapping[str, Any], names: list[str]) -> tuple[Path, dict[str, Path]]:

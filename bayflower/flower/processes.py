@@ -325,12 +325,9 @@ def launch(
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a log, and where the log is."""
-    lines = (
-        [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-        if path.exists()
-        else []
-    )
+    """Return the last line of a log that is more than a request served, and where the log is."""
+    written = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = [line for line in written if line.strip() and "[uvicorn.access]" not in line]
     return f"{lines[-1].strip() if lines else 'nothing was printed'} (see {path})"
 
 
