@@ -22,6 +22,7 @@ from torch import nn
 
 from bayflower.clients import make_client_app
 from bayflower.errors import BayflowerError, ConfigError
+from bayflower.flower import processes
 from bayflower.flower.loop import contexts
 from bayflower.flower.processes import Flower
 from bayflower.flower.tryout import importable, try_app
@@ -185,8 +186,18 @@ def finished(flower: Flower, run: str) -> str:
 
 
 @pytest.mark.flower
-def test_flwr_run_on_each_example(tmp_path):
-    """The three apps as Flower itself starts them: `flwr run DIR` in its simulation."""
+def test_flwr_run_on_each_example(tmp_path, monkeypatch):
+    """The three apps as Flower itself starts them: `flwr run DIR` in its simulation, which installs
+    what an app lists. No package registry has Bayflower, and none is asked.
+    """
+    ours = processes.environment
+
+    def theirs(*args) -> dict[str, str]:
+        env = {**ours(*args), "UV_OFFLINE": "1"}
+        del env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"]
+        return env
+
+    monkeypatch.setattr(processes, "environment", theirs)
     with Flower("ray", 4, tmp_path) as flower:
         for name in ("fedavg_app", "resnet_images", "heart_hospitals"):
             shutil.copytree(
@@ -197,6 +208,7 @@ def test_flwr_run_on_each_example(tmp_path):
                 name,
                 (tmp_path / "logs" / "superlink.log").read_text()[-3000:],
             )
+        assert (flower.folder / "home" / "runtime-envs").is_dir()  # Flower's installer was at work
 
 
 @pytest.mark.flower
