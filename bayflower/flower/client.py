@@ -203,7 +203,9 @@ def evaluate_reply(
         digest(state),
         *(str(head[name]) for name in ("seed", "purpose", "instructions")),
     ]
+    tests, keeps = bool(head["evaluate"]) or order is not None, head.get("keep", True) is True
     cause = " ".join([*inputs, *([str(head["calibration"]), digest(sums)] if order else [])])
+    cause += "" if tests and keeps else f" {tests} {keeps}"
     done = site.store.load_test(head["run"], site.client)
     if done is not None and (done.round, done.cause) == (keys["round"], cause):
         return test_records(done)
@@ -218,7 +220,7 @@ def evaluate_reply(
     views: dict[str, Any] = {}
     said: Tensors = {}
     taken = None
-    if order is None or order.stage == "hold":
+    if tests and (order is None or order.stage == "hold"):
         views = solo.test(half, adapted, broadcast, site.data.test, **keys)
     if order is not None:
         ours = {"seed": keys["seed"], "client": site.client}
@@ -226,7 +228,7 @@ def evaluate_reply(
         said, taken = calibrating.answer(order, half, begun, site.data, sums, **ours)
         if taken is None:  # another request will follow
             calibrating.MEMORY.keep(key, begun)
-    if isinstance(site.store, DiskStore) and (order is None or taken):
+    if keeps and isinstance(site.store, DiskStore) and (order is None or taken):
         folder = site.store.folder(head["run"], site.client) / "personal"
         end: dict[str, Any] = {
             "method": head["method"],

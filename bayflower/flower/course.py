@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,12 +24,14 @@ from ..networks.model import Anatomy
 from ..recipes import Training
 from ..rounds import schedule
 from ..tree import Tensors
-from . import records, wrapped
+from . import configs, records, wrapped
 from .calibrating import Calibrator
 from .exchange import Request
 from .holding import INSIDE
+from .logs import Teller
 from .roster import Change, Membership, Roster
 from .round import Round, RunFacts
+from .whole import Whole, adopted
 from .wrapped import Form, OwnForm, WrappedForm
 
 log = logging.getLogger("bayflower")
@@ -67,10 +70,21 @@ class Course:
     calibrator: Calibrator | None
     half: ServerHalf | None = None
     state: Any = None
+    teller: Teller
+    keep_personal: bool
+    named: frozenset[str]  # settings that the strategy was made with
+    _whole: Whole | None = None
     _wrapped: ArrayRecord | None = None  # what a strategy around this one wants sent
+    _given: ArrayRecord | None = None  # the arrays that hooks were last given
+    _grid: Grid | None = None
     _round: Round | None = None  # the current round
+    _used: Training | None = None  # the settings of the last round
+    _opened: float = 0.0  # when the round began
     _empty: int = 0  # rounds in a row without a valid reply
-    _driven: bool = False  # True if our own `start` runs; False inside another strategy
+    _driven: bool = False  # True if our own `start` runs
+    _own_loop: bool = False  # True if a `start` of the user's runs
+    _last: int | None = None  # the last round, if it is known
+    _kept: frozenset[int] = frozenset()  # clients that saved their personal models in a test
 
     # -- the course of a run ----------------------------------------------------------------------
     def _begin(self, grid: Grid, initial: ArrayRecord, timeout: float) -> int:
@@ -82,6 +96,7 @@ class Course:
         else:
             self.roster.take(self.roll)
         assert self.roster.common is not None
+        self._whole = Whole(initial, self.roster.common)
         self._initialise(self.roster.common.anatomy, records.to_tensors(initial))
         if self.resume:
             self.state = server_state(self.resume, self._half().state_type)
@@ -90,17 +105,24 @@ class Course:
         return self.resume.round + 1 if self.resume else 1
 
     def _host(self, round: int, arrays: ArrayRecord, grid: Grid) -> None:
-        """Prepare a round inside another strategy, which runs in place of our `start`."""
+        """Prepare a round for the caller of a hook: our `start`, one of the user's, or another
+        strategy that runs in place of both.
+        """
+        self._grid = grid
         if self._driven:
+            self._adopt(arrays, "configure_train")
             return
         if self.calibrator:
             log.warning(INSIDE)
             self.calibrator, self.roster.header = None, {}
-        if why := wrapped.refusal(self.row, self.training):
+        if not self._own_loop and (why := wrapped.refusal(self.row, self.training)):
             raise ConfigError(f"{why}; use {self.row.title} without a wrapper")
         if self.half is None:
+            if self._last is not None:
+                self.training = self.training.lasting(self._last)
             self._begin(grid, arrays, 3600.0 if self.wait is None else self.wait)
-            if whole := wrapped.counters(self.state):
+            self._given = arrays
+            if not self._own_loop and (whole := wrapped.counters(self.state)):
                 raise ConfigError(
                     f"buffer {whole[0]!r} holds integers, which Flower's clipping cannot scale; "
                     "use a network without it"
@@ -109,7 +131,16 @@ class Course:
             self._apply(self.roster.refresh(grid, 60.0))
         if round != self.journal.round:
             self.journal.begin(round)
-        self._wrapped, self.state = arrays, wrapped.adopted(self.state, arrays)
+        if self._own_loop:
+            self._adopt(arrays, "configure_train")
+        else:
+            self._wrapped, self.state = arrays, wrapped.adopted(self.state, arrays)
+
+    def _adopt(self, arrays: ArrayRecord, where: str) -> None:
+        """Take over a global model that a hook has changed."""
+        if arrays is not self._given and self._wrapped is None:
+            self.state = adopted(self._half(), self.state, arrays, f"what {where} was given")
+            self._given = arrays
 
     def _initialise(self, anatomy: Anatomy, initial: Tensors) -> None:
         for name in (*anatomy.trainable, *anatomy.buffers):
@@ -143,16 +174,22 @@ class Course:
         losses = found.losses
         if found.tested and self.records:
             self.records[-1].update(curve_point(found.tested))
-        self._require(server_round, len(losses))
+        asks = asked.request.clients
+        if asks:
+            self._require(server_round, len(losses))
+        self.teller.received("aggregate_train", len(losses), len(asks))
         if losses:
             self.state = half.finalise(self.state, found.total.value())
-        left = self.roster.settle(server_round, sorted(asked.sent), losses, found.answered)
+        unheard = asked.left_out(found)
+        heard = sorted(set(asked.sent) - unheard)
+        left = self.roster.settle(server_round, heard, losses, found.answered)
+        self.roster.unused |= unheard
         self._apply(Change([], left))
         numbers = half.report(self.state).items()
         report = {name: value for name, value in numbers if math.isfinite(value)}
-        down = sum(asked.sent.values())
+        down, seconds = sum(asked.sent.values()), time.perf_counter() - self._opened
         self.records.append(
-            RoundRecord.make(server_round, 0.0, found.bytes_up, down, losses, report)
+            RoundRecord.make(server_round, seconds, found.bytes_up, down, losses, report)
         )
         if not losses:
             return None
@@ -195,17 +232,33 @@ class Course:
         """Return how messages look: our own form, or the plain one inside another strategy."""
         if self._wrapped is not None:
             return WrappedForm(self._wrapped, self.arrayrecord_key)
-        return OwnForm(self.arrayrecord_key, self.configrecord_key)
+        return OwnForm(self.arrayrecord_key, self.configrecord_key, self._whole)
 
     def _arrays(self) -> ArrayRecord:
-        return self.form.arrays(self._half().shared(self.state))
+        """Return the global model."""
+        self._given = self.form.arrays(self._half().shared(self.state))
+        return self._given
+
+    def _shown(self) -> ArrayRecord:
+        """Return the global model for hooks and `evaluate_fn`; warn of what is not global."""
+        if self._wrapped is None and self._whole is not None:
+            shared = self._half().shared(self.state)
+            for text in self._whole.remarks(self.row.title, shared):
+                self.teller.warn(text, text)
+        return self._arrays()
 
     def _facts(self) -> RunFacts:
-        settings = (self.training, self.options, self.limits)
+        settings = (self._used or self.training, self.options, self.limits)
         return RunFacts(self.run, self.row, self.seed, *settings, self.roster, self.journal)
 
     def _training_round(self, round: int, config: ConfigRecord) -> Round:
-        """Return the round with the clients that train in it."""
+        """Return the round with the clients that train in it. Settings of local training in
+        `config` hold for this round.
+        """
+        used = configs.trained_with(self.training, config, self.named, self.teller.warn)
+        if why := self.row.client.refuses(self.options, used):
+            raise ConfigError(f"train_config: {self.row.name} {why}")
+        self._used, self._opened = used, time.perf_counter()
         chosen = schedule.clients_of(
             round,
             self.roster.training(),
@@ -228,7 +281,89 @@ class Course:
             seed=self.seed,
             least=self.min_evaluate_nodes if self.fraction_evaluate else 0,
         )
+        configs.tested_with(self._used or self.training, config, self.teller.warn)
         order = self.calibrator.order() if self.calibrator else ""
-        request = Request(chosen, MessageType.EVALUATE, round, config, True, order)
+        keep = self._last is None or round >= self._last
+        request = Request(chosen, MessageType.EVALUATE, round, config, True, order, keep=keep)
         self._round = Round(self._facts(), self.form, self._half(), self.state, request)
         return self._round
+
+    # -- overridden hooks --------------------------------------------------------------------------
+    def _enter(self, rounds: Any) -> None:
+        """Note that a `start` of the user's own runs, for so many rounds if it says so."""
+        self._own_loop = True
+        if isinstance(rounds, int):
+            self._last = rounds
+        elif self.training.lasting(1) is not self.training:
+            raise ConfigError(
+                "schedule=cosine needs schedule_rounds: this start() has no argument num_rounds"
+            )
+
+    def _take(
+        self,
+        name: str,
+        messages: Iterable[Message],
+        round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+    ) -> list[Message]:
+        """Return the messages of a round as the overridden hook `name` made them; they, and no
+        others, are what the round asks.
+        """
+        given, who = list(messages), f"{type(self).__name__}.{name}"
+        kind = MessageType.TRAIN if name == "configure_train" else MessageType.EVALUATE
+        asked = self._round
+        if asked is None or (asked.number, asked.request.kind) != (round, kind):
+            if given:
+                raise ConfigError(
+                    f"{who} returned messages without a call of super().{name}(), which opens the "
+                    "round; return its messages, fewer or with further records"
+                )
+            self._host(round, arrays, grid)
+            train = kind == MessageType.TRAIN
+            asked = (self._training_round if train else self._test_round)(round, config)
+        asked.take(given, who)
+        return given
+
+    def _hand_in(
+        self, hook: Callable[..., Any], round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return what an overridden `aggregate_train` makes of the replies. The arrays it returns
+        are the global model; None leaves the model as it was before the round, as in Flower.
+        """
+        came, who = list(replies), f"{type(self).__name__}.aggregate_train"
+        asked, before, done = self._now(), self.state, len(self.records)
+        asked.came |= {asked.client_of(reply) for reply in came}
+        found = hook(round, came)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ConfigError(f"{who} must return (arrays, metrics), got {type(found).__name__}")
+        if len(self.records) == done:
+            if asked.request.clients:
+                raise ConfigError(
+                    f"{who} did not call super().aggregate_train(), which is the aggregation of "
+                    f"{self.row.title}; call it, and change the replies before or the result after"
+                )
+            self._aggregate(round, [])
+        if found[0] is None:
+            self.state = before
+        else:
+            self._adopt(found[0], "aggregate_train")
+        return found
+
+    def _keep_rest(self, grid: Grid, timeout: float, retries: int) -> None:
+        """Ask every client that the last test left out to save its personal model."""
+        rest = [client for client in self.roster.present() if client not in self._kept]
+        if not rest or not self.keep_personal:
+            return
+        request = Request(rest, MessageType.EVALUATE, self.journal.round, ConfigRecord(), False)
+        asked = Round(self._facts(), self.form, self._half(), self.state, request)
+        saved = asked.saved(asked.exchange(grid, timeout, retries))
+        self.teller.say(
+            "Personal models: %d of %d clients without a last test saved theirs", saved, len(rest)
+        )
+
+    def _leave(self) -> None:
+        """End a `start` of the user's own."""
+        if not self._driven and self.half is not None and self._grid is not None:
+            self._keep_rest(self._grid, 3600.0 if self.wait is None else self.wait, 0)

@@ -62,6 +62,7 @@ class Request(NamedTuple):
     test: bool
     order: str = ""  # to calibrate, and everyone's sums so far
     sums: Tensors = {}
+    keep: bool = True  # a test: whether the clients save their personal models
 
 
 class NodeHistory:

@@ -202,7 +202,7 @@ def run_loop(
                 ),
             )
 
-    strategy = make_strategy(run, progress, after_round=save, resume=resume)
+    strategy = make_strategy(run, progress, after_round=save, resume=resume, quiet=True)
     params, buffers = halves.initial
     strategy.start(grid, records.to_arrays({**params, **buffers}), num_rounds=settings.rounds)
     assert strategy.outcome is not None

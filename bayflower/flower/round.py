@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from ..config import Limits, Training, make_instructions
 from ..contract import ServerHalf
-from ..errors import BayflowerError
+from ..errors import BayflowerError, ConfigError
 from ..files.journal import Journal
 from ..files.records import Views
 from ..maths.exact import Total
@@ -78,6 +78,9 @@ class Round:
         self.caps = caps or {}  # by client: its capped number of samples
         self.sent: dict[int, int] = {}  # by client: bytes sent
         self.asked: dict[str, int] = {}  # by message id: its node
+        # by client: the content of its message, where an overridden hook made the messages
+        self.handed: dict[int, RecordDict] | None = None
+        self.came: set[int | None] = set()  # clients whose reply an overridden hook was given
 
     # -- what is asked -----------------------------------------------------------------------------
     def messages(
@@ -92,6 +95,10 @@ class Round:
             member = roster.members[client]
             if member.node not in there:
                 continue
+            if self.handed is not None:
+                content = self.handed[client]
+                yield Message(content, dst_node_id=member.node, message_type=request.kind, ttl=ttl)
+                continue
             head = request_header(
                 method=facts.row.name,
                 run=facts.run,
@@ -104,11 +111,40 @@ class Round:
             head |= roster.notices(client)
             if request.order:
                 head["calibration"] = request.order
+            if not request.keep:
+                head["keep"] = False
             content = content_for(client, head, request.config, request.round)
             if request.sums:
                 content[records.CALIBRATION] = records.to_arrays(request.sums)
             self.sent[client] = records.num_bytes(content)
             yield Message(content, dst_node_id=member.node, message_type=request.kind, ttl=ttl)
+
+    def take(self, given: Iterable[Message], who: str) -> None:
+        """Send these messages, which the overridden hook `who` returned, in place of all."""
+        roster, run = self.facts.roster, self.facts.run
+        handed: dict[int, RecordDict] = {}
+        for message in given:
+            node, content = message.metadata.dst_node_id, message.content
+            client = roster.client_at(node)
+            if client is None:
+                raise ConfigError(f"{who} returned a message to node {node}, where no client is")
+            if client in handed:
+                raise ConfigError(f"{who} returned two messages to node {node}; send one")
+            head = content.get(records.HEADER)
+            ours = isinstance(head, ConfigRecord) and head.get("run") == run
+            if not ours or message.metadata.message_type != self.request.kind:
+                raise ConfigError(
+                    f"{who} returned a message of its own, which lacks what {self.facts.row.title} "
+                    f"sends; return the messages of super().{who.split('.')[-1]}(), fewer or with "
+                    "further records"
+                )
+            records.only_arrays(message)
+            handed[client] = content
+        self.handed = handed
+        self.request = self.request._replace(clients=sorted(handed))
+        self.sent = {client: records.num_bytes(content) for client, content in handed.items()}
+        if self.caps:
+            self.caps = roster.caps(self.request.clients)
 
     def exchange(self, grid: Grid, timeout: float, retries: int) -> Iterator[Message]:
         """Yield the replies to the request. A client whose node or process was lost gets a retry
@@ -187,13 +223,32 @@ class Round:
         for client, update in self.facts.roster.moderate(half, self.state, held).items():
             found.total.add(half.statistic(self.state, client, update))
         journal = self.facts.journal
-        for client in sorted(set(self.sent) - set(found.losses) - journal.blamed):
+        for client in sorted(self.left_out(found)):
+            journal.event(f"round {self.number}, client {client}: left out by aggregate_train")
+        missing = set(self.sent) - set(found.losses) - journal.blamed - self.left_out(found)
+        for client in sorted(missing):
             journal.fault(
                 f"round {self.number}, client {client}: no reply before the timeout; ignored in "
                 "this round",
                 client,
             )
         return found
+
+    def left_out(self, found: Collected) -> set[int]:
+        """Return the clients that replied, but whose reply an overridden hook did not pass on."""
+        seen = {*found.losses, *self.facts.journal.blamed}
+        return {client for client in self.came if client in self.sent and client not in seen}
+
+    def saved(self, incoming: Iterable[Message]) -> int:
+        """Return how many clients saved their personal model."""
+        expected, number = self.expected(), 0
+        for reply in incoming:
+            try:
+                replies.sender(reply, expected)
+                number += 1
+            except Exception as error:  # as above
+                self.fault(reply, error)
+        return number
 
     def tallies(
         self,

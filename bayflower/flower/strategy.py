@@ -6,10 +6,9 @@ clients of the run in `roster.py`.
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -23,13 +22,15 @@ from ..files.checkpoint import Checkpoint
 from ..files.journal import Journal
 from ..files.records import Outcome, Progress, RoundRecord, curve_point
 from ..rounds import schedule
-from . import records
+from . import configs, hooks, records
 from .calibrating import Calibrator
 from .course import Course, MetricsFn
 from .holding import asked_for
+from .logs import Teller
 from .roster import Membership, Roster
+from .whole import refuse
 
-log = logging.getLogger("bayflower")
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # Flower's kind of function
 
 
 class BayflowerStrategy(Course, Strategy):
@@ -63,16 +64,23 @@ class BayflowerStrategy(Course, Strategy):
         roll: Membership | None = None,
         resume: Checkpoint | None = None,
         calibration: str = "off",
+        keep_personal: bool = True,
+        run_config: Mapping[str, Any] | None = None,
+        quiet: bool = False,
         parsed: Run | None = None,
         **settings: Any,
     ) -> None:
-        self.row = methods.get(self.method)
+        hooks.check(type(self), BayflowerStrategy)
+        self.row, self.teller = methods.get(self.method), Teller(quiet)
         schedule.check(fraction_train, fraction_evaluate)
         if weighted_by_key != records.NUM_EXAMPLES:
             raise ConfigError(
                 f"weighted_by_key must be {records.NUM_EXAMPLES!r}, got {weighted_by_key!r}; a "
                 "method defines its own weights"
             )
+        # what the app's run config says of local training holds unless it is given here
+        settings = {**configs.named(run_config or {}, configs.RUN_CONFIG), **settings}
+        self.named, self.keep_personal = frozenset(settings), keep_personal
         asks = (calibration, fraction_evaluate, seed)
         data, told = (parsed.data, {}) if parsed else asked_for(settings, *asks)
         self.calibrator = Calibrator(data) if data.calibrated else None
@@ -104,30 +112,47 @@ class BayflowerStrategy(Course, Strategy):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Return Flower's Result after `num_rounds` and a final test; `outcome` then holds all
         tallies and states.
         """
+        if evaluate_fn is not None:
+            refuse(self.row)
         self.training = self.training.lasting(num_rounds)
-        self.summary()
-        self._driven = True
-        first = self._begin(grid, initial_arrays, timeout)
+        self._driven, self._last = True, num_rounds
+        told = ConfigRecord() if train_config is None else train_config
+        asks = ConfigRecord() if evaluate_config is None else evaluate_config
+        with self.teller.open():
+            self.teller.begins(type(self).__name__, num_rounds, initial_arrays, told, asks)
+            self.summary()
+            first = self._begin(grid, initial_arrays, timeout)
+            result = self._rounds(first, num_rounds, grid, timeout, told, asks, evaluate_fn)
+            self.teller.ends(self.records, len(self.faults))
+        return result
+
+    def _rounds(
+        self,
+        first: int,
+        last: int,
+        grid: Grid,
+        timeout: float,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateFn | None,
+    ) -> Result:
+        """Return the result of the rounds from `first` to `last` and of the final test."""
         result = Result()
-        train_config, evaluate_config = (
-            train_config or ConfigRecord(),
-            evaluate_config or ConfigRecord(),
-        )
         if first == 1:
             self._ask(evaluate_fn, 0, result)
-        for round in range(first, num_rounds + 1):
+        for round in range(first, last + 1):
             started = time.perf_counter()
+            self.teller.round(round, last)
             self.journal.begin(round)
             if round > first or self.roll is not None:
                 self._apply(self.roster.refresh(grid, timeout))
             try:
-                asked = self._training_round(round, train_config)
-                trained = self._aggregate(round, asked.exchange(grid, timeout, self.retries))
+                trained = self._train(round, train_config, grid, timeout)
             except BayflowerError:
                 if self.after_round and round > 1:
                     self.after_round(self, round - 1, True)
@@ -135,19 +160,21 @@ class BayflowerStrategy(Course, Strategy):
             self.records[-1]["seconds"] = time.perf_counter() - started
             if trained is not None:
                 result.train_metrics_clientapp[round] = trained
+            self.teller.metrics(trained)
+            self.teller.took(self.records[-1]["seconds"])
             if self.after_round:
                 self.after_round(self, round, False)
+            if round < last and self._tests_every_round:
+                self._test(round, evaluate_config, grid, timeout, result)
             self._ask(evaluate_fn, round, result)
             if self.progress:
                 self.progress(self.records)
         result.arrays = self._arrays()
-        asked = self._test_round(num_rounds, evaluate_config)
-        tested = self.aggregate_evaluate(num_rounds, asked.exchange(grid, timeout, self.retries))
-        if tested is not None:
-            result.evaluate_metrics_clientapp[num_rounds] = tested
+        self._test(last, evaluate_config, grid, timeout, result)
         if self.calibrator and self.outcome:
             found = self._now().calibrated(grid, timeout, self.retries, self.calibrator)
             self.outcome = self.outcome._replace(calibrated=found, faults=tuple(self.faults))
+        self._keep_rest(grid, timeout, self.retries)
         if self.progress:
             self.progress(self.records)
         self.roll = self.roster.membership()
@@ -159,6 +186,8 @@ class BayflowerStrategy(Course, Strategy):
         """Yield one message for each client of the round, built when needed."""
         self._host(server_round, arrays, grid)
         asked = self._training_round(server_round, config)
+        if not self._driven:
+            self._say_sampled("configure_train")
         return asked.messages(asked.request)
 
     def aggregate_train(
@@ -168,7 +197,7 @@ class BayflowerStrategy(Course, Strategy):
         is reported and ignored.
         """
         trained = self._aggregate(server_round, replies)
-        return (None if trained is None else self._arrays()), trained
+        return (None if trained is None else self._shown()), trained
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -176,6 +205,8 @@ class BayflowerStrategy(Course, Strategy):
         """Yield one message for every client, including new clients."""
         self._host(server_round, arrays, grid)
         asked = self._test_round(server_round, config)
+        if not self._driven:
+            self._say_sampled("configure_evaluate")
         return asked.messages(asked.request)
 
     def aggregate_evaluate(
@@ -184,11 +215,14 @@ class BayflowerStrategy(Course, Strategy):
         """Return the personal models' metrics on the clients' own test data, or the result of
         `evaluate_metrics_aggr_fn`.
         """
-        keep = self.evaluate_metrics_aggr_fn is not None
-        views, new, numbers = self._now().tallies(replies, keep, self.calibrator)
+        keep, asked = self.evaluate_metrics_aggr_fn is not None, self._now()
+        views, new, numbers = asked.tallies(replies, keep, self.calibrator)
         faults = tuple(self.faults)
         self.outcome = Outcome(self.records, views, new, self.state, {}, faults)
-        if not self.fraction_evaluate:
+        found = {client for group in (views, new) for client in group.get("personal", {})}
+        self._kept = frozenset(found) if asked.request.keep else frozenset()
+        self.teller.received("aggregate_evaluate", len(found), len(asked.request.clients))
+        if not asked.request.clients and (not self.fraction_evaluate or asked.handed is not None):
             return None
         if "personal" not in views:
             raise BayflowerError(
@@ -209,17 +243,66 @@ class BayflowerStrategy(Course, Strategy):
         )
 
     def summary(self) -> None:
-        """Log the method and its settings."""
-        log.info("%s (%s): %s %s", self.row.title, self.row.paper, self.training, self.options)
+        """Log how clients are sampled, the method and its settings."""
+        self.teller.sampling(self)
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        hooks.watch(cls, BayflowerStrategy)
+
+    # -- the steps of our own `start`, with the user's hooks where there are any -------------------
+    def _hooked(self, name: str) -> bool:
+        return hooks.is_overridden(self, name, BayflowerStrategy)
+
+    @property
+    def _tests_every_round(self) -> bool:
+        """Return whether clients are tested after every round: where a hook waits for it."""
+        return self._hooked("configure_evaluate") or self._hooked("aggregate_evaluate")
+
+    def _say_sampled(self, hook: str) -> None:
+        present = self.roster.training() if hook == "configure_train" else self.roster.present()
+        self.teller.sampled(hook, len(self._now().request.clients), len(present))
+
+    def _train(
+        self, round: int, config: ConfigRecord, grid: Grid, timeout: float
+    ) -> MetricRecord | None:
+        """Return the metrics of a round of training."""
+        if self._hooked("configure_train"):
+            args = (round, self._shown(), config, grid)
+            self._take("configure_train", self.configure_train(*args), *args)
+        else:
+            self._training_round(round, config)
+        self._say_sampled("configure_train")
+        replies = self._now().exchange(grid, timeout, self.retries)
+        if self._hooked("aggregate_train"):
+            return self._hand_in(self.aggregate_train, round, replies)[1]
+        return self._aggregate(round, replies)
+
+    def _test(
+        self, round: int, config: ConfigRecord, grid: Grid, timeout: float, result: Result
+    ) -> None:
+        """Add the clients' test after a round to the result."""
+        if self._hooked("configure_evaluate"):
+            args = (round, self._shown(), config, grid)
+            self._take("configure_evaluate", self.configure_evaluate(*args), *args)
+        else:
+            self._test_round(round, config)
+        self._say_sampled("configure_evaluate")
+        replies: Iterable[Message] = self._now().exchange(grid, timeout, self.retries)
+        if self._hooked("aggregate_evaluate"):
+            replies = list(replies)  # an override may read them twice, as Flower's
+        if (tested := self.aggregate_evaluate(round, replies)) is not None:
+            result.evaluate_metrics_clientapp[round] = tested
+        self.teller.metrics(tested)
 
     def _ask(
         self,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+        evaluate_fn: EvaluateFn | None,
         round: int,
         result: Result,
     ) -> None:
         if evaluate_fn is None:
             return
-        result.arrays = self._arrays()
-        if (answer := evaluate_fn(round, result.arrays)) is not None:
+        if (answer := evaluate_fn(round, self._shown())) is not None:
             result.evaluate_metrics_serverapp[round] = answer
+        self.teller.tested(round, answer)

@@ -22,6 +22,7 @@ from ..recipes import Training
 from ..tree import Tensors
 from ..wire.hello import is_whole
 from . import records
+from .whole import Whole
 
 
 class Form(Protocol):
@@ -53,8 +54,9 @@ class OwnForm:
 
     tests_ride_along = True
 
-    def __init__(self, arrayrecord_key: str, configrecord_key: str) -> None:
+    def __init__(self, arrayrecord_key: str, configrecord_key: str, whole: Whole | None) -> None:
         self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
+        self.whole = whole
 
     def contents(self, half: ServerHalf, state: Any) -> Contents:
         """Return the maker of contents; a broadcast shared by all clients is built once."""
@@ -74,8 +76,8 @@ class OwnForm:
         return make
 
     def arrays(self, shared: Tensors) -> ArrayRecord:
-        """Return the global model, or its shared part."""
-        return records.to_arrays(shared)
+        """Return the whole network with the global model in it (`whole.py`)."""
+        return records.to_arrays(shared) if self.whole is None else self.whole.arrays(shared)
 
     def update(self, reply: Message, state: Any) -> Tensors:
         """Return the update's tensors."""

@@ -357,6 +357,13 @@ class Model:
         }
 
     @cached_property
+    def further_names(self) -> dict[str, str]:
+        """Return the further names of trainable parameters that are tied, each with the first."""
+        everything = self._train.named_parameters(remove_duplicate=False)
+        first = {name: self._canonical[id(value)] for name, value in everything}
+        return {name: one for name, one in first.items() if name != one and one in self.shapes}
+
+    @cached_property
     def anatomy(self) -> Anatomy:
         """Return the names that server halves need."""
         try:

@@ -38,6 +38,8 @@ class ClientInfo(NamedTuple):
     origin: dict[str, Any]
     # training samples of each class, if the server asked for them; else ()
     label_counts: tuple[int, ...] = ()
+    # further names of tied parameters, each with the name that the anatomy has
+    tied: Mapping[str, str] = {}
 
 
 class Summary(NamedTuple):
@@ -65,6 +67,7 @@ def facts_of(
         len(test.y),
         dict(origin),
         tuple(counted(train.y, model.num_classes).tolist()) if labels else (),
+        model.further_names,
     )
 
 
@@ -78,6 +81,7 @@ def to_header(facts: ClientInfo) -> dict[str, Any]:
         "test_size": facts.test_size,
         "origin": json.dumps(facts.origin),
         **({"label_counts": json.dumps(list(facts.label_counts))} if facts.label_counts else {}),
+        **({"tied": json.dumps(dict(facts.tied))} if facts.tied else {}),
     }
 
 
@@ -121,7 +125,16 @@ def from_header(head: Mapping[str, Any]) -> ClientInfo:
         head["test_size"],
         parsed(head, "origin", dict),
         tuple(counts),
+        tied_names(head, anatomy),
     )
+
+
+def tied_names(head: Mapping[str, Any], anatomy: Anatomy) -> dict[str, str]:
+    """Return the further names of tied parameters that a header reports."""
+    found = parsed(head, "tied", dict) if "tied" in head else {}
+    if not all(isinstance(first, str) and first in anatomy.trainable for first in found.values()):
+        raise WireError("tied must have a name of the anatomy for each further name")
+    return found
 
 
 def is_whole(value: Any, least: int, most: int) -> bool:
