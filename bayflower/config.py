@@ -22,7 +22,7 @@ import torch
 from . import methods
 from .data import DataSettings, resolve
 from .errors import ConfigError, field_types
-from .networks.papers import MODELS
+from .networks.papers import check_name
 from .recipes import RECIPE
 from .recipes import Training as Training  # part of a run's settings
 from .settings import meanings, setting
@@ -42,7 +42,15 @@ class Settings:
 
     rounds: int = setting(50, "rounds of training")
     seed: int = setting(0, "seed of partition, initialisation, batches and client sampling")
-    model: str = setting("auto", "the network; `bayflower models` lists them")
+    model: str = setting(
+        "auto",
+        "the network; `bayflower models` lists them; package.module:factory for your own",
+    )
+    head: str = setting(
+        "",
+        "a network of your own: the layers of its classifier, separated by commas; '' = the "
+        "attribute called head, else the last Linear",
+    )
     features: int = setting(512, "model=cnn: width of the feature layer")
     fraction_train: float = setting(
         1.0, "share of the clients that train in a round, sampled anew in every round"
@@ -104,8 +112,7 @@ class Settings:
                 f"fraction_train must be in (0, 1], got {self.fraction_train}; 1 means every "
                 "client in every round"
             )
-        if self.model not in MODELS:
-            raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {self.model!r}")
+        check_name(self.model)
         words = {
             "dtype": ("float32", "float64"),
             "stacking": ("auto", "measured", "yes", "no"),

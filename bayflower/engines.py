@@ -17,9 +17,12 @@ from .files import place
 from .files.atomic import write_json
 from .files.checkpoint import Checkpoint
 from .files.records import Outcome, Progress
+from .networks.check import check_fit
+from .networks.own import is_own
 from .rounds.calibrated import save_total
 from .rounds.halves import Halves, halves_for
 from .rounds.result import result
+from .rounds.solo import moved
 
 
 class Prepared(NamedTuple):
@@ -36,7 +39,11 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     if engine not in ENGINES:
         raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     federation = load_federation(run.data, run.settings.seed)
-    return Prepared(run, engine, federation, halves_for(run, federation))
+    halves = halves_for(run, federation)
+    if is_own(run.settings.model):
+        data, dtype = federation.clients[0], run.settings.torch_dtype()
+        check_fit(halves.model, moved(data.x_train, torch.device("cpu"), dtype))
+    return Prepared(run, engine, federation, halves)
 
 
 def run_under_flower(
@@ -65,6 +72,30 @@ def run_under_flower(
     run_app(first.engine, config, first.run.data.total_clients, out, port, show, app)
     found = [out] if len(prepared) == 1 or folders is None else folders
     return [json.loads((folder / "result.json").read_text()) for folder in found]
+
+
+def train(
+    prepared: Prepared,
+    given: Mapping[str, Any],
+    out: Path,
+    progress: Progress,
+    resume: Checkpoint | None = None,
+    port: int = 0,
+) -> dict[str, Any]:
+    """Return the result of a run in `out`, on whichever engine; `given` are the settings that were
+    given, which Flower's programs read.
+    """
+    if prepared.engine in ("fused", "loop"):
+        return run_to_result(prepared, out, progress, resume)
+    (found,) = run_under_flower(
+        [prepared],
+        given,
+        out,
+        port,
+        resume is not None,
+        lambda status: progress(status.get("records", [])),
+    )
+    return found
 
 
 def execute(

@@ -44,10 +44,10 @@ ROOMS = (
     "privacy",
     "flower",
     "engines",
-    "api",
     "testing",
     "study",
     "report",
+    "api",
     "deploy",
     "reproduce",
     "bench",
@@ -57,7 +57,7 @@ ROOMS = (
     "__init__",
     "__main__",
 )
-RESERVED = {"tasks", "privacy", "api", "testing"}  # rooms for what comes next
+RESERVED = {"tasks", "privacy", "testing"}  # rooms for what comes next
 UPWARDS = {  # arrows that point up on purpose, imported on demand: the public names
     ("strategies/__init__.py", "flower"),
     ("clients/__init__.py", "flower"),

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
-from typing import Any
-
 from ..errors import ConfigError
 from .findings import Finding
 
-CLASSES = 10  # of a network of ours
+CLASSES = 10  # of a network whose number of classes is open
 
 
 def network(name: str, shape: str, words: int) -> list[Finding]:
@@ -19,7 +14,6 @@ def network(name: str, shape: str, words: int) -> list[Finding]:
 
     from ..fused.trial import tried
     from ..networks.check import trial
-    from ..networks.model import Model
     from ..networks.papers import build
 
     sizes = sizes_of(shape)
@@ -27,7 +21,7 @@ def network(name: str, shape: str, words: int) -> list[Finding]:
     x = torch.randn(4, *sizes, device=device)
     if words:
         x = torch.randint(0, words, (4, *sizes), device=device)
-    model = Model(factory_of(name), 2, name) if ":" in name else build(name, sizes, CLASSES)
+    model = build(name, sizes, CLASSES)
     logits, _ = trial(model, x)  # raises with the layer at fault
     model.num_classes = max(logits.shape[1], 2)
     found = tried(model, x)
@@ -67,19 +61,3 @@ def sizes_of(text: str) -> tuple[int, ...]:
             f"--input must be the shape of one sample, got {text!r}; e.g. --input 3,32,32"
         )
     return tuple(int(part) for part in parts)
-
-
-def factory_of(name: str) -> Callable[[], Any]:
-    """Return the factory that `package.module:Factory` names; the current folder is searched."""
-    where, _, what = name.partition(":")
-    sys.path.insert(0, "")
-    try:
-        factory: Callable[[], Any] = getattr(importlib.import_module(where), what)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model {name!r} cannot be found ({error}); give package.module:Factory, and start "
-            "where the package is"
-        ) from None
-    finally:
-        sys.path.remove("")
-    return factory

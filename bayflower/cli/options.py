@@ -38,6 +38,16 @@ Test = Annotated[
 ]
 
 
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="the network: a name of `bayflower models`, or package.module:factory for your own; "
+        "the current folder is searched too",
+    ),
+]
+
+
 Clients = Annotated[int | None, typer.Option(help="number of clients that train")]
 
 

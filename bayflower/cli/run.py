@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from .options import (
     Dataset,
     Engine,
     MaxFused,
+    ModelName,
     Overwrite,
     Port,
     Preset,
@@ -33,13 +35,13 @@ from .terminal import bar, quiet_logs, values
 
 if TYPE_CHECKING:
     from ..engines import Prepared
-    from ..files.checkpoint import Checkpoint
 
 OPTIONS = {
     "dataset": "--dataset",
     "target": "--target",
     "sites": "--site",
     "test": "--test",
+    "model": "--model",
     "num_clients": "--clients",
     "rounds": "--rounds",
     "seed": "--seed",
@@ -57,6 +59,7 @@ def run(
     target: Target = None,
     site: SiteColumn = None,
     test: Test = None,
+    model: ModelName = None,
     engine: Engine = "fused",
     clients: Clients = None,
     rounds: Rounds = None,
@@ -90,9 +93,9 @@ def run(
     Example: `bayflower run fedmap --dataset synthetic --rounds 50 --set sigma2=100 --out
     runs/first`
     """
+    from ..api.training import Job, carried_out
     from ..config import parse
-    from ..engines import prepare
-    from ..files import checkpoint, place
+    from ..files import place
 
     quiet_logs(verbose)
     given = values(
@@ -101,6 +104,7 @@ def run(
         target=target,
         sites=site,
         test=test,
+        model=model,
         num_clients=clients,
         rounds=rounds,
         seed=seed,
@@ -109,15 +113,20 @@ def run(
     )
     chosen = parse(method, given)
     folder = out or place.usual_folder(chosen, engine)
-    start = checkpoint.to_resume(folder, chosen) if resume else None
-    if not (resume or overwrite):
-        place.check_free(folder, chosen, engine, command(method, given, engine))
-    prepared = prepare(chosen, engine)
-    announce(prepared, as_json)
-    with place.making(folder):
-        if overwrite and not resume:
-            place.clear(folder)
-        result = trained(prepared, given, folder, port, start, tensorboard, as_json)
+    result = carried_out(
+        Job(
+            run=chosen,
+            given=given,
+            engine=engine,
+            folder=folder,
+            watch=lambda prepared: watching(prepared, folder, tensorboard, as_json),
+            refuse=lambda: place.check_free(folder, chosen, engine, command(method, given, engine)),
+            announce=lambda prepared: announce(prepared, as_json),
+            resume=resume,
+            overwrite=overwrite,
+            port=port,
+        )
+    )
     if as_json:
         print(json.dumps(result))
         return
@@ -132,37 +141,17 @@ def run(
     console.print(f"written: {folder / 'result.json'}", markup=False)
 
 
-def trained(
-    prepared: Prepared,
-    given: dict[str, Any],
-    folder: Path,
-    port: int,
-    start: Checkpoint | None,
-    tensorboard: bool,
-    hidden: bool,
-) -> dict[str, Any]:
-    """Return the result of a run in `folder`, with a progress bar and, if asked for, TensorBoard's
-    files.
-    """
-    from ..engines import run_to_result, run_under_flower
+@contextmanager
+def watching(
+    prepared: Prepared, folder: Path, tensorboard: bool, hidden: bool
+) -> Iterator[Callable[[list[Any]], None]]:
+    """Give a progress function with a bar and, if asked for, TensorBoard's files."""
     from ..files.tracking import TensorBoard, each_round, together
 
     tracker = TensorBoard(folder / "tensorboard") if tensorboard else nullcontext()
     title = table.get(prepared.run.method).title
     with tracker as track, bar(prepared.run.settings.rounds, title, hidden) as progress:
-        if track is not None:
-            progress = together(progress, each_round(track))
-        if prepared.engine in ("fused", "loop"):
-            return run_to_result(prepared, folder, progress, start)
-        (result,) = run_under_flower(
-            [prepared],
-            given,
-            folder,
-            port,
-            start is not None,
-            lambda status: progress(status.get("records", [])),
-        )
-        return result
+        yield progress if track is None else together(progress, each_round(track))
 
 
 def command(method: str, given: dict[str, Any], engine: str) -> list[str]:

@@ -33,6 +33,8 @@ def read_alike(path: Path, like: Source, test: str = "") -> Source:
         arrays["num_classes"] = np.array(like.num_classes)
     if like.x.ndim == 2 or arrays.get("x", np.zeros(0)).dtype == np.uint8:
         options = npz.PLAIN
+    if like.plain:
+        arrays["plain"] = np.array(True)
     return npz.of_arrays(arrays, path.stem, str(path), options, True)
 
 

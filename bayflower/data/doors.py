@@ -329,4 +329,6 @@ def save(source: Source, path: Path | str) -> None:
         arrays["encoding"] = np.array(json.dumps(source.encoder.to_json()))
     if source.images is not None:
         arrays["images"] = np.array(json.dumps(source.images._asdict()))
+    if source.plain:
+        arrays["plain"] = np.array(True)
     np.savez(path, **arrays)

@@ -2,9 +2,10 @@
 
 An .npz file holds x, y and optionally test (which samples the original marks as test), client
 (natural owner, a number or a name; negative or "" = none), a 0-d num_classes, class_names,
-site_names and columns. Labels are the classes that occur, in order; with num_classes they are class
-numbers from 0. Anything (N, D) is a table, in which NaN means missing; `images` says how other
-arrays are read. Arrays of Python objects are refused: they would need pickle.
+site_names and columns, and a 0-d plain: x is what a network sees, neither scaled nor standardised,
+and whole numbers stay so. Labels are the classes that occur, in order; with num_classes they are
+class numbers from 0. Anything (N, D) is a table, in which NaN means missing; `images` says how
+other arrays are read. Arrays of Python objects are refused: they would need pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..errors import ConfigError
 from . import cells, columns, images, labels
 from .source import Names, Source
 
-ALSO = ("num_classes", "class_names", "site_names", "columns", "encoding", "images")
+ALSO = ("num_classes", "class_names", "site_names", "columns", "encoding", "images", "plain")
 
 
 class Options(NamedTuple):
@@ -82,7 +83,7 @@ def read_several(paths: Sequence[Path], name: str, options: Options) -> Source:
         whole["client"] = np.concatenate([part["client"] for part in parts])
     elif options.site != "off":
         whole["client"] = np.repeat(np.array([path.stem for path in paths]), rows)
-    for key in ("num_classes", "class_names", "columns", "encoding", "images"):
+    for key in ("num_classes", "class_names", "columns", "encoding", "images", "plain"):
         if key in shared:
             if any(not np.array_equal(part[key], parts[0][key]) for part in parts):
                 raise ConfigError(f"{key} differs between the files of {name}; make them the same")
@@ -185,7 +186,10 @@ def of_arrays(
             )
     classes = texts_of(arrays, "class_names", path, number) or classes or ()
     found: images.Images | None
-    if "images" in arrays:  # written by `save`: prepared already
+    plain = bool(arrays.get("plain", np.array(False)).any())
+    if plain:
+        stored, found = as_they_are(x, f"x in {path}"), None
+    elif "images" in arrays:  # written by `save`: prepared already
         stored, found = x, images.Images(**json.loads(str(arrays["images"])))
     else:
         stored, found = samples(x, path, options)
@@ -203,7 +207,16 @@ def of_arrays(
         names=Names(sites, classes, inputs),
         encoder=encoder,
         images=found,
+        plain=plain,
     )
+
+
+def as_they_are(x: np.ndarray, where: str) -> np.ndarray:
+    """Return samples for a network without any change: float32, or int64 if they are whole."""
+    if x.dtype.kind in "iub":
+        return x.astype(np.int64)
+    with np.errstate(over="ignore"):
+        return images.finite(x.astype(np.float32), where)
 
 
 def texts_of(

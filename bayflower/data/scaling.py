@@ -31,6 +31,13 @@ def preparation(settings: DataSettings, source: Source | None, train: np.ndarray
     """Return how a client's inputs are prepared, from its own training part: tables are
     standardised, images normalised if the settings say so; None = not at all.
     """
+    if source is not None and source.plain:
+        if settings.normalise != normalise.NONE:
+            raise ConfigError(
+                "normalise is for images that are read from files, and these samples are taken as "
+                "they are; leave it at none, or normalise them yourself"
+            )
+        return None
     if train.ndim == 2:
         if settings.normalise != normalise.NONE:
             raise ConfigError(

@@ -47,6 +47,8 @@ class Source:
     encoder: Encoder | None = None  # how rows of a table with named columns became x
     images: Images | None = None  # how an array of images became x
     lines: tuple[str, ...] = ()  # what else was done while reading, a sentence each
+    # x is what a network sees, float32 or int64: it is neither scaled nor standardised
+    plain: bool = False
 
     def flags(self) -> np.ndarray | None:
         """Return which columns of a table are 0 or 1 by construction and are not standardised;
@@ -86,10 +88,12 @@ class Source:
         return bool(self.x.dtype == np.uint8 and self.x.ndim > 2)
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
-        """Return float32 samples: uint8 images as (x/255 - 0.5)/0.5 in NCHW, everything else as it
-        is.
+        """Return samples, float32 unless they are plain: uint8 images as (x/255 - 0.5)/0.5 in NCHW,
+        everything else as it is.
         """
         x: np.ndarray = self.x[indices]
+        if self.plain:
+            return x
         if x.dtype != np.uint8 or x.ndim == 2:
             return np.asarray(x, dtype=np.float32)
         x = (x.astype(np.float32) / np.float32(255) - np.float32(0.5)) / np.float32(0.5)

@@ -49,6 +49,7 @@ BEFORE = {
     "calibration": "off",
     **RECIPE,
     "normalise": "none",
+    "head": "",
 }
 
 

@@ -308,7 +308,7 @@ def site_of(context: Context) -> Site:
         root = Path.home() / "bayflower-runs" / "state"
     device = run.settings.torch_device()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
-    network = (run.settings.model, run.settings.features)
+    network = (run.settings.model, run.settings.features, run.settings.head)
     source = run.data
     if context.node_config.get("data-dir"):
         source = dataclasses.replace(source, data_dir=str(context.node_config["data-dir"]))
@@ -344,7 +344,7 @@ def client_data(
     client: int,
     device: str,
     dtype: str,
-    network: tuple[str, int],
+    network: tuple[str, int, str],
 ) -> tuple[solo.Samples, Model]:
     """Return a client's samples on its device and the network for them; cached, because a process
     may serve many messages.
@@ -354,5 +354,5 @@ def client_data(
     samples = solo.samples(
         data, torch.device(device), torch.float64 if dtype == "float64" else torch.float32
     )
-    name, features = network
-    return samples, build(name, tuple(data.x_train.shape[1:]), classes, features)
+    name, features, head = network
+    return samples, build(name, tuple(data.x_train.shape[1:]), classes, features, head)

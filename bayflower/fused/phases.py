@@ -20,6 +20,7 @@ from torch.func import vmap
 from ..contract import ClientHalf, Phase, Survey, Work
 from ..data import ClientData, batches
 from ..networks.model import Batch
+from ..rounds.solo import moved
 from ..stacked import chance
 from ..stacked.replay import Graphs, Replay
 from ..tree import Rows, map_tree, upload
@@ -40,13 +41,14 @@ class Ragged(NamedTuple):
     y: Tensor
     start: Tensor
     size: Tensor
+    dtype: torch.dtype  # of masks: that of the parameters; x may hold whole numbers
 
     def rows(self, index: Tensor, real: Tensor) -> Batch:
         """Return the samples at `index` (C, B) of each client's own;
         those not `real` have mask 0.
         """
         place = self.start[: len(index), None] + torch.where(real, index, 0)
-        return Batch(self.x[place], self.y[place], real.to(self.x.dtype))
+        return Batch(self.x[place], self.y[place], real.to(self.dtype))
 
     def of(self, clients: Tensor) -> Ragged:
         """Return the same samples for some clients in the given order."""
@@ -58,12 +60,12 @@ def ragged(
 ) -> Ragged:
     """Return the clients' (x, y) on the device."""
     sizes = [len(y) for _, y in parts]
-    x = torch.cat([torch.as_tensor(x).to(device, dtype) for x, _ in parts])
+    x = torch.cat([moved(x, device, dtype) for x, _ in parts])
     y = torch.cat([torch.as_tensor(y).to(device) for _, y in parts])
     if not len(y):
         x, y = x.new_zeros(1, *x.shape[1:]), y.new_zeros(1)  # a target for padded indices
     size = torch.tensor(sizes, device=device)
-    return Ragged(x, y, (size.cumsum(0) - size).clamp(max=len(y) - 1), size)
+    return Ragged(x, y, (size.cumsum(0) - size).clamp(max=len(y) - 1), size, dtype)
 
 
 class Stack:

@@ -32,20 +32,41 @@ def checked_model(
     """
     first = make(factory)
     name = name or type(first).__name__
-    for path, layer in first.named_modules():
-        if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-            raise ConfigError(
-                f"layer {path!r} ({type(layer).__name__}) is lazy: its shape is unknown before "
-                "the first call; give its sizes"
-            )
-    if not list(first.parameters()):
-        raise ConfigError(f"model {name} has no parameters; nothing could be learned")
+    check_layers(first, name)
     model = Model(lambda: make(factory), 2, name, head)
     _ = model.head_layers  # raises if the head's name does not exist, for every method
     logits, last = trial(model, x[:FEW])
     model.num_classes = max(logits.shape[1], 2)
     check_labels(y, logits.shape[1], last)
     return model
+
+
+def check_fit(model: Model, x: Tensor) -> None:
+    """Raise unless a network of one's own can be trained on samples x with the classes of the
+    data.
+    """
+    check_layers(model.module_for(False), model.name)
+    _ = model.head_layers  # raises if the head's name does not exist, for every method
+    logits, last = trial(model, x[:FEW])
+    outputs, classes = logits.shape[1], model.num_classes
+    if outputs != classes and not (outputs == 1 and classes == 2):
+        raise ConfigError(
+            f"layer {last!r} of model {model.name} has {outputs} outputs, but the data have "
+            f"{classes} classes; give it {classes} (a parameter called num_classes is filled in), "
+            "or say num_classes if some class does not occur"
+        )
+
+
+def check_layers(module: nn.Module, name: str) -> None:
+    """Raise if a network has layers whose shapes are not known yet, or no parameters."""
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+            raise ConfigError(
+                f"layer {path!r} ({type(layer).__name__}) is lazy: its shape is unknown before "
+                "the first call; give its sizes"
+            )
+    if not list(module.parameters()):
+        raise ConfigError(f"model {name} has no parameters; nothing could be learned")
 
 
 def make(factory: Callable[[], nn.Module]) -> nn.Module:

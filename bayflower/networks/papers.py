@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .model import Model
+from .own import build_own, is_own, taken_apart
 
 
 def mlp(shape: tuple[int, ...], num_classes: int, norm: bool = False) -> nn.Module:
@@ -200,12 +202,27 @@ NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 }
 
 
-def build(name: str, input_shape: tuple[int, ...], num_classes: int, features: int = 512) -> Model:
+def build(
+    name: str,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    features: int = 512,
+    head: str = "",
+) -> Model:
     """Return the model called `name` for inputs of `input_shape`; `features` is the width of the
-    cnn's feature layer.
+    cnn's feature layer, `head` names the classifier of a network of one's own.
     """
-    if name not in MODELS:
-        raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    recipe = {
+        "name": name,
+        "input_shape": list(input_shape),
+        "num_classes": num_classes,
+        "features": features,
+    }
+    if is_own(name):
+        own = build_own(name, input_shape, num_classes, head)
+        own.recipe = recipe
+        return own
+    check_name(name)
     image = len(input_shape) == 3 and min(input_shape[1:]) >= 16
     if name == "auto":
         name = "cnn" if image else "mlp"
@@ -216,10 +233,18 @@ def build(name: str, input_shape: tuple[int, ...], num_classes: int, features: i
         )
     network = partial(cnn, features=features) if name == "cnn" else NETWORKS[name]
     model = Model(lambda: network(input_shape, num_classes), num_classes, name)
-    model.recipe = {
-        "name": name,
-        "input_shape": list(input_shape),
-        "num_classes": num_classes,
-        "features": features,
-    }
+    model.recipe = {**recipe, "name": name}
     return model
+
+
+def check_name(name: str) -> None:
+    """Raise unless a network is one of ours, or named as one's own is."""
+    if is_own(name):
+        taken_apart(name)
+    elif name not in MODELS:
+        close = difflib.get_close_matches(name, MODELS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"model must be one of {', '.join(MODELS)}, or package.module:factory for a network "
+            f"of your own, got {name!r}{hint}"
+        )

@@ -9,6 +9,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import below
+from ..networks.own import is_own, made
 from ..networks.papers import build
 from ..tree import Tensors
 from . import inputs
@@ -225,10 +227,12 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
     # deviations of weights of the first format are not used
     extras = {name: value for name, value in extras.items() if not name.startswith("std/")}
     recipe = card["network"]["recipe"]
-    if model is None and recipe is None:
+    # a card may come from anywhere: what it names is never imported
+    if model is None and (recipe is None or is_own(recipe["name"])):
         return Personal(program(folder), card, extras).eval()
+    shape, classes = tuple(card["network"]["input_shape"]), card["network"]["num_classes"]
     built = (
-        model
+        partial(made, model, shape, classes)
         if model is not None
         else build(
             recipe["name"], tuple(recipe["input_shape"]), recipe["num_classes"], recipe["features"]

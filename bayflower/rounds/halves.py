@@ -54,7 +54,13 @@ def make_halves(
     if label_counts is not None:
         training = resolved(training, label_counts)
     if model is None:
-        model = build(run.settings.model, input_shape, num_classes, run.settings.features)
+        model = build(
+            run.settings.model,
+            input_shape,
+            num_classes,
+            run.settings.features,
+            run.settings.head,
+        )
     model.bf16 = run.settings.bf16
     server = row.server(run.options, model.anatomy)
     client = row.client(run.options, training, model)

@@ -55,15 +55,20 @@ def samples(data: ClientData, device: torch.device, dtype: torch.dtype) -> Sampl
     """Return the client's data as tensors."""
 
     def batch(x: np.ndarray, y: np.ndarray) -> Batch:
-        inputs = torch.as_tensor(x).to(device=device, dtype=dtype)
-        return Batch(
-            inputs, torch.as_tensor(y).to(device), torch.ones(len(y), dtype=dtype, device=device)
-        )
+        labels = torch.as_tensor(y).to(device)
+        mask = torch.ones(len(y), dtype=dtype, device=device)
+        return Batch(moved(x, device, dtype), labels, mask)
 
     held = None
     if data.x_held is not None and data.y_held is not None:
         held = batch(data.x_held, data.y_held)
     return Samples(batch(data.x_train, data.y_train), batch(data.x_test, data.y_test), held)
+
+
+def moved(x: np.ndarray, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return inputs on a device; numbers in `dtype`, whole numbers such as tokens as they are."""
+    found = torch.as_tensor(x)
+    return found.to(device, dtype) if found.is_floating_point() else found.to(device)
 
 
 def train(

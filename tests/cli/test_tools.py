@@ -15,6 +15,7 @@ import torch
 from conftest import small_prepared
 
 from bayflower import cli, methods
+from bayflower.api import progress as api_progress
 from bayflower.cli import cite, doctor, terminal
 from bayflower.engines import execute
 from bayflower.errors import ConfigError
@@ -85,7 +86,7 @@ def test_doctor_says_how_a_network_is_trained(tmp_path, monkeypatch, capsys):
     ours = about("--model", "lenet5", "--input", "1x28x28")
     assert "61,706 parameters; clients are trained in stacks" in ours["model: lenet5"]["seen"]
     for wrong, text in (
-        (("--model", "mynets:Nobody", "--input", "5"), "cannot be found"),
+        (("--model", "mynets:Nobody", "--input", "5"), "cannot be imported"),
         (("--model", "mynets:Text", "--input", "five"), "shape of one sample"),
     ):
         monkeypatch.setattr(sys, "argv", ["bayflower", "doctor", *wrong])
@@ -97,7 +98,7 @@ def test_doctor_says_how_a_network_is_trained(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("stacked", "text"), [(0, "(one by one)"), (7, "(7 clients in a stack)")])
 def test_the_progress_line_says_how_clients_are_trained(monkeypatch, capsys, stacked, text):
-    monkeypatch.setattr(terminal, "LINE_SECONDS", -1.0)
+    monkeypatch.setattr(api_progress, "LINE_SECONDS", -1.0)
     with terminal.bar(3, "FedAvg", hidden=False) as update:
         update([{"round": 1, "train_loss": 0.5, "stacked": stacked}])
     assert capsys.readouterr().out == f"FedAvg: round 1 of 3, loss 0.5000  {text}\n"

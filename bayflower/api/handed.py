@@ -1,0 +1,126 @@
+"""What is handed over in Python, as settings of a run: a network and clients' data.
+
+Data in memory are written to one .npz file in the run's folder, so that every engine, the report
+and personal models find them there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data.checks import names_in
+from ..data.doors import save
+from ..data.npz import Options, is_share
+from ..data.objects import Reading, is_text, read_objects, text_of
+from ..data.source import Source
+from ..errors import ConfigError
+from ..files import place
+from ..networks import own
+
+APART = ("ray", "deployment")  # engines whose clients are other processes
+# settings that say how data are read: used up when objects are read
+READ = ("categorical", "drop", "layout", "white", "image_side")
+
+
+def network_of(model: Any, engine: str) -> tuple[str, own.Named | None]:
+    """Return (the network's name for the settings, the network itself unless it was named)."""
+    if isinstance(model, str):
+        return model, None
+    known = own.named(model)
+    if known.only_here and engine in APART:
+        raise ConfigError(
+            f"model {own.shown(model)} cannot be used with engine={engine!r}, whose clients are "
+            f"other processes and import it by name: {known.only_here}; write a class or function "
+            "without arguments in a module of your own and pass it, or use engine='fused'"
+        )
+    return known.name, known
+
+
+def check_columns(target: str | None, site: str | None) -> None:
+    """Raise unless columns are named by texts."""
+    for name, value in (("target", target), ("site", site)):
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{name} must be the name of a column, got {value!r}")
+
+
+@contextmanager
+def data_in(
+    folder: Path,
+    data: Any,
+    settings: Mapping[str, Any],
+    *,
+    target: str | None = None,
+    site: str | None = None,
+    test: Any = None,
+    num_classes: int | None = None,
+    standardise: bool = False,
+    whole: bool = False,
+    name: str = "data",
+) -> Iterator[dict[str, Any]]:
+    """Give `settings` with those of the data; what was written to `folder` is removed if the run is
+    refused.
+    """
+    check_columns(target, site)
+    given = dict(settings)
+    if is_text(data):
+        more = {"target": target, "sites": site, "test": None if test is None else str(test)}
+        for key, wanted in (("num_classes", num_classes), ("standardise", standardise or None)):
+            if wanted is not None:
+                raise ConfigError(f"{key} is for arrays and tensors; leave it out for {data}")
+        yield {**given, "dataset": text_of(data), **{k: v for k, v in more.items() if v}}
+        return
+    share = test is not None and is_share(str(test))
+    read = {key: given.pop(key) for key in READ if key in given}
+    options = Options(
+        target=target or "",
+        site=site or "",
+        test="" if test is None or share else str(test),
+        unseen=",".join(
+            one for key in ("new_sites", "leave_out") for one in names_in(str(given.get(key, "")))
+        ),
+        **read,
+    )
+    source = read_objects(data, Reading(options, num_classes or 0, standardise, whole))
+    if source.client is not None:
+        given.setdefault("partition", "natural")
+    if source.test is not None and "test_fraction" not in given:
+        given["test_fraction"] = 0
+    if share:
+        given["test"] = str(test)
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    path = folder / f"data-{fingerprint(source)}" / f"{place.plain(name)}.npz"
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if new:
+        save(source, path)
+    try:
+        yield {**given, "dataset": str(path)}
+    except BaseException:
+        if new and not began(folder):
+            shutil.rmtree(path.parent, ignore_errors=True)
+            for one in missing:
+                with suppress(OSError):
+                    one.rmdir()  # only if it is empty
+        raise
+
+
+def began(folder: Path) -> bool:
+    """Return whether a run has left something to go on from."""
+    return any(next(folder.rglob(name), None) is not None for name in place.WRITTEN)
+
+
+def fingerprint(source: Source) -> str:
+    """Return twelve letters that tell these data from others."""
+    seal = hashlib.blake2b(repr((source.names, source.num_classes, source.plain)).encode())
+    for part in (source.x, source.y, source.client, source.test):
+        if part is not None:
+            seal.update(f"{part.dtype}{part.shape}".encode())
+            seal.update(np.ascontiguousarray(part).data)
+    return seal.hexdigest()[:12]
