@@ -55,12 +55,14 @@ class Teller:
         if self.quiet or OURS.handlers:
             yield
             return
-        bridge = Bridge(logging.WARNING)
+        bridge, before = Bridge(), OURS.propagate
         OURS.addHandler(bridge)
+        OURS.propagate = False  # Flower's logger hands them on
         try:
             yield
         finally:
             OURS.removeHandler(bridge)
+            OURS.propagate = before
 
     # -- the course of a run ----------------------------------------------------------------------
     def begins(

@@ -4,6 +4,7 @@ the user's own training loop.
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from ..files.store import DiskStore
 from ..networks.check import checked_model
 from ..networks.model import Batch
 from ..rounds import solo
-from . import client, records
+from . import client, configs, records
 from .client import Site
 from .holding import Rule
 from .job import Job as Job  # part of what this module offers
@@ -34,6 +35,8 @@ KEPT = 64  # clients whose data a process caches
 PARTS = ("train", "test", "calibration")
 SITES: dict[tuple[str, int], Loaded] = {}  # cache of loaded clients, by plug and client
 LOADING = threading.Lock()
+WARNED: set[tuple[str, str]] = set()  # settings that were warned of, by plug
+log = logging.getLogger("bayflower")
 
 
 def make_client_app(
@@ -111,6 +114,7 @@ class Plug:
     def train(self, message: Message, context: Context) -> Message:
         """Return the reply to a round, trained with the strategy's settings."""
         self.check(message)
+        self.compare(message, context)
         return client.answer(message, self.site(context, message), client.train_reply)
 
     def evaluate(self, message: Message, context: Context) -> Message:
@@ -136,6 +140,17 @@ class Plug:
                 f"this client was made for {self.row.name}, but the server runs {asked}; name the "
                 "same method on both sides"
             )
+
+    def compare(self, message: Message, context: Context) -> None:
+        """Warn once of each setting of local training in the app's run config that is not the
+        strategy's.
+        """
+        head = records.header(message, ("method", "instructions"))
+        _, training = client.told(head["method"], head["instructions"])
+        for name, text in configs.differing(training, context.run_config).items():
+            if (self.name, name) not in WARNED:
+                WARNED.add((self.name, name))
+                log.warning("%s", text)
 
     def site(self, context: Context, message: Message | None = None) -> Site:
         """Return this client with its data; what `message` says of calibration is held out."""
