@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +13,18 @@ from ..contract import ClientHalf, Phase, Work
 from ..data import batches
 from ..errors import ConfigError
 from ..networks.model import Batch
+from ..networks.several import Layout, Parts, as_written
+from ..recipes import Training
 from ..recipes.step import Recipe
 from ..recipes.step import of as recipe_of
 from ..rounds import solo
 from ..stacked import chance
+from ..stacked.shaped import losing
 from ..wire.protocol import reply_header
 from . import client, records
 from .client import Site
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Job:
@@ -27,10 +33,14 @@ class Job:
     `model` is your network with the parameters the server sent, in training mode; `train` and
     `test` are your data, without what is held out for calibration. Minimise `loss(x, y)`, which
     includes the method's own terms, over `parameters()`. Then return `reply()`. A loss of your own
-    on `model` lacks those terms.
+    goes into `loss(x, y, own)`; one that is computed on `model` lacks the method's terms.
+    `training` has the strategy's settings (lr, batch_size, local_epochs), `round` the number of the
+    round.
     """
 
-    def __init__(self, message: Message, site: Site, split: bool = False) -> None:
+    def __init__(
+        self, message: Message, site: Site, split: bool = False, own: Loss | None = None
+    ) -> None:
         self.message, self.site = message, site
         self.head = records.header(message, client.HEADER_KEYS)
         self.data, self.test = site.data.train, site.data.test
@@ -40,16 +50,18 @@ class Job:
         self.phase = only_phase(half, method)
         self.begun = client.begin_round(message, self.head, site)
         self.half, self.round = self.begun.half, self.begun.round
-        self.recipe = own_loop(self.half, method)
+        self.training: Training = self.half.training
+        self.recipe, self.own = own_loop(self.half, method), own
         self.weights = self.recipe.weights_of(self.data.y)
         self.repeated = self.begun.repeated  # the first reply, if the message is a duplicate
         state, broadcast = self.begun.state, self.begun.broadcast
         keys: dict[str, Any] = {"seed": self.begun.seed, "client": site.client}
         self.work: Work = self.half.begin(state, broadcast, self.data)
-        self.model = site.model.module(self.work.params, self.work.buffers).train()
-        own = dict(self.model.named_parameters())
+        made = site.model.module(self.work.params, self.work.buffers).train()
+        self.model = as_written(made)
+        there = dict(self.model.named_parameters())
         self.moving = {
-            name: own[name] if name in own else nn.Parameter(value.clone())
+            name: there[name] if name in there else nn.Parameter(value.clone())
             for name, value in self.work.params.items()
         }
         self.keys = {**keys, "round": self.round, "stage": f"train/{self.phase.name}"}
@@ -65,8 +77,15 @@ class Job:
         """Return the parameters to optimise: your network's, and those that the method adds."""
         return list(self.moving.values())
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the method's objective on a batch, to be minimised."""
+    def loss(self, x: Tensor | Parts, y: Tensor, own: Loss | None = None) -> Tensor:
+        """Return the method's objective on a batch, to be minimised. Of a network with several
+        inputs x is a dict or a tuple of them. `own(logits, y)` stands in for cross-entropy and
+        returns one number a sample, or their mean; the method's own terms stay.
+        """
+        if (own := own or self.own) is not None:
+            refuse_both(self.training)
+        if not isinstance(x, Tensor):
+            x = (self.site.model.layout or Layout.of(x)).pack(x)
         like = self.data.mask
         mask = torch.ones(len(y), dtype=like.dtype, device=like.device)
         group = Batch(x.to(mask.device), y.to(mask.device), mask)
@@ -75,12 +94,12 @@ class Job:
             shapes, **self.keys, step=self.steps, dtype=mask.dtype, device=mask.device
         )
         layers = chance.further_number(batches.layers_key(**self.keys), self.steps)
-        with chance.step(layers), self.recipe.losses(self.weights):
+        with chance.step(layers), losing(own), self.recipe.losses(self.weights):
             loss, buffers = self.half.loss(dict(self.moving), self._now(), group, noise, self.phase)
-        own = dict(self.model.named_buffers())
+        known = dict(self.model.named_buffers())
         with torch.no_grad():
             for name, value in buffers.items():
-                own[name].copy_(value.detach())
+                known[name].copy_(value.detach())
         self.steps, self.seen, self.total = (
             self.steps + 1,
             self.seen + len(y),
@@ -108,7 +127,8 @@ class Job:
                 "calibration), or set calibration='off' on the strategy"
             )
         if saved is None:
-            with solo.one_thread():
+            exact = torch.autocast(self.data.mask.device.type, enabled=False)
+            with solo.one_thread(), exact:
                 work = solo.surveyed(self.half, self._now(), self.data)
                 done = self.half.finish(self.begun.state, work, self.data)
                 state, update = (solo.detach(part) for part in done)
@@ -124,6 +144,16 @@ class Job:
         )
         content[records.HEADER] = records.ConfigRecord(head)
         return Message(content, reply_to=self.message)
+
+
+def refuse_both(training: Training) -> None:
+    """Raise if the strategy changes a loss that the user replaces."""
+    if training.label_smoothing or training.class_weights != "none":
+        raise ConfigError(
+            f"the app has a loss of its own, and the strategy class_weights="
+            f"{training.class_weights} label_smoothing={training.label_smoothing:g}, which would "
+            "have no effect; remove one of the two"
+        )
 
 
 def only_phase(half: ClientHalf, method: str) -> Phase:

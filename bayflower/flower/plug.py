@@ -15,20 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from torch import nn
+from torch import Tensor, nn
 
 from .. import methods
 from ..config import named_device
-from ..data.loaders import pair
+from ..data.loaders import inputs_and_labels
 from ..errors import ConfigError
 from ..files.store import DiskStore
 from ..networks.check import checked_model
 from ..networks.model import Batch
+from ..networks.several import Layout
 from ..rounds import solo
+from ..stacked.shaped import losing
 from . import client, configs, records
 from .client import Site
 from .holding import Rule
 from .job import Job as Job  # part of what this module offers
+from .job import refuse_both
 from .rehearsal import rehearse
 
 KEPT = 64  # clients whose data a process caches
@@ -60,6 +63,8 @@ class Plug:
     layer   MetaVD and SNIP: the linear layer that the strategy's dropout_layer will name
     state   folder for the client's state; by default state-dir of the node's configuration, else
             bayflower-runs/state in the home folder
+    loss    your own loss in place of cross-entropy: a function of (logits, labels) that returns one
+            number a sample; the method's own terms stay
     device  cpu, cuda or cuda:N; auto = a GPU if there is one
     mods    Flower mods around training, such as its clipping
     export  further formats of the personal model after the last round, besides safetensors: pt2,
@@ -75,6 +80,7 @@ class Plug:
         head: str | Sequence[str] | None = None,
         layer: str = "",
         state: Path | str | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         device: str = "auto",
         export: Sequence[str] = ("pt2",),
         mods: Sequence[Any] = (),
@@ -88,7 +94,7 @@ class Plug:
             state,
             device,
         )
-        self.export, self.mods = tuple(export), list(mods)
+        self.export, self.mods, self.loss = tuple(export), list(mods), loss
         if unknown := sorted(set(export) - {"pt2", "onnx"}):
             raise ConfigError(f"export must name pt2 or onnx, got {unknown[0]!r}")
         # A simulation copies this object for every message. The copies share the cache by name.
@@ -108,14 +114,16 @@ class Plug:
         unsuitable network fails before training.
         """
         site = self.site(context, message)
-        rehearse(self.row, site, self.layer)
+        with losing(self.loss):
+            rehearse(self.row, site, self.layer)
         return client.client_app(lambda _: site)(message, context)
 
     def train(self, message: Message, context: Context) -> Message:
         """Return the reply to a round, trained with the strategy's settings."""
         self.check(message)
         self.compare(message, context)
-        return client.answer(message, self.site(context, message), client.train_reply)
+        with losing(self.loss):
+            return client.answer(message, self.site(context, message), client.train_reply)
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Return the test of the personal model after the last round; the model is saved beside the
@@ -123,13 +131,14 @@ class Plug:
         """
         self.check(message)
         reply = partial(client.evaluate_reply, formats=self.export)
-        return client.answer(message, self.site(context, message), reply)
+        with losing(self.loss):
+            return client.answer(message, self.site(context, message), reply)
 
     def begin(self, message: Message, context: Context) -> Job:
         """Return the round as a job for your own training loop; `Job.reply` ends it."""
         self.check(message)
         loaded = self.loaded(context, message)
-        return Job(message, loaded.site, loaded.split)
+        return Job(message, loaded.site, loaded.split, self.loss)
 
     # -- inside -----------------------------------------------------------------------------------
     def check(self, message: Message) -> None:
@@ -147,6 +156,8 @@ class Plug:
         """
         head = records.header(message, ("method", "instructions"))
         _, training = client.told(head["method"], head["instructions"])
+        if self.loss is not None:
+            refuse_both(training)
         for name, text in configs.differing(training, context.run_config).items():
             if (self.name, name) not in WARNED:
                 WARNED.add((self.name, name))
@@ -183,8 +194,10 @@ class Plug:
                 f"{type(parts).__name__}; e.g. return (x_train, y_train), (x_test, y_test)"
             )
         device = named_device(self.device)
+        first, _ = inputs_and_labels(parts[0], PARTS[0])
+        layout = None if isinstance(first, Tensor) else Layout.of(first)
         train, *others = (
-            batch(part, what, device) for part, what in zip(parts, PARTS, strict=False)
+            batch(part, what, device, layout) for part, what in zip(parts, PARTS, strict=False)
         )
         for what, part in zip(PARTS[1:], others, strict=False):
             if len(part.y) and part.x.shape[1:] != train.x.shape[1:]:
@@ -193,7 +206,7 @@ class Plug:
                     f"{tuple(part.x.shape[1:])}; give both the same shape"
                 )
         labels = torch.cat([train.y, *(part.y for part in others)])
-        model = checked_model(self.model, train.x, labels, self.head)
+        model = checked_model(self.model, train.x, labels, self.head, layout=layout)
         test, *given = others
         held = None
         if rule is not None and given:
@@ -218,8 +231,11 @@ class Loaded(NamedTuple):
     site: Site
 
 
-def batch(source: Any, what: str, device: torch.device) -> Batch:
-    """Return the user's samples as one batch on the device."""
-    x, y = pair(source, what)
+def batch(source: Any, what: str, device: torch.device, layout: Layout | None = None) -> Batch:
+    """Return the user's samples as one batch on the device; several inputs are packed."""
+    parts, y = inputs_and_labels(source, what)
+    x = layout.pack(parts, what) if layout and not isinstance(parts, Tensor) else parts
+    if not isinstance(x, Tensor) or (layout and x is parts):
+        raise ConfigError(f"train and {what} must have the same inputs")
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
     return Batch(x.to(device), y.to(device), torch.ones(len(y), dtype=dtype, device=device))

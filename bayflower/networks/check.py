@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..stacked import chance
 from .model import Model
+from .several import Layout, one_tensor
 
 FEW = 4  # samples of the trial pass
 # layers that make probabilities: ours come after the network
@@ -26,14 +27,16 @@ def checked_model(
     y: Tensor,
     head: str | Sequence[str] | None = None,
     name: str = "",
+    layout: Layout | None = None,
 ) -> Model:
     """Return the network as a Model with as many classes as it has outputs; raise ConfigError if it
-    cannot be trained on (x, y).
+    cannot be trained on (x, y). `layout` says what x is packed from, for several inputs.
     """
     first = make(factory)
     name = name or type(first).__name__
     check_layers(first, name)
-    model = Model(lambda: make(factory), 2, name, head)
+    model = Model(lambda: one_tensor(make(factory), layout), 2, name, head)
+    model.layout = layout
     _ = model.head_layers  # raises if the head's name does not exist, for every method
     logits, last = trial(model, x[:FEW])
     model.num_classes = max(logits.shape[1], 2)
@@ -131,8 +134,8 @@ def check_logits(logits: Any, x: Tensor, module: nn.Module, name: str, last: str
     """Raise unless the output is one row of logits a sample."""
     if not isinstance(logits, Tensor):
         raise ConfigError(
-            f"model {name} returns a {type(logits).__name__}; forward() must return the logits "
-            "alone, (samples, classes)"
+            f"model {name} returns a {type(logits).__name__} without logits; forward() must return "
+            "the logits (samples, classes), alone, as .logits, or as the first of a tuple"
         )
     if logits.ndim != 2 or logits.shape[0] != len(x) or not logits.is_floating_point():
         raise ConfigError(

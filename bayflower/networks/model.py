@@ -23,11 +23,12 @@ from ..stacked.losses import mean_nll, nll
 from ..stacked.masked import INSTANCES, MASKABLE, mask_norms, real_samples
 from ..stacked.randomly import with_our_numbers
 from ..stacked.rewriting import Seen, passing
-from ..stacked.shaped import PLAIN, is_mixed, shape, shaped_mean
+from ..stacked.shaped import PLAIN, is_mixed, own_mean, shape, shaped_mean
 from ..stacked.stackable import for_stacks
 from ..tree import Tensors
 from .heads import find_head, head_parameters
 from .parts import cast, persistent, trainable, unflattened
+from .several import Layout
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 # a sample's output depends on the other samples of its batch
@@ -95,6 +96,7 @@ class Model:
         self.seen = Seen()  # what passes have shown
         # what `build` needs to make it again; empty for a network that is not ours
         self.recipe: dict[str, Any] = {}
+        self.layout: Layout | None = None  # of samples that are packed from several inputs
 
     def made(self, seed: int) -> nn.Module:
         """Return a new module, initialised with `seed`."""
@@ -261,7 +263,10 @@ class Model:
         """Return the training loss: the mean of −log p(y|x) over the samples that the mask marks,
         or what the recipe makes of it; y may be shares of classes (B, K).
         """
+        logits = logits.to(mask.dtype)  # the user's own loop may run in mixed precision
         if (form := shape()) is not PLAIN or is_mixed(y):
+            if form.own is not None:
+                return own_mean(form.own(logits, y), mask, self.in_stack)
             return shaped_mean(logits, y, mask, form)
         if self.stacked and logits.shape[-1] > 1:
             return mean_nll(logits, y, mask)

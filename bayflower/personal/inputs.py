@@ -6,6 +6,7 @@ Each error is one line: what was given, what is expected, and the remedy.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..data.columns import Encoder, from_json
 from ..data.images import BRIGHT, Images
 from ..data.tables import Table, frame, is_frame
 from ..errors import ConfigError
+from ..networks.several import Layout
 
 MISSING = ("NoneType", "NAType", "NaTType")  # types of missing values in tables of objects
 
@@ -26,6 +28,8 @@ MISSING = ("NoneType", "NAType", "NaTType")  # types of missing values in tables
 def tensor(given: Any, card: dict[str, Any]) -> Tensor:
     """Return inputs as a tensor (N, *input_shape) in the network's dtype."""
     network, reading = card["network"], card.get("reading") or {}
+    if "layout" in network and isinstance(given, (Mapping, tuple)):
+        return packed(given, Layout.read(network["layout"]))
     if reading.get("table"):
         x = encoded(given, from_json(reading["table"]), network)
     else:
@@ -36,6 +40,14 @@ def tensor(given: Any, card: dict[str, Any]) -> Tensor:
     if network["input_dtype"].startswith("int"):
         return whole(x, network)
     return numbers(x, network, card.get("prepared", card["inputs"].startswith("raw rows")))
+
+
+def packed(given: Any, layout: Layout) -> Tensor:
+    """Return several inputs, a dict by keyword or a tuple, as the one tensor of a model."""
+    parts = given.values() if isinstance(given, Mapping) else given
+    tensors = [torch.as_tensor(part) for part in parts]
+    named = isinstance(given, Mapping)
+    return layout.pack(dict(zip(given, tensors, strict=True)) if named else tensors, "the call")
 
 
 def encoded(given: Any, encoder: Encoder, network: dict[str, Any]) -> np.ndarray:

@@ -23,6 +23,7 @@ from ..errors import BayflowerError, ConfigError
 from ..files.atomic import below
 from ..networks.own import is_own, made
 from ..networks.papers import build
+from ..networks.several import Layout, one_tensor
 from ..tree import Tensors
 from . import inputs
 from .card import OLD, point_only
@@ -240,6 +241,9 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
     )
     with torch.random.fork_rng(devices=[]):
         network = built()
+    if model is not None:
+        layout = card["network"].get("layout")
+        network = one_tensor(network, Layout.read(layout) if layout else None)
     state = tensors(folder / "model.safetensors")
     network.to(
         next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)

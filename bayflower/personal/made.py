@@ -196,6 +196,7 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
             "pixels": kept.pixels,
             "normalise": channels(kept),
             "columns": list(kept.columns) or None,
+            **({"layout": half.model.layout.text} if half.model.layout else {}),
         },
         "inputs": inputs(kept),
         "reading": kept.reading,

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ..errors import ConfigError
+
 T = TypeVar("T")
 
 
@@ -29,6 +31,8 @@ class Shape(NamedTuple):
 
     smoothing: float = 0.0
     weights: Tensor | None = None  # (K,)
+    # a loss of the user's own: (logits, y) to one number a sample, or to their mean
+    own: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 PLAIN = Shape()
@@ -43,11 +47,36 @@ def shape() -> Shape:
 @contextmanager
 def shaping(smoothing: float, weights: Tensor | None) -> Iterator[None]:
     """Give the losses inside this smoothing and these weights."""
-    token = _shape.set(Shape(smoothing, weights))
+    token = _shape.set(Shape(smoothing, weights, _shape.get().own))
     try:
         yield
     finally:
         _shape.reset(token)
+
+
+@contextmanager
+def losing(own: Callable[[Tensor, Tensor], Tensor] | None) -> Iterator[None]:
+    """Put a loss of the user's own in place of −log p(y|x) inside; None leaves it as it is."""
+    token = _shape.set(_shape.get() if own is None else Shape(own=own))
+    try:
+        yield
+    finally:
+        _shape.reset(token)
+
+
+def own_mean(losses: Tensor, mask: Tensor, in_stack: bool) -> Tensor:
+    """Return the mean over the samples that the mask marks of what a user's loss returned. Outside
+    of stacks no batch is padded, so there it may be the mean already.
+    """
+    if losses.ndim == 0 and not in_stack:
+        return losses
+    if losses.shape != mask.shape:
+        raise ConfigError(
+            f"the loss returned shape {tuple(losses.shape)} for {len(mask)} samples; it must "
+            "return one number a sample, e.g. CrossEntropyLoss(reduction='none')"
+        )
+    count = mask.sum()
+    return (losses * mask).sum() / torch.where(count > 0, count, 1.0)
 
 
 def weighted(fn: Callable[..., T], smoothing: float) -> Callable[..., T]:

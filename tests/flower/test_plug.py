@@ -190,13 +190,13 @@ class Hidden(nn.Module):
         return self.fc(self.h).expand(len(x), 3)
 
 
-class Pair(nn.Module):
+class Wrapped(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(64, 3)
 
     def forward(self, x):
-        return self.fc(x.flatten(1)), x
+        return {"scores": self.fc(x.flatten(1))}
 
 
 def chain(*layers):
@@ -254,7 +254,7 @@ REFUSED = {
         {},
         r"layer '3' of model Sequential gives \(4,\) for 4 samples",
     ),
-    "tuple": (Pair, {}, "model Pair returns a tuple; forward"),
+    "dict": (Wrapped, {}, "model Wrapped returns a dict without logits; forward"),
     "instance": (nn.Linear(3, 3), {}, "model must be a factory, got a Linear"),
     "not a module": (lambda: "net", {}, r"model\(\) must return a torch.nn.Module, got str"),
 }
