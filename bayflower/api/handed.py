@@ -103,7 +103,7 @@ def data_in(
     try:
         yield {**given, "dataset": str(path)}
     except BaseException:
-        if new and not began(folder):
+        if new and not used(folder, path):
             shutil.rmtree(path.parent, ignore_errors=True)
             for one in missing:
                 with suppress(OSError):
@@ -111,9 +111,11 @@ def data_in(
         raise
 
 
-def began(folder: Path) -> bool:
-    """Return whether a run has left something to go on from."""
-    return any(next(folder.rglob(name), None) is not None for name in place.WRITTEN)
+def used(folder: Path, path: Path) -> bool:
+    """Return whether a run in a folder, or below it, has data at `path` to go on with."""
+    homes = {one.parent for name in place.WRITTEN[:2] for one in folder.rglob(name)}
+    runs = [place.held(home) for home in homes]
+    return any(one is not None and one.config.get("dataset") == str(path) for one in runs)
 
 
 def fingerprint(source: Source) -> str:

@@ -67,7 +67,7 @@ class Result:
             found = cls(place.the_run(Path(folder)))
             if model is not None:
                 name = found.result["config"]["model"]
-                found.network = own.named(model)._replace(name=name)
+                found.network = own.named(model)._replace(name=name, only_here="it was given")
             return found
 
     # -- numbers -----------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from typing import Any
 
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import read_json
-from ..files.children import end_with_parent
+from ..files.children import end_with_parent, terminable
+from ..networks.own import home
 from .app import folded
 from .control import flwr_json, run_status, submit, write_app
 
@@ -44,7 +45,13 @@ class Flower:
     """
 
     def __init__(
-        self, engine: str, clients: int, out: Path, port: int = 0, state_dir: Path | None = None
+        self,
+        engine: str,
+        clients: int,
+        out: Path,
+        port: int = 0,
+        state_dir: Path | None = None,
+        search: str | None = None,
     ) -> None:
         self.engine, self.clients, self.out = engine, clients, out
         self.state_dir = state_dir or out / "state"
@@ -55,7 +62,7 @@ class Flower:
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
         self.restarts: dict[int, int] = {}
         self.env = {
-            **environment(self.mark, self.folder / "home", engine),
+            **environment(self.mark, self.folder / "home", engine, search),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(self.folder),
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -224,9 +231,8 @@ def run_app(
     out = out.resolve()
     status_file = out / "status.json"
     status_file.unlink(missing_ok=True)
-    # a terminated run leaves no processes behind either
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with Flower(engine, clients, out, port) as flower:
+    search = home(str(config.get("model", "")))
+    with terminable(), Flower(engine, clients, out, port, search=search) as flower:
         run = flower.submit(
             app or write_app(flower.folder / "app"), folded({**config, "out": str(out)})
         )
@@ -279,12 +285,14 @@ def follow(
     show(known)
 
 
-def environment(mark: str, home: Path, engine: str) -> dict[str, str]:
+def environment(mark: str, home: Path, engine: str, search: str | None = None) -> dict[str, str]:
     """Return the environment of Flower's programs: this process's, with the mark, and without
-    telemetry or installations.
+    telemetry or installations. `search` is the folder of a user's network.
     """
+    paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), search or ""]
     return {
         **os.environ,
+        **({"PYTHONPATH": os.pathsep.join(filter(None, paths))} if search else {}),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         MARK: mark,
         "FLWR_HOME": str(home),

@@ -100,9 +100,9 @@ def plain(value: Any) -> bool:
 
 @contextmanager
 def given(known: Named | None) -> Iterator[None]:
-    """Let this process find a network by its name, while the block lasts."""
+    """Let this process find a network that cannot be imported, while the block lasts."""
     before = dict(_given)
-    if known is not None:
+    if known is not None and known.only_here:
         _given[known.name] = known.factory
     try:
         yield
