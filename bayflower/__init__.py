@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # what the names below are
     from .api.fit import fit as fit
     from .api.method import Method as Method
     from .api.result import Result as Result
+    from .methods import register as register
     from .personal import load_personal as load_personal
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ NAMES = {
     "compare": "api.compare",
     "fit": "api.fit",
     "load_personal": "personal",
+    "register": "methods",
 }
 __all__ = [
     "BayflowerError",

@@ -252,18 +252,26 @@ def make_instructions(training: Training, options: Any) -> str:
 
 
 PRESET = "preset"  # the key that names a preset
+# keys of a run-config and of files beside settings
+TAKEN = (PRESET, "method", "out", "resume", "min_nodes", "wait", "timeout", "set")
 STRATEGY_GROUPS = ("training", "options", "limits")  # groups that a Flower Strategy accepts
 
 
 def groups(method: str) -> dict[str, type]:
     """Return the settings classes of a run of `method`, by the name of their field in `Run`."""
-    return {
-        "settings": Settings,
-        "data": DataSettings,
-        "training": Training,
-        "options": methods.get(method).config,
-        "limits": Limits,
-    }
+    row = methods.get(method)
+    shared = {"settings": Settings, "data": DataSettings, "training": Training}
+    kinds = {**shared, "options": row.config, "limits": Limits}
+    if row.outside is not None:  # a test looks at those of this package
+        others = [kind for group, kind in kinds.items() if group != "options"]
+        taken = {*TAKEN, *(field.name for kind in others for field in dataclasses.fields(kind))}
+        for field in dataclasses.fields(row.config):
+            if field.name in taken:
+                raise ConfigError(
+                    f"method {method!r} has a setting {field.name!r}, which every run has with "
+                    "another meaning; rename it"
+                )
+    return kinds
 
 
 def names(method: str) -> set[str]:

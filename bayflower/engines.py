@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import methods
 from .config import ENGINES, Run
 from .data import Federation, absolute, load_federation
 from .errors import ConfigError
@@ -62,6 +63,7 @@ def run_under_flower(
     from .flower.processes import run_app
 
     first = prepared[0]
+    methods.handed_on(one.run.method for one in prepared)  # raises if one cannot be found there
     config = {
         **given,
         "method": ",".join(one.run.method for one in prepared),

@@ -1,5 +1,5 @@
-"""The table of methods: name → server half, client half, paper. A new method is two files, one row
-here, and one test.
+"""The table of methods: name → server half, client half, paper. A new method of this package is two
+files, one row here, and one test. A method of another package calls `register`.
 
 Halves are imported on demand, so that looking at the table costs nothing.
 """
@@ -7,63 +7,15 @@ Halves are imported on demand, so that looking at the table costs nothing.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from . import plugins
 from .errors import ConfigError
-
-PAPER = "paper"  # the preset with the values of a method's paper
-
-if TYPE_CHECKING:
-    from .contract import ClientHalf, ServerHalf
-
-
-@dataclass(frozen=True)
-class Method:
-    """One row. `stem` is the file name of both halves; `defaults` are settings in which the row
-    differs from its stem's.
-    """
-
-    name: str
-    stem: str
-    title: str
-    paper: str
-    summary: str
-    defaults: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def config(self) -> type:
-        """Return the class of the method's settings."""
-        return import_module(f"bayflower.strategies.{self.stem}").Config
-
-    @property
-    def presets(self) -> dict[str, dict[str, Any]]:
-        """Return settings by the name of a preset. Every method has `paper`; it is empty where
-        the method's defaults are the paper's values or the paper states none.
-        """
-        return {PAPER: {}, **vars(self.config).get("presets", {})}
-
-    def start(self, preset: str | None = None) -> dict[str, Any]:
-        """Return the values of a preset and those in which the row differs from its stem; all
-        other settings start at their defaults.
-        """
-        if preset and preset not in self.presets:
-            raise ConfigError(
-                f"preset {preset!r} is not known for {self.name}; known: {', '.join(self.presets)}"
-            )
-        return {**(self.presets[preset] if preset else {}), **self.defaults}
-
-    @property
-    def server(self) -> type[ServerHalf]:
-        """Return the server half."""
-        return import_module(f"bayflower.strategies.{self.stem}").Server
-
-    @property
-    def client(self) -> type[ClientHalf]:
-        """Return the client half."""
-        return import_module(f"bayflower.clients.{self.stem}").Client
-
+from .plugins import Given, Outside, Table
+from .plugins import Method as Method  # a row
 
 ROWS = (
     Method(
@@ -245,13 +197,106 @@ ROWS = (
     Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),
 )
 DEFAULT = ROWS[0].name  # the method of an app whose run-config names none
-METHODS: dict[str, Method] = {row.name: row for row in ROWS}
+METHODS = Table(ROWS)
 
 
 def get(name: str) -> Method:
     """Return the row called `name`."""
     if name not in METHODS:
+        if problems := METHODS.problems(name):
+            raise ConfigError(f"method {name!r} is not known; {'; '.join(problems)}")
         close = difflib.get_close_matches(name.lower(), METHODS, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]!r}? Known: " if close else "known: "
         raise ConfigError(f"method {name!r} is not known; {hint}{', '.join(METHODS)}")
     return METHODS[name]
+
+
+def register(
+    name: str,
+    server: Given,
+    client: Given,
+    settings: Given | None = None,
+    *,
+    title: str = "",
+    paper: str = "",
+    summary: str = "",
+    bibtex: str = "",
+    defaults: Mapping[str, Any] | None = None,
+    ranges: Mapping[str, Any] | None = None,
+) -> Method:
+    """Add a method to the table and return its row.
+
+    `server` and `client` are classes of halves, `settings` is the data class of the method's
+    settings (default: `Config` beside the server half). Each may be a text "package.module:Class",
+    which is imported when it is needed. `title` is the name of its Flower strategy class; `paper`,
+    `summary` and `bibtex` are what lists and `bayflower cite` show. `defaults` are settings in
+    which this row differs from `settings`; `ranges` is what `bayflower tune` searches.
+    """
+    module = str(sys._getframe(1).f_globals.get("__name__", ""))
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise ConfigError(
+            f"a method's name consists of small letters, digits and hyphens, got {name!r}"
+        )
+    title = title or "".join(part.capitalize() for part in name.split("-"))
+    if not (title.replace("-", "").isidentifier() and title[0].isupper()):
+        raise ConfigError(
+            f"the title of method {name!r} must be the name of a class, e.g. FedMine, got {title!r}"
+        )
+    for row in METHODS.rows.values():
+        home = row.outside.module if row.outside else "bayflower"
+        if row.name == name and home != module:
+            raise ConfigError(
+                f"method {name!r} of module {module} has the name of a method of {home}; choose "
+                "another name"
+            )
+        if row.name != name and class_name(row.title) == class_name(title):
+            raise ConfigError(
+                f"method {name!r} has the title of method {row.name!r}; choose another title"
+            )
+    if bibtex and not re.match(r"\s*@\w+\{[^\s,]+,", bibtex):
+        raise ConfigError(f"bibtex of method {name!r} must begin with @kind{{key, as in @misc{{a,")
+    own = Method(
+        name,
+        plugins.text_of(client),
+        title,
+        paper or "(no paper)",
+        summary,
+        dict(defaults or {}),
+        bibtex,
+        dict(ranges or {}),
+        Outside(module, server, client, settings),
+    )
+    # classes are looked at now, texts when they are needed
+    checks: tuple[tuple[Any, Any], ...] = (
+        (server, lambda: own.server),
+        (client, lambda: own.client),
+        (settings, lambda: own.config),
+    )
+    for given, look in checks:
+        if isinstance(given, str):
+            continue
+        if given is not None or not isinstance(server, str):
+            look()
+    METHODS.rows[name] = own
+    return own
+
+
+def class_name(title: str) -> str:
+    """Return the name of the Flower strategy class of a method's title."""
+    return title.replace("-", "")
+
+
+def handed_on(names: Iterable[str] = ()) -> dict[str, str]:
+    """Return the environment in which other processes find all methods that were registered here;
+    raise if one of `names` cannot be found there.
+    """
+    for name in names:
+        row = METHODS.get(name)
+        if row is not None and row.outside is not None and row.outside.module == "__main__":
+            raise ConfigError(
+                f"method {name!r} is registered in a script or notebook, which other processes "
+                f"cannot import; move it to a module, e.g. {name.replace('-', '_')}.py, and import "
+                "that, or use the engine fused or loop"
+            )
+    outside = [row.outside for row in METHODS.rows.values() if row.outside is not None]
+    return plugins.handed_on(tuple(dict.fromkeys(one.module for one in outside)))

@@ -22,32 +22,12 @@ from bayflower.config import Run, parse
 from bayflower.engines import Prepared, execute, prepare
 from bayflower.files.records import Outcome
 from bayflower.methods import METHODS
-from bayflower.tree import flatten
+from bayflower.testing import assert_same_bits as assert_same_bits
+from bayflower.testing import worst_difference as worst_difference
+from bayflower.testing.bench import PEACE as PEACE
+from bayflower.testing.bench import SMALL
 
 torch.set_num_threads(1)  # small tensors: a second thread only gets in the way of other processes
-SMALL = {
-    "dataset": "digits",
-    "num_clients": 5,
-    "new_clients": 2,
-    "keep": 0.25,
-    "beta": 0.5,
-    "min_size": 8,
-    "batch_size": 16,
-    "local_epochs": 2,
-    "new_client_epochs": 3,
-    "rounds": 2,
-    "evaluate_every": 1,
-    "calibration": "off",  # tests of calibration switch it on
-    "stacking": "yes",
-}
-PEACE = {  # of `whole_run`
-    "rounds": 3,
-    "fraction_train": 0.6,
-    "evaluate_every": 3,
-    "local_epochs": 1,
-    "new_client_epochs": 1,
-    "keep": 0.15,
-}
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"  # real data sets, if any
 DEADLINE = time.monotonic() + float(os.environ.get("BAYFLOWER_SLOW_SECONDS", "inf"))
 NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
@@ -134,40 +114,6 @@ def cases(first: str, both: Collection[str] = BOTH) -> list:
         for method in sorted(METHODS)
         for model in ("mlp", "mlp-bn")
     ]
-
-
-def assert_same_bits(a: Any, b: Any) -> None:
-    left, right = flatten(a), flatten(b)
-    assert left.keys() == right.keys()
-    for name in left:
-        assert left[name].dtype == right[name].dtype, name
-        assert torch.equal(left[name], right[name]), name
-
-
-def worst_difference(a: Any, b: Any, zero: float = 0.0) -> float:
-    """Return the largest over tensors of ‖a − b‖ / ‖b‖, without those below `zero`, by themselves
-    and next to the rest of their field.
-
-    A bias before BatchNorm has no gradient but for rounding, so its part of a control variate has
-    no digits that could agree.
-    """
-    left, right = (
-        {name: tensor.cpu().double() for name, tensor in flatten(tree).items()} for tree in (a, b)
-    )
-    assert left.keys() == right.keys()
-    # all of params/ is one field, all of drift/ another
-    fields = {name: name.rpartition("/")[0] for name in right}
-    scale = {
-        field: max(float(right[name].norm()) for name in right if fields[name] == field)
-        for field in set(fields.values())
-    }
-    worst = 0.0
-    for name, y in right.items():
-        x = left[name]
-        assert x.shape == y.shape, name
-        if max(float(x.norm()), float(y.norm())) >= zero * min(1.0, scale[fields[name]]):
-            worst = max(worst, float((x - y).norm() / y.norm().clamp(min=1e-12)))
-    return worst
 
 
 def some(names: Iterable[Any], kept: Collection[Any]) -> list[Any]:

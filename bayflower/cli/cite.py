@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +35,7 @@ def cite(
 
 # stem of the method → (kind, key, fields)
 Entry = tuple[str, str, dict[str, str]]
+RAW = "bibtex"  # the only field of an entry that a method's row has as a text
 
 
 def paper(kind: str, key: str, author: str, title: str, year: int, **more: str) -> Entry:
@@ -330,16 +332,30 @@ def entries(words: Sequence[str]) -> list[Entry]:
     found: dict[str, Entry] = {}
     for word in words:
         method, dataset = used(word)
-        stem = methods.get(method).stem
+        row = methods.get(method)
         for entry in (
-            METHODS.get(stem),
+            entry_of(row),
             *(DATA.get(SAME_DATA.get(name, name)) for name in dataset.split("+")),
         ):
             if entry is not None:
                 found[entry[1]] = entry
-        if stem == "metavd":  # an add-on: what it rides on is used too
+        if row.stem == "metavd":  # an add-on: what it rides on is used too
             found[METHODS["reptile"][1]] = METHODS["reptile"]
     return [*found.values(), FLOWER, OURS]
+
+
+def entry_of(row: methods.Method) -> Entry | None:
+    """Return the entry of a method's paper: the one above, the row's own, or, of a method of
+    another package, one made of its line in the table.
+    """
+    if row.stem in METHODS:
+        return METHODS[row.stem]
+    if head := re.match(r"\s*@(\w+)\{([^\s,]+),", row.bibtex):
+        return head[1], head[2], {RAW: row.bibtex.strip()}
+    if row.outside is None:
+        return None
+    title = f"{row.title}: {row.summary}" if row.summary else row.title
+    return "misc", row.name, {"title": f"{{{title}}}", "note": row.paper}
 
 
 def used(word: str) -> tuple[str, str]:
@@ -361,7 +377,9 @@ def used(word: str) -> tuple[str, str]:
 def bibtex(found: Sequence[Entry]) -> str:
     """Return the entries as BibTeX."""
     return "\n\n".join(
-        "\n".join(
+        fields[RAW]
+        if RAW in fields
+        else "\n".join(
             [
                 f"@{kind}{{{key},",
                 *(f"  {name} = {{{value}}}," for name, value in fields.items()),

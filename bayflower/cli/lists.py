@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -13,19 +14,23 @@ from .terminal import show
 
 
 def methods(as_json: AsJson = False) -> None:
-    """List the methods: name, paper and summary; with --json also the files of their halves."""
+    """List the methods, those of other packages included: name, paper and summary; with --json also
+    where their halves are.
+    """
     rows = [
         {
             "name": row.name,
             "title": row.title,
             "paper": row.paper,
             "summary": row.summary,
-            "server": f"bayflower/strategies/{row.stem}.py",
-            "client": f"bayflower/clients/{row.stem}.py",
+            "server": row.files[0],
+            "client": row.files[1],
         }
-        for row in table.ROWS
+        for row in table.METHODS.values()
     ]
     show(rows, ("name", "paper", "summary"), as_json)
+    for problem in table.METHODS.problems():
+        print(f"note: {problem}", file=sys.stderr)
 
 
 def settings(

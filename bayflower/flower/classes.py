@@ -5,7 +5,10 @@ from __future__ import annotations
 from .. import methods
 from .strategy import BayflowerStrategy
 
-NAMES = {row.title.replace("-", ""): row.name for row in methods.ROWS}  # class → method
+
+def names() -> dict[str, str]:
+    """Return the methods by the names of their classes, those of other packages among them."""
+    return {methods.class_name(row.title): row.name for row in methods.METHODS.values()}
 
 
 def strategy_class(method: str) -> type[BayflowerStrategy]:
@@ -13,4 +16,4 @@ def strategy_class(method: str) -> type[BayflowerStrategy]:
     row = methods.get(method)
     text = f"{row.title} ({row.paper}): {row.summary}."
     fields = {"method": method, "__doc__": text, "__module__": "bayflower.strategies"}
-    return type(row.title.replace("-", ""), (BayflowerStrategy,), fields)
+    return type(methods.class_name(row.title), (BayflowerStrategy,), fields)

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .. import methods
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import read_json
 from ..files.children import end_with_parent, terminable
@@ -302,6 +303,7 @@ def environment(mark: str, home: Path, engine: str, search: str | None = None) -
         "OPENBLAS_NUM_THREADS": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "PYTHONWARNINGS": "ignore",
+        **methods.handed_on(),
     }
 
 

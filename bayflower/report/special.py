@@ -31,7 +31,7 @@ def over_rounds(groups: Sequence[Group]) -> list[Figure]:
     methods.
     """
     wanted: dict[tuple[str, Heading], None] = {}
-    for row in methods.ROWS:
+    for row in methods.METHODS.values():
         if any(group.method == row.name for group in groups):
             wanted |= dict.fromkeys(row.server.headings.items())
     found = []
@@ -85,7 +85,10 @@ def from_states(
     notes: list[str] = []
     for group in groups:
         run = group.runs[0]
-        row = methods.get(group.method)
+        row = methods.METHODS.get(group.method)
+        if row is None:
+            notes.append(f"{group.title}: the method is not installed here")
+            continue
         pictured = row.server.pictures is not ServerHalf.pictures
         show = features == "all" or (features == "auto" and row.client.shapes_features)
         if not pictured and not show:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from ..config import parse
 from ..errors import BayflowerError, ConfigError
+from ..methods import get
 from .cache import Say, digest
 from .tables import ABOUT, Cell, Table, settings_of
 
@@ -63,7 +64,7 @@ def ranges(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     content = tomllib.loads(RANGES.read_text())
     known = settings_of(method)
-    both = {**content["every"], **content.get(method, {})}
+    both = {**content["every"], **get(method).ranges, **content.get(method, {})}
     for key, cases in content["when"].get(method, {}).items():
         both |= cases.get(given.get(key), {})
     return {name: values for name, values in both.items() if name in known and name not in given}

@@ -16,10 +16,11 @@ def __getattr__(name: str) -> Any:
     from ..flower import classes
 
     if name == "__all__":
-        return sorted(classes.NAMES)
-    if name not in classes.NAMES:
-        known = ", ".join(sorted(classes.NAMES))
-        raise AttributeError(f"bayflower.strategies has no {name!r}; it has {known}")
-    made = classes.strategy_class(classes.NAMES[name])
+        return sorted(classes.names())
+    known = classes.names()
+    if name not in known:
+        listed = ", ".join(sorted(known))
+        raise AttributeError(f"bayflower.strategies has no {name!r}; it has {listed}")
+    made = classes.strategy_class(known[name])
     globals()[name] = made
     return made

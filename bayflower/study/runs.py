@@ -21,6 +21,7 @@ from ..engines import Prepared, prepare, run_to_result, run_under_flower
 from ..errors import BayflowerError
 from ..files import checkpoint, place
 from ..files.children import end_with_parent
+from ..methods import handed_on
 from .plan import Planned, Study, planned
 
 MEMORY = 2**31  # bytes that a process of its own may need
@@ -201,7 +202,7 @@ def start(one: Planned, engine: str) -> tuple[subprocess.Popen[bytes], Any]:
     errors = tempfile.TemporaryFile()  # noqa: SIM115 (read when the process has ended)
     process = subprocess.Popen(
         command(one, engine),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **handed_on([one.entry.method])},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,

@@ -15,7 +15,6 @@ commands that need hours or several machines; these are parsed.
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
 import re
@@ -23,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -34,13 +34,15 @@ from prefork import bayflower
 
 from bayflower import clients, methods, strategies
 from bayflower.rounds.solo import one_thread
+from bayflower.testing.promises import Promises
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 EXAMPLE = "docs/add-a-method.md"
 QUICK = ("README.md",)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE = re.compile(r"# ((?:bayflower|tests)/[\w/]+\.py)(.*)\n")
+FILE = re.compile(r"# ((?:bayflower|tests|fedavgm)/[\w/]+\.(?:py|toml))(.*)\n")
+OUTSIDE = "fedavgm/"  # files of a package of its own, which tests/cli/test_outside.py runs
 STEM = "fedlast"
 SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "dtype": "float64"}
 ENVIRONMENT = {
@@ -61,12 +63,14 @@ def commands(block: str) -> list[str]:
     return [line for line in block.splitlines() if line.startswith("bayflower ")]
 
 
-def files(page: str) -> dict[str, str]:
-    """Return the blocks that are files of an example, by path."""
+def files(page: str, outside: bool = False) -> dict[str, str]:
+    """Return the blocks that are files of an example, by path: those of this package, or those of a
+    package of its own.
+    """
     return {
         found[1]: text
-        for language, text in blocks(page)
-        if language == "python" and (found := FILE.match(text))
+        for _, text in blocks(page)
+        if (found := FILE.match(text)) and found[1].startswith(OUTSIDE) == outside
     }
 
 
@@ -95,7 +99,7 @@ def test_the_convention_finds_what_it_should():
     found = {page: [language for language, _ in blocks(page)] for page in PAGES}
     assert {"bash", "python"} <= set(found["README.md"])
     assert all(
-        language in ("", "bash", "diff", "python", "sh")
+        language in ("", "bash", "diff", "python", "sh", "toml")
         for languages in found.values()
         for language in languages
     ), found
@@ -105,6 +109,9 @@ def test_the_convention_finds_what_it_should():
         f"bayflower/clients/{STEM}.py",
         "bayflower/methods.py",
         f"tests/methods/test_{STEM}.py",
+    }
+    assert set(files(EXAMPLE, outside=True)) == {
+        *("fedavgm/fedavgm.py", "fedavgm/test_fedavgm.py", "fedavgm/pyproject.toml")
     }
 
 
@@ -206,23 +213,13 @@ def test_the_example_passes_its_own_test(example, tmp_path):
 
 
 def test_the_example_keeps_every_promise_of_the_contract(example, tmp_path):
-    bench = test_contract.Bench(example, "mlp")
-    promises = {
-        name: test
-        for name, test in vars(test_contract).items()
-        if name.startswith("test_")
-        and next(iter(inspect.signature(test).parameters), None) == "bench"
-    }
-    assert len(promises) >= 11
-    for test in promises.values():
-        test(
-            bench,
-            **(
-                {"tmp_path": tmp_path / "store"}
-                if "tmp_path" in inspect.signature(test).parameters
-                else {}
-            ),
-        )
+    bench, promises = test_contract.bench_of(example, "mlp"), Promises()
+    names = [name for name in vars(Promises) if name.startswith("test_")]
+    assert len(names) >= 11
+    for name in names:
+        test = getattr(promises, name)
+        more = {"tmp_path": tmp_path / "store"} if "tmp_path" in signature(test).parameters else {}
+        test(bench, **more)
 
 
 def test_the_example_runs_on_both_engines_with_the_same_numbers(example):
@@ -259,12 +256,18 @@ def test_the_example_broken_on_purpose_fails_its_test(tmp_path, monkeypatch):
 
 @pytest.mark.flower
 def test_the_example_added_to_the_package_passes_the_suites_on_every_engine(tmp_path):
-    """Two files, a row and a test in a copy of the package: nothing else is changed."""
-    for name in ("bayflower", "tests"):
+    """Two files, a row and a test in a copy of the package, and a line in two documents: nothing
+    else is changed, and the tests of the repository pass.
+    """
+    for name in ("bayflower", "tests", "docs"):
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
+    line = f"`{STEM}`: bayflower/strategies/{STEM}.py, bayflower/clients/{STEM}.py\n"
+    for name in ("README.md", "docs/methods.md"):
+        with (tmp_path / name).open("a") as page:
+            page.write(line)
     for path, text in files(EXAMPLE).items():
         if path == "bayflower/methods.py":
             table = (tmp_path / path).read_text()
@@ -289,6 +292,12 @@ def test_the_example_added_to_the_package_passes_the_suites_on_every_engine(tmp_
     said = call("pytest", "-q", "-p", "no:cacheprovider", *known, "-k", STEM, "-m", "not gpu")
     assert int(re.search(r"(\d+) passed", said)[1]) >= 20
     call("pytest", "-q", "-p", "no:cacheprovider", f"tests/methods/test_{STEM}.py")
+    rules = ["tests/test_repo.py", "tests/test_rooms.py", "tests/test_site.py"]
+    about = "folders or equations or halves or names or run_config or readme or method or rooms"
+    said = call("pytest", "-q", "-p", "no:cacheprovider", *rules, "-k", about)
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 60
+    known = ["tests/cli/test_tools.py", "tests/cli/test_presets.py", "tests/cli/test_tune.py"]
+    call("pytest", "-q", "-p", "no:cacheprovider", *known, "-k", f"cited or citations or {STEM}")
     work = "--rounds 2 --clients 2 --dataset synthetic --set local_epochs=1 --set device=cpu --json"
     results = {}
     for engine in ("loop", "ray", "deployment"):

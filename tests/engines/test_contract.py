@@ -1,337 +1,35 @@
-"""Every method × every promise of the contract."""
+"""Every method × every promise of the contract. `bayflower.testing` has the promises, which methods
+of other packages keep too.
+"""
 
 from __future__ import annotations
 
-import functools
-import random
-
 import pytest
-import torch
-from conftest import assert_same_bits, cases, small_prepared, worst_difference
-from torch.func import vmap
+from conftest import NEEDED, cases
 
-from bayflower.data import batches
-from bayflower.files.store import DiskStore, Saved
-from bayflower.flower.records import to_arrays, to_tensors
-from bayflower.maths.exact import Scaled, Total
 from bayflower.methods import METHODS
-from bayflower.networks.model import Batch
-from bayflower.rounds import solo
-from bayflower.tree import digest, flatten, map_tree, shapes, stack, take, unflatten
+from bayflower.testing import Bench
+from bayflower.testing.promises import Promises
 
 NAMES = sorted(METHODS)
-MODELS = ["mlp", "mlp-bn"]
 BEYOND = {"feddyn"}  # methods whose global model is not the clients' mean, by definition
 
 
-class Bench:
-    """A method with some clients' updates of one round."""
-
-    def __init__(self, method: str, model: str, dtype: str = "float32", clients: int = 4) -> None:
-        # SGD, because Adam divides by the size of a gradient: one that is zero but for rounding (a
-        # bias before BatchNorm) becomes a step
-        self.prepared = small_prepared(
-            method, model=model, dtype=dtype, optimizer="sgd", lr=0.05, momentum=0.9
-        )
-        self.server, self.client, self.model, (self.params, self.buffers) = self.prepared.halves
-        self.clients = [data.client for data in self.prepared.federation.clients[:clients]]
-        self.state = self.server.init(self.params, self.buffers, tuple(self.clients))
-        kind = torch.float64 if dtype == "float64" else torch.float32
-        self.data = {
-            d.client: solo.samples(d, torch.device("cpu"), kind)
-            for d in self.prepared.federation.clients[:clients]
-        }
-        self.known: dict[int, dict] = {}
-
-    @functools.cached_property
-    def trained(self) -> dict[int, solo.Trained]:
-        """What every client's training gave."""
-        return {client: self.train(client) for client in self.clients}
-
-    def train(self, client: int, round: int = 1) -> solo.Trained:
-        state = self.client.init(self.params, self.buffers)
-        broadcast = self.server.broadcast(self.state, client)
-        return solo.train(
-            self.client,
-            state,
-            broadcast,
-            self.data[client].train,
-            seed=0,
-            client=client,
-            round=round,
-        )
-
-    def statistic(self, client: int):
-        """The statistic of a client's update, made once."""
-        if client not in self.known:
-            self.known[client] = self.server.statistic(self.state, client, self.received(client))
-        return self.known[client]
-
-    def received(self, client: int):
-        """What the server makes of the client's update after the wire."""
-        sent = to_tensors(to_arrays(self.client.pack(self.trained[client].update)))
-        return self.server.unpack(self.state, sent)
-
-    def read(self, tree):
-        """An update as its statistic, in which no arbitrary sign or order of vectors is left; other
-        trees as they are.
-        """
-        if not isinstance(tree, self.client.update_type):
-            return tree
-        found = self.server.statistic(
-            self.state, 0, self.server.unpack(self.state, self.client.pack(tree))
-        )
-        return {
-            name: value.tensor * value.weight if isinstance(value, Scaled) else value
-            for name, value in found.items()
-        }
-
-    def padded(self, client: int):
-        """The client's update as the fused engine has it: trained on data padded to the size of the
-        largest client.
-        """
-        longest = max(len(samples.train.y) for samples in self.data.values())
-
-        def grow(tensor):
-            return torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
-
-        data, broadcast = self.data[client].train, self.server.broadcast(self.state, client)
-        state = self.client.init(self.params, self.buffers)
-        keys = {"seed": 0, "client": client, "round": 1}
-        with solo.seeded(**keys):
-            work, _ = solo.run_phases(
-                self.client, self.client.begin(state, broadcast, data), data, "train", **keys
-            )
-            more = map_tree(grow, data)
-            return solo.detach(
-                self.client.finish(state, solo.surveyed(self.client, work, more), more)[1]
-            )
-
-    def noise(self, stage: str, size: int):
-        """The noise of the first step, as engines draw it."""
-        shapes = self.client.noise(stage, size)
-        return batches.noise(
-            shapes,
-            seed=0,
-            client=0,
-            round=1,
-            stage=stage,
-            step=0,
-            dtype=next(iter(self.params.values())).dtype,
-        )
-
-    def finalised(self, clients):
-        total = Total()
-        for client in clients:
-            total.add(self.statistic(client))
-            total.drop(self.server.negligible(total.names()))
-        return self.server.finalise(self.state, total.value())
+def bench_of(method: str, model: str, dtype: str = "float32") -> Bench:
+    """Return a method with some clients' updates of one round."""
+    return Bench(
+        method,
+        model,
+        dtype,
+        settings=NEEDED.get(method, {}),
+        returns_one_update=method not in BEYOND,
+    )
 
 
 @pytest.fixture(scope="module", params=cases("mlp"))
 def bench(request) -> Bench:
-    return Bench(*request.param)
+    return bench_of(*request.param)
 
 
-def test_one_update_is_returned(bench):
-    """Finalising one update at server rate 1 gives that client's shared part, to the bit."""
-    if bench.prepared.run.method in BEYOND:
-        pytest.skip(
-            "the method's server goes beyond the mean of the updates; its test has the formula"
-        )
-    client = bench.clients[0]
-    after = bench.server.shared(bench.finalised([client]))
-    update = bench.trained[client].update
-    sent = {**update.params, **getattr(update, "buffers", {})}
-    assert after.keys() <= sent.keys()
-    for name, value in after.items():
-        assert torch.equal(value, sent[name]), name
-
-
-def test_no_reply_changes_nothing(bench):
-    assert_same_bits(bench.server.finalise(bench.state, Total().value()), bench.state)
-
-
-def test_an_absent_client_is_the_identity(bench):
-    """The total without a client is the total to which the empty statistic was added for it."""
-    some = bench.clients[1:]
-    total = Total()
-    total.add({})
-    for client in some:
-        total.add(bench.statistic(client))
-    assert_same_bits(bench.server.finalise(bench.state, total.value()), bench.finalised(some))
-
-
-def test_order_and_trees_change_no_bit(bench):
-    want = bench.finalised(bench.clients)
-    for seed in range(4):
-        order = bench.clients.copy()
-        random.Random(seed).shuffle(order)
-        assert_same_bits(bench.finalised(order), want)
-        left, right = Total(), Total()
-        for client in order:
-            (left if random.Random(client + seed).random() < 0.5 else right).add(
-                bench.statistic(client)
-            )
-        left.merge(right)
-        assert_same_bits(bench.server.finalise(bench.state, left.value()), want)
-
-
-def test_updates_are_what_the_server_expects(bench):
-    for client, trained in bench.trained.items():
-        direct = bench.server.unpack(bench.state, bench.client.pack(trained.update))
-        assert bench.server.check(bench.state, client, direct) is None
-        assert_same_bits(flatten(bench.received(client)), flatten(direct))
-
-
-def test_states_survive_the_wire_and_the_disk(bench, tmp_path):
-    client = bench.clients[0]
-    trained = bench.trained[client]
-    broadcast = bench.server.broadcast(bench.state, client)
-    sent = to_tensors(to_arrays(bench.server.pack(broadcast)))
-    assert_same_bits(bench.client.unpack(type(broadcast), sent), broadcast)
-    assert_same_bits(unflatten(type(bench.state), to_tensors(to_arrays(bench.state))), bench.state)
-    store = DiskStore(tmp_path)
-    for round in (1, 2, 3):
-        store.save(
-            "run",
-            client,
-            Saved(
-                round,
-                f"cause-{round}",
-                flatten(trained.state),
-                flatten(trained.update),
-                {},
-                {"loss": 0.5},
-            ),
-        )
-    kept = store.load("run", client)
-    assert [saved.round for saved in kept] == [3, 2]
-    assert_same_bits(unflatten(type(trained.state), kept[0].state), trained.state)
-    assert_same_bits(unflatten(type(trained.update), kept[0].update), trained.update)
-    assert kept[0].numbers == {"loss": 0.5}
-
-
-def test_the_same_seed_gives_the_same_bits(bench):
-    client = bench.clients[0]
-    again = bench.train(client)
-    assert_same_bits(again.update, bench.trained[client].update)
-    assert_same_bits(again.state, bench.trained[client].state)
-    other = bench.train(client, round=2)
-    assert digest(other.state) != digest(again.state) or digest(other.update) != digest(
-        again.update
-    )
-
-
-def test_private_fields_are_not_in_the_update(bench):
-    """What is declared private in the state after training has no equal in the update."""
-    for trained in bench.trained.values():
-        private = {
-            name: leaf
-            for field in bench.client.private
-            for name, leaf in flatten({field: getattr(trained.state, field)}).items()
-        }
-        sent = flatten(trained.update)
-        for name, leaf in private.items():
-            assert not any(
-                torch.equal(leaf, other)
-                for other in sent.values()
-                if other.shape == leaf.shape and leaf.numel() > 1
-            ), name
-
-
-def test_padding_contributes_nothing(bench):
-    """A step on a padded batch equals the step without the padding (models whose samples are
-    independent).
-    """
-    if bench.model.coupled:
-        pytest.skip("layers couple the samples: engines never pad such a model")
-    client = bench.clients[0]
-    data = bench.data[client].train
-    phase = bench.client.phases("train")[0]
-    state, broadcast = (
-        bench.client.init(bench.params, bench.buffers),
-        bench.server.broadcast(bench.state, client),
-    )
-    work = solo.fresh_optimizer(phase, bench.client.begin(state, broadcast, data))
-    small = Batch(*(tensor[:5] for tensor in data))
-    noise = bench.noise(phase.name, phase.batch_size)
-    garbage = Batch(
-        *(
-            torch.cat([a, b * 7])
-            for a, b in zip(small, Batch(*(tensor[5:8] for tensor in data)), strict=True)
-        )
-    )
-    garbage = garbage._replace(
-        mask=torch.cat([torch.ones(5), torch.zeros(3)]),
-        y=torch.cat([small.y, torch.zeros(3, dtype=torch.int64)]),
-    )
-    want, want_info = bench.client.step(phase, work, (small,) * phase.batches, noise)
-    got, got_info = bench.client.step(phase, work, (garbage,) * phase.batches, noise)
-    assert worst_difference(got.params, want.params) < 1e-6
-    assert float(got_info["loss"]) == pytest.approx(float(want_info["loss"]), rel=1e-5)
-
-
-def test_all_functions_stack_over_clients(bench):
-    """begin, step, survey, finish and predict under vmap equal the same calls one by one; updates
-    as the server reads them.
-    """
-    phase = bench.client.phases("train")[0]
-    clients = bench.clients[:3]
-    size = min(len(bench.data[client].train.y) for client in clients)
-    cut = {
-        client: Batch(*(tensor[:size] for tensor in bench.data[client].train)) for client in clients
-    }
-    states = {client: bench.trained[client].state for client in clients}
-    broadcast = bench.server.broadcast(bench.state, clients[0])
-
-    half = bench.client
-    drawn, seen = bench.noise(phase.name, size), bench.noise("predict", size)
-
-    def whole(lift, state, data):
-        work = lift(lambda s, d: solo.fresh_optimizer(phase, half.begin(s, broadcast, d)))(
-            state, data
-        )
-        work, info = lift(lambda w, d: half.step(phase, w, (d,) * phase.batches, drawn))(work, data)
-        if half.survey_size:
-            work = lift(lambda w, d: w._replace(survey=half.survey(w, d)))(work, data)
-        state, update = lift(half.finish)(state, work, data)
-        probs = {
-            view: lift(lambda s, d, view=view: half.predict(view, s, broadcast, d.x, seen))(
-                state, data
-            )
-            for view in half.views()
-        }
-        return state, update, info, probs
-
-    together = whole(
-        vmap,
-        stack([states[client] for client in clients]),
-        stack([cut[client] for client in clients]),
-    )
-    for position, client in enumerate(clients):
-        alone = whole(lambda fn: fn, states[client], cut[client])
-        for got, want in zip(
-            map(bench.read, take(together, position)), map(bench.read, alone), strict=True
-        ):
-            assert worst_difference(got, want, zero=1e-5) < 2e-5
-
-
-def test_shapes_of_messages_are_known_without_making_them(bench):
-    updates = [bench.trained[client].update for client in bench.clients]
-    want = [shapes(bench.client.pack(update)) for update in updates]
-    padded = stack([bench.padded(client) for client in bench.clients])
-    assert bench.client.packed_shapes(padded) == want
-
-
-def test_a_new_client_gets_a_model(bench):
-    """A client that never trained is adapted as the method defines, and predicts probabilities."""
-    half = bench.client
-    data = bench.data[bench.clients[-1]]
-    fresh = half.init(bench.params, bench.buffers)
-    broadcast = bench.server.broadcast(bench.finalised(bench.clients[:-1]), 99)
-    state = solo.adapt(half, fresh, broadcast, data.train, "new", seed=0, client=99, round=1)
-    probs = half.predict(
-        "personal", state, broadcast, data.test.x, bench.noise("predict", len(data.test.y))
-    )
-    torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)))
+class TestPromises(Promises):
+    """All of them, for every method."""

@@ -9,11 +9,12 @@ import torch
 from conftest import assert_same_bits, cases, small_prepared, some, worst_difference
 
 from bayflower.engines import execute
-from bayflower.files.store import DiskStore, MemoryStore
+from bayflower.files.store import DiskStore
 from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
 from bayflower.flower.records import to_arrays
-from bayflower.fused.run import run_fused
-from bayflower.tree import flatten, unflatten
+from bayflower.testing import runs
+from bayflower.testing.runs import compare
+from bayflower.tree import flatten
 
 DEVICES = [
     "cpu",
@@ -29,41 +30,7 @@ DEVICES = [
 
 def outcomes(method: str, **settings):
     """Return (loop, fused) outcomes, with the loop's client states read back from its store."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    prepared = small_prepared(method, **settings)
-    fused = run_fused(prepared.run, prepared.federation, prepared.halves)
-
-    memory = MemoryStore()
-    loop = run_loop(prepared.run, prepared.federation, prepared.halves, store=memory)
-    states = {
-        client: unflatten(prepared.halves.client.state_type, saved[0].state)
-        for (_, client), saved in memory.kept.items()
-        if saved
-    }
-    return loop._replace(client_states=states), fused
-
-
-def compare(loop, fused, tolerance: float) -> None:
-    zero = tolerance / 10
-    assert worst_difference(fused.server_state, loop.server_state, zero) < tolerance
-    for client, state in loop.client_states.items():
-        assert worst_difference(fused.client_states[client], state, zero) < tolerance, client
-    for one, two in zip(loop.rounds, fused.rounds, strict=True):
-        assert one["train_loss"] == pytest.approx(two["train_loss"], rel=max(tolerance, 1e-6))
-        assert {k: one[k] for k in ("round", "bytes_up", "bytes_down", "num_clients")} == {
-            k: two[k] for k in ("round", "bytes_up", "bytes_down", "num_clients")
-        }
-        assert ("personal" in one) == ("personal" in two)
-    assert loop.views.keys() == fused.views.keys()
-    assert loop.new_clients.keys() == fused.new_clients.keys()
-    for mine, yours in ((loop.views, fused.views), (loop.new_clients, fused.new_clients)):
-        for view in mine:
-            assert mine[view].keys() == yours[view].keys()
-            for client, tally in mine[view].items():
-                assert float(yours[view][client].nll) == pytest.approx(
-                    float(tally.nll), rel=max(tolerance * 100, 1e-5)
-                )
-                assert int(yours[view][client].num_examples) == int(tally.num_examples)
+    return runs.outcomes(small_prepared(method, **settings))
 
 
 @pytest.mark.parametrize("device", DEVICES)
