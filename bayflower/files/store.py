@@ -142,6 +142,41 @@ class DiskStore:
         write(self.folder(run, client) / TEST, saved)
 
 
+class RunStore(DiskStore):
+    """States in memory while a run lasts. After a client's test, its last state and the test are on
+    disk, as after a run of Flower's programs.
+    """
+
+    def __init__(self, disk: DiskStore) -> None:
+        super().__init__(disk.root)
+        self.memory = MemoryStore()
+
+    def load(self, run: str, client: int) -> list[Saved]:
+        """Return the saved rounds of a client, newest first."""
+        if (run, client) not in self.memory.kept:
+            self.memory.kept[run, client] = super().load(run, client)
+        return self.memory.load(run, client)
+
+    def save(self, run: str, client: int, saved: Saved) -> None:
+        """Keep `saved` and the newest one before it."""
+        self.memory.save(run, client, saved)
+
+    def drop(self, run: str, client: int, after: int) -> None:
+        """Forget the states of rounds later than `after`."""
+        self.memory.drop(run, client, after)
+
+    def load_test(self, run: str, client: int) -> Saved | None:
+        """Return the last test."""
+        return self.memory.load_test(run, client) or super().load_test(run, client)
+
+    def save_test(self, run: str, client: int, saved: Saved) -> None:
+        """Write the last test, and the last state before it."""
+        for one in self.memory.load(run, client)[:1]:
+            super().save(run, client, one)
+        self.memory.save_test(run, client, saved)
+        super().save_test(run, client, saved)
+
+
 def number(path: Path) -> int:
     """Return the round in a file's name."""
     return int(path.stem.split("-")[1])

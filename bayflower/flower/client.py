@@ -10,11 +10,12 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from .. import methods
@@ -31,10 +32,15 @@ from ..tree import Tensors, digest, flatten, to, unflatten
 from ..wire.hello import facts_of, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
 from . import calibrating, records
+from .saved import flat_tallies, numbers_of_test, reply_records, test_records
 
 log = logging.getLogger("bayflower")
 # keys in the header of every message to a client
 HEADER_KEYS = ("method", "run", "round", "seed", "evaluate", "purpose", "instructions")
+Reply = Callable[..., RecordDict]  # `train_reply` or `evaluate_reply`
+# what answers in place of one client alone, if many are answered together (`fusing.py`)
+TOGETHER: ContextVar[Callable[[Message, dict[str, Any], Site, Reply], RecordDict] | None]
+TOGETHER = ContextVar("TOGETHER", default=None)
 
 
 class Site(NamedTuple):
@@ -79,9 +85,13 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     return app
 
 
-def answer(
-    message: Message, site: Site, work: Callable[[Message, dict[str, Any], Site], RecordDict]
-) -> Message:
+def alone(message: Message, head: dict[str, Any], site: Site, work: Reply) -> RecordDict:
+    """Return the content of one client's reply."""
+    with solo.one_thread():
+        return work(message, head, site)
+
+
+def answer(message: Message, site: Site, work: Reply) -> Message:
     """Return the reply; an error is raised again with client, round and stage in its text."""
     head = records.header(message, HEADER_KEYS)
     # the round becomes part of a file's name
@@ -93,8 +103,7 @@ def answer(
     started = time.perf_counter()
     fields = {"run": head["run"], "round": head["round"], "client": site.client}
     try:
-        with solo.one_thread():
-            content = work(message, head, site)
+        content = (TOGETHER.get() or alone)(message, head, site, work)
         log.info(
             "%s answered in %.2f s",
             message.metadata.message_type,
@@ -133,18 +142,28 @@ def begin_round(message: Message, head: dict[str, Any], site: Site) -> Begun:
     """
     half = make_half(head["method"], head["instructions"], site.model)
     broadcast = sent(half, message, head, site)
-    cause, round, seed = digest(broadcast), int(head["round"]), int(head["seed"])
+    begun = open_round(half, broadcast, digest(broadcast), head, site)
+    if not head["evaluate"] or begun.repeated is not None:
+        return begun
+    keys = {"seed": begun.seed, "client": site.client, "round": begun.round - 1}
+    views = tested(half, begun.state, broadcast, site, "finetune", **keys)
+    return begun._replace(tally=flat_tallies(views))
+
+
+def open_round(
+    half: ClientHalf, broadcast: Any, cause: str, head: dict[str, Any], site: Site
+) -> Begun:
+    """Return the client's state before a round, without a test; `cause` is the broadcast's digest.
+    For a duplicate, also the saved reply.
+    """
+    round, seed = int(head["round"]), int(head["seed"])
     known = site.store.load(head["run"], site.client)
     same = (one for one in known if (one.round, one.cause) == (round, cause))
     if (repeated := next(same, None)) is not None:
         state = state_of(half, last_state(known, head, round - 1), head, site)
         return Begun(half, broadcast, cause, round, seed, state, repeated, {})
     state = state_of(half, start_of_round(known, head, site), head, site)
-    tally: Tensors = {}
-    if head["evaluate"]:
-        keys = {"seed": seed, "client": site.client, "round": round - 1}
-        tally = flat_tallies(tested(half, state, broadcast, site, "finetune", **keys))
-    return Begun(half, broadcast, cause, round, seed, state, None, tally)
+    return Begun(half, broadcast, cause, round, seed, state, None, {})
 
 
 def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trained) -> Saved:
@@ -156,31 +175,36 @@ def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trai
     return saved
 
 
-def train_reply(message: Message, head: dict[str, Any], site: Site) -> RecordDict:
+def train_reply(
+    message: Message,
+    head: dict[str, Any],
+    site: Site,
+    ready: tuple[Begun, solo.Trained | None] | None = None,
+) -> RecordDict:
     """Return the update of a round, and the test of the model before it if requested; a duplicate
-    gets the saved reply.
+    gets the saved reply. `ready` is a round that was trained elsewhere.
     """
-    begun = begin_round(message, head, site)
+    begun, trained = ready or (begin_round(message, head, site), None)
     saved = begun.repeated
     if saved is None:
-        trained = solo.train(
-            begun.half,
-            begun.state,
-            begun.broadcast,
-            site.data.train,
-            round=begun.round,
-            seed=begun.seed,
-            client=site.client,
+        keys = {"round": begun.round, "seed": begun.seed, "client": site.client}
+        trained = trained or solo.train(
+            begun.half, begun.state, begun.broadcast, site.data.train, **keys
         )
         saved = end_round(begun, head, site, trained)
     return reply_records(saved, order_of(message, head))
 
 
 def evaluate_reply(
-    message: Message, head: dict[str, Any], site: Site, formats: tuple[str, ...] = ()
+    message: Message,
+    head: dict[str, Any],
+    site: Site,
+    formats: tuple[str, ...] = (),
+    ready: tuple[Any, dict[str, Tally]] | None = None,
 ) -> RecordDict:
     """Return the test of every view after the last round, and what a request to calibrate asks
-    for; a duplicate gets the saved reply.
+    for; a duplicate gets the saved reply. `ready` is the adapted state and its test, if they were
+    made elsewhere.
 
     If the client keeps its state on disk, the personal model is saved beside it.
     """
@@ -212,16 +236,15 @@ def evaluate_reply(
     rows = (len(site.data.train.y), site.data.num_held)
     key = (head["run"], *keys.values(), *inputs, *rows, order.sets if order else "")
     begun = calibrating.MEMORY.recall(key) if order else None
-    adapted = (
-        begun.adapted
-        if begun
-        else solo.adapt(half, state, broadcast, site.data.train, head["purpose"], **keys)
-    )
+    if begun or ready:
+        adapted = begun.adapted if begun else ready and ready[0]
+    else:
+        adapted = solo.adapt(half, state, broadcast, site.data.train, head["purpose"], **keys)
     views: dict[str, Any] = {}
     said: Tensors = {}
     taken = None
     if tests and (order is None or order.stage == "hold"):
-        views = solo.test(half, adapted, broadcast, site.data.test, **keys)
+        views = ready[1] if ready else solo.test(half, adapted, broadcast, site.data.test, **keys)
     if order is not None:
         ours = {"seed": keys["seed"], "client": site.client}
         begun = begun or calibrating.begin(order, half, adapted, broadcast, site.data)
@@ -253,26 +276,6 @@ def evaluate_reply(
     except BayflowerError as error:
         log.warning("%s", error)
     return test_records(done)
-
-
-def test_records(done: Saved) -> RecordDict:
-    """Return the saved reply to a test request, or to one to calibrate, as records."""
-    content = RecordDict({records.METRICS: MetricRecord(dict(done.numbers))})
-    if done.tally:
-        content[records.TALLY] = records.to_arrays(done.tally)
-    if done.update:
-        content[records.CALIBRATION] = records.to_arrays(done.update)
-    return content
-
-
-def numbers_of_test(tally: Tally) -> dict[str, Any]:
-    """Return the personal model's metrics for Flower's functions that aggregate metrics."""
-    number = int(tally.num_examples)
-    return {
-        records.NUM_EXAMPLES: number,
-        "accuracy": float(tally.correct) / max(number, 1),
-        "nll": float(tally.nll) / max(number, 1),
-    }
 
 
 def save_personal(folder: Path, end: dict[str, Any], formats: Any, source: Source | None) -> None:
@@ -363,29 +366,3 @@ def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site:
     # the last state was damaged, so an older one is used
     behind = "accepted" in head and before.round != int(head["accepted"])
     return half.rejoined(state) if head.get("returned") or behind else state
-
-
-def flat_tallies(views: dict[str, Any]) -> Tensors:
-    """Return the tallies by "view/field"."""
-    return {
-        f"{view}/{name}": leaf
-        for view, tally in views.items()
-        for name, leaf in flatten(tally).items()
-    }
-
-
-def reply_records(saved: Saved, order: Sequence[str] = ()) -> RecordDict:
-    """Return the saved reply as records; with `order`, only the arrays of these names."""
-    update = saved.update
-    if order:
-        own = {name.split("/", 1)[1]: value for name, value in update.items() if "/" in name}
-        update = {name: own[name] for name in order}
-    content = RecordDict(
-        {
-            records.UPDATE: records.to_arrays(update),
-            records.METRICS: MetricRecord(dict(saved.numbers)),
-        }
-    )
-    if saved.tally and not order:
-        content[records.TALLY] = records.to_arrays(saved.tally)
-    return content

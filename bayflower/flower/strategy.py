@@ -22,7 +22,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.journal import Journal
 from ..files.records import Outcome, Progress, RoundRecord, curve_point
 from ..rounds import schedule
-from . import configs, hooks, records
+from . import configs, hooks, records, watching
 from .calibrating import Calibrator
 from .course import Course, MetricsFn
 from .holding import asked_for
@@ -119,6 +119,7 @@ class BayflowerStrategy(Course, Strategy):
         """
         if evaluate_fn is not None:
             refuse(self.row)
+        watching.starts(self, num_rounds)
         self.training = self.training.lasting(num_rounds)
         self._driven, self._last = True, num_rounds
         told = ConfigRecord() if train_config is None else train_config

@@ -1,5 +1,5 @@
-"""Any Flower app in one process, without Flower's programs: for first trials and debugging with
-breakpoints.
+"""Any Flower app in one process, without Flower's programs: for first trials, for debugging with
+breakpoints, and with the fused engine for speed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,32 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from flwr.common.config import parse_config_args
+
+from ..config import Run, Settings
+from ..data import DataSettings
 from ..errors import BayflowerError, ConfigError
+from ..rounds.halves import make_halves
+from ..rounds.result import result
+from . import plug
+from .crew import Options
+from .fusing import FusedGrid
 from .loop import InProcessGrid, contexts
+from .strategy import BayflowerStrategy
+from .watching import watched
+
+ENGINES = ("loop", "fused")
+
+
+class Tried(NamedTuple):
+    """What an app did: the strategies of ours that it started, with their numbers of rounds, and
+    notes on how its clients ran.
+    """
+
+    strategies: list[tuple[BayflowerStrategy, int]]
+    remarks: list[str]
 
 
 def try_app(
@@ -21,10 +43,17 @@ def try_app(
     clients: int,
     changes: Mapping[str, Any] | None = None,
     node: Mapping[str, Any] | None = None,
-) -> None:
+    engine: str = "loop",
+    options: Options | None = None,
+) -> Tried:
     """Run the app in `folder` with `clients` nodes in this process. `changes` override its
-    run-config, `node` each node's configuration.
+    run-config, `node` each node's configuration. With the engine fused, clients that
+    `make_client_app` trains are trained as one stack.
     """
+    if engine not in ENGINES:
+        raise ConfigError(
+            f"engine must be loop or fused, got {engine!r}; `flwr run` starts Flower's own programs"
+        )
     components, config = read(folder)
     for key, value in (changes or {}).items():
         if key not in config:
@@ -33,7 +62,9 @@ def try_app(
                 f"{', '.join(config) or 'none'}"
             )
         config[key] = like(key, config[key], value)
-    with importable(folder):
+    found: list[tuple[BayflowerStrategy, int]] = []
+    plug.KEPT = max(plug.KEPT, clients)  # all clients are here
+    with importable(folder), watched(lambda strategy, rounds: found.append((strategy, rounds))):
         server, client = (load(components[name]) for name in ("serverapp", "clientapp"))
         nodes = contexts(range(clients))
         for context in nodes:
@@ -41,7 +72,54 @@ def try_app(
             context.node_config.update(node or {})
         (mine,) = contexts([0])
         mine.run_config, mine.node_config = dict(config), {}
-        server(InProcessGrid(client, nodes), mine)
+        if engine == "loop":
+            server(InProcessGrid(client, nodes), mine)
+            return Tried(found, [])
+        grid = FusedGrid(client, nodes, options)
+        try:
+            server(grid, mine)
+        finally:
+            grid.close()
+        return Tried(found, grid.crew.remarks)
+
+
+def overrides(texts: list[str]) -> dict[str, Any]:
+    """Return the keys and values of `--run-config`, read as `flwr run` reads them."""
+    try:
+        return dict(parse_config_args(texts))
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"--run-config cannot be read ({reason}); write it as 'key=1 other=\"text\"'"
+        ) from None
+
+
+def result_of(
+    strategy: BayflowerStrategy, rounds: int, name: str, engine: str, remarks: list[str]
+) -> dict[str, Any] | None:
+    """Return the content of result.json for a strategy that has ended; None if it tested no client.
+    `name` is what the result calls the data.
+    """
+    outcome, common = strategy.outcome, strategy.roster.common
+    sites = [one.site for one in plug.SITES.values()]
+    site = next((one for one in sites if common and one.model.anatomy == common.anatomy), None)
+    if outcome is None or "personal" not in outcome.views or site is None:
+        return None
+    settings = Settings(
+        rounds=rounds,
+        seed=strategy.seed,
+        fraction_train=strategy.fraction_train,
+        min_replies=strategy.min_replies,
+        evaluate_every=strategy.evaluate_every,
+        device=str(site.data.train.x.device),
+    )
+    data = strategy.calibrator.settings if strategy.calibrator else DataSettings()
+    groups = (strategy.training, strategy.options, strategy.limits)
+    run = Run(strategy.row.name, settings, data, *groups)
+    shape = tuple(site.data.train.x.shape[1:])
+    halves = make_halves(run, shape, site.model.num_classes, site.model)
+    outcome = outcome._replace(remarks=(*outcome.remarks, *remarks))
+    return result(run, engine, strategy.roster.summary(name), halves, outcome)
 
 
 def read(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:

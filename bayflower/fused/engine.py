@@ -202,17 +202,23 @@ class Fused:
         """Return every view's tally of every client in `chosen`,
         after the adaptation of `purpose`.
         """
+        return self.adapted_test(chosen, broadcast, round, purpose)[1]
+
+    def adapted_test(
+        self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose
+    ) -> tuple[Any, dict[str, dict[int, metrics.Tally]]]:
+        """Return the stacked states after the adaptation of `purpose`, and their `test`."""
         states = self.bank.take(chosen)
         if self.half.phases(purpose):
             states = self._adapted(chosen, states, broadcast, purpose, round)
         if not self.one_by_one_because:
             try:
-                return self._test_together(chosen, states, broadcast, round, purpose)
+                return states, self._test_together(chosen, states, broadcast, round, purpose)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, NotImplementedError) as error:
                 self._give_up("tested, and from then on trained,", error)
-        return self._test_one_by_one(chosen, states, broadcast, round)
+        return states, self._test_one_by_one(chosen, states, broadcast, round)
 
     def _test_together(
         self, chosen: list[int], states: Any, broadcast: Any, round: int, purpose: Purpose
