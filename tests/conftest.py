@@ -8,10 +8,11 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
@@ -20,6 +21,7 @@ import torch
 
 from bayflower.config import Run, parse
 from bayflower.engines import Prepared, execute, prepare
+from bayflower.files import checkpoint
 from bayflower.files.records import Outcome
 from bayflower.methods import METHODS
 from bayflower.testing import assert_same_bits as assert_same_bits
@@ -95,21 +97,39 @@ def small_prepared(method: str, engine: str = "loop", **changes: Any) -> Prepare
     return prepare(small(method, **changes), engine)
 
 
+class Whole(NamedTuple):
+    """A run left in peace, and the checkpoint that it wrote after its second round."""
+
+    outcome: Outcome
+    stopped: bytes
+
+
 @functools.cache
-def whole_run(method: str, engine: str) -> Outcome:
-    """Return the outcome of three rounds with a part of the clients, left in peace; made once."""
-    return execute(small_prepared(method, engine, **PEACE))
+def whole_run(method: str, engine: str) -> Whole:
+    """Return three rounds with a part of the clients; made once."""
+    written, save = [], checkpoint.save_tensors
+
+    def remember(path: Path, *given: Any, **more: Any) -> None:
+        save(path, *given, **more)
+        written.append(path.read_bytes())
+
+    prepared = small_prepared(method, engine, **PEACE, checkpoint_every=1)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save_tensors", remember)
+        return Whole(execute(prepared, out=Path(folder)), written[1])
 
 
-def cases(first: str, both: Collection[str] = BOTH) -> list:
-    """Return (method, network) for every method on the network `first`, and for those in `both` on
-    the other one too; the rest is slow.
+def cases(
+    first: str, both: Collection[str] = BOTH, only: Collection[str] = frozenset(METHODS)
+) -> list:
+    """Return (method, network) for the methods in `only` on the network `first`, and for those in
+    `both` on the other one too; the rest is slow.
     """
     return [
         pytest.param(
             (method, model),
             id=f"{method}-{model}",
-            marks=() if model == first or method in both else pytest.mark.slow,
+            marks=() if method in both or (model == first and method in only) else pytest.mark.slow,
         )
         for method in sorted(METHODS)
         for model in ("mlp", "mlp-bn")

@@ -32,7 +32,7 @@ from ..rounds.solo import numbers
 from ..tree import Tensors, to
 from . import card as cards
 from .network import NARROW, Ready
-from .program import exported
+from .program import Program, exported
 
 log = logging.getLogger("bayflower")
 FORMAT, FIRST = "bayflower-personal-2", "bayflower-personal-1"
@@ -88,9 +88,10 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
         save_tensors(folder / "extras.safetensors", extras, {"format": FORMAT})
     ready = assembled(network, extras, made)
     example = (kept.data.test.x[:TRY] if len(kept.data.test.y) >= TRY else train.x[:TRY]).cpu()
+    program = Program(ready).eval()
     for name in formats:
         if name != "safetensors":
-            made["files"][name] = exported(folder / f"model.{name}", ready, example, name)
+            made["files"][name] = exported(folder / f"model.{name}", program, example, name)
     write_json(folder / "card.json", made)
     return made
 

@@ -33,6 +33,7 @@ class Program(nn.Module):
         self.ready = ready
         first = next(ready.network.parameters(), torch.zeros(()))
         self.dtype = first.dtype
+        self.graph: Any = None
 
     def forward(self, x: Tensor) -> Tensors:
         return {
@@ -40,14 +41,20 @@ class Program(nn.Module):
             for name, value in self.ready(x).items()
         }
 
+    def traced(self, example: Tensor) -> Any:
+        """Return this module as torch.export has it; traced once for all kinds of files."""
+        if self.graph is None:
+            batch = torch.export.Dim("batch", min=1)
+            self.graph = torch.export.export(self, (example,), dynamic_shapes=({0: batch},))
+        return self.graph
 
-def exported(path: Path, ready: Ready, example: Tensor, kind: str) -> str:
+
+def exported(path: Path, made: Program, example: Tensor, kind: str) -> str:
     """Write and test an exported file; return its name, or the reason if it fails or gives other
     numbers.
     """
     if len(example) < 2:
         return "not written: it takes two samples to make one"
-    made = Program(ready).eval()
     part = path.with_name(f".{os.getpid()}.{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -55,15 +62,14 @@ def exported(path: Path, ready: Ready, example: Tensor, kind: str) -> str:
             warnings.simplefilter("ignore")  # torch's own, about its own future
             # fixed draws are made here once, outside of tracing
             want = [made(example[:size]) for size in (1, len(example))]
-            batch = torch.export.Dim("batch", min=1)
-            program = torch.export.export(made, (example,), dynamic_shapes=({0: batch},))
+            program = made.traced(example)
             if kind == "pt2":
                 torch.export.save(program, part)
                 run: Any = torch.export.load(part).module()
             else:
                 run = to_onnx(part, program, list(want[0]))
             for one in want:
-                check(run(example[: len(one["doubt"])]), one, ready)
+                check(run(example[: len(one["doubt"])]), one, made.ready)
         part.replace(path)
     except ImportError as error:
         return f"not written: {error.name} is not installed; pip install 'bayflower[onnx]'"

@@ -66,7 +66,8 @@ class Bench:
         # SGD, because Adam divides by the size of a gradient: one that is zero but for rounding (a
         # bias before BatchNorm) becomes a step
         sgd = {"dtype": dtype, "optimizer": "sgd", "lr": 0.05, "momentum": 0.9}
-        self.prepared = small_prepared(method, **{**(settings or {}), "model": model, **sgd})
+        few = {"keep": 0.15, "new_client_epochs": 1}
+        self.prepared = small_prepared(method, **{**(settings or {}), "model": model, **sgd, **few})
         self.server, self.client, self.model, (self.params, self.buffers) = self.prepared.halves
         self.clients = [data.client for data in self.prepared.federation.clients[:clients]]
         self.state = self.server.init(self.params, self.buffers, tuple(self.clients))

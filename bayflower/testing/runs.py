@@ -76,13 +76,21 @@ def check_repeats(first: Outcome, made: Callable[[int], Prepared]) -> None:
     assert digest(other.views["personal"][0]) != digest(first.views["personal"][0])
 
 
-def check_goes_on(whole: Outcome, made: Callable[[int], Prepared], folder: Path) -> None:
+def check_goes_on(
+    whole: Outcome, made: Callable[[int], Prepared], folder: Path, stopped: bytes | None = None
+) -> None:
     """Raise unless two rounds, then one more from the file, equal the three of `whole`; `made`
-    returns the run with a number of rounds and a checkpoint in every one.
+    returns the run with a number of rounds and a checkpoint in every one. `stopped` is the file
+    after two rounds, where it is known.
     """
-    execute(made(2), out=folder)
+    if stopped is None:
+        execute(made(2), out=folder)
+    else:
+        (folder / checkpoint.FILE).write_bytes(stopped)
     rest = made(3)
-    outcome = execute(rest, out=folder, resume=checkpoint.to_resume(folder, rest.run))
+    resume = checkpoint.to_resume(folder, rest.run)
+    assert resume.round == 2
+    outcome = execute(rest, out=folder, resume=resume)
     same_outcome(outcome, whole)
     assert [record["train_loss"] for record in outcome.rounds] == [
         record["train_loss"] for record in whole.rounds

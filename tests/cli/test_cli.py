@@ -94,6 +94,7 @@ def test_run_writes_the_result_others_rely_on(tmp_path, engine):
 
 def test_json_output_is_only_json(tmp_path):
     done = alone("run", "local", *QUICK, "--json", "--out", str(tmp_path))
+    assert done.returncode == 0
     assert json.loads(done.stdout)["final"]["global"] is None
     assert done.stderr == ""
 
@@ -181,7 +182,10 @@ def test_bad_settings_end_with_one_line_and_code_2(tmp_path, words, text, monkey
     check_refusal(stopped.value.code, *capsys.readouterr(), text)
 
 
-@pytest.mark.parametrize(("start", "words", "text"), [(bayflower, *BAD[0]), (alone, *BAD[3])])
+@pytest.mark.parametrize(
+    ("start", "words", "text"),
+    [(bayflower, *BAD[0]), pytest.param(alone, *BAD[3], marks=pytest.mark.slow)],
+)
 def test_bad_settings_end_a_real_process(tmp_path, start, words, text):
     done = start(*words, cwd=tmp_path)
     check_refusal(done.returncode, done.stdout, done.stderr, text)

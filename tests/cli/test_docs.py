@@ -29,7 +29,6 @@ from unittest.mock import MagicMock
 import pytest
 import test_contract
 import test_engines
-from conftest import some
 from prefork import bayflower
 
 from bayflower import clients, methods, strategies
@@ -39,7 +38,16 @@ from bayflower.testing.promises import Promises
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 EXAMPLE = "docs/add-a-method.md"
-QUICK = ("README.md",)
+# less work for the commands of README.md in the default run; `make slow` has every page as it
+# stands
+LESS = {
+    "--rounds 30 ": "--rounds 2 ",
+    "models --all": "models/client-1 --client 1",
+    "local --rounds 2 ": "local --rounds 1 --clients 3 ",
+    "--rounds 2 --clients 4 ": "--rounds 1 --clients 3 ",
+    "run fedmap --rounds 3 ": "run fedmap --rounds 1 --clients 3 ",
+    "run fedmap --rounds 2 --set": "run fedmap --rounds 1 --clients 3 --set",
+}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ((?:bayflower|tests|fedavgm)/[\w/]+\.(?:py|toml))(.*)\n")
 OUTSIDE = "fedavgm/"  # files of a package of its own, which tests/cli/test_outside.py runs
@@ -80,8 +88,20 @@ def run_command(line: str, folder: Path) -> None:
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", some(PAGES, QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_and_python_blocks_run(page, tmp_path, monkeypatch):
+    run_page(page, tmp_path, monkeypatch, {})
+
+
+def test_the_readme_runs_with_less_work(tmp_path, monkeypatch):
+    text = (ROOT / "README.md").read_text()
+    assert all(more in text for more in LESS)
+    run_page("README.md", tmp_path, monkeypatch, LESS)
+
+
+def run_page(page: str, tmp_path: Path, monkeypatch, less: dict[str, str]) -> None:
+    """Run the commands and the Python blocks of a page, in order."""
     monkeypatch.chdir(tmp_path)
     # their recipes are run in test_tools.py, where what reaches them is checked
     for name in ("wandb", "mlflow"):
@@ -89,6 +109,8 @@ def test_commands_and_python_blocks_run(page, tmp_path, monkeypatch):
     for number, (language, text) in enumerate(blocks(page)):
         if language == "bash":
             for line in commands(text):
+                for more, little in less.items():
+                    line = line.replace(more, little)
                 run_command(line, tmp_path)
         elif language == "python" and not FILE.match(text):
             with one_thread():  # small work: more threads only wait for each other

@@ -115,7 +115,7 @@ def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
     of tables with missing values.
     """
     folders = []
-    for method in ("fedmap", "metavd", "fedbn"):
+    for method in ("metavd", "fedbn"):
         folder = tmp_path / method
         export(
             runs(method),
@@ -172,7 +172,9 @@ def test_weights_load_without_us_by_the_networks_own_names(runs, tmp_path):
         assert torch.allclose(torch.softmax(network.eval()(x), 1), want, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["fedmap", "fedper", "fedbps", "metavd", "maml"])
+@pytest.mark.parametrize(
+    "method", some(["fedmap", "fedper", "fedbps", "metavd", "maml"], ["fedmap", "fedper", "metavd"])
+)
 def test_a_new_clients_data_give_it_a_model(method, runs, tmp_path):
     """`personalise` on the file of a client that never trained: better than the model before it has
     seen its data.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prefork import bayflower
 
 from bayflower.errors import ConfigError
 from bayflower.personal.runs import open_run
@@ -367,14 +368,7 @@ def test_every_committed_run_is_whole():
 def test_runs_are_collected_by_a_command(tmp_path):
     made(tmp_path / "runs", "fedmap")
     words = ["reproduce", "--collect", "--results", str(tmp_path / "runs")]
-    done = subprocess.run(
-        [sys.executable, "-m", "bayflower", *words],
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = bayflower(*words, env=ENVIRONMENT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path / 'fedmap.jsonl'}: 2 runs collected, 2 in all" in done.stderr
     assert done.stderr.endswith("2 runs collected\n")

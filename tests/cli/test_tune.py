@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from prefork import bayflower
 
 from bayflower.config import parse
 from bayflower.data import DataSettings, load_client, load_federation
@@ -150,34 +148,9 @@ def test_the_file_of_chosen_values(tmp_path):
 
 def test_the_command(tmp_path):
     pytest.importorskip("optuna")
-    call = [
-        sys.executable,
-        "-m",
-        "bayflower",
-        "tune",
-        "fedmap",
-        "--trials",
-        "2",
-        "--dataset",
-        "synthetic",
-        "--rounds",
-        "1",
-        "--set",
-        "num_clients=2",
-        "--set",
-        "local_epochs=1",
-        "--device",
-        "cpu",
-        "--json",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        call,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    less = ("--rounds", "1", "--set", "num_clients=2", "--set", "local_epochs=1")
+    where = ("--dataset", "synthetic", "--device", "cpu", "--json", "--out", str(tmp_path))
+    done = bayflower("tune", "fedmap", "--trials", "2", *less, *where)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["fedmap"]
     assert found["trials"] == 2

@@ -8,8 +8,6 @@ import dataclasses
 import importlib.util
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -278,12 +276,3 @@ def test_the_command_writes_its_file(tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "steps.json").read_text())["rows"][0]["clients"] == 2
-
-
-def test_flower_is_not_needed():
-    code = (
-        "import sys; sys.modules['flwr'] = sys.modules['ray'] = None; from bayflower import "
-        "bench; print(len(bench.SUITES))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == str(len(bench.SUITES)), done.stderr

@@ -4,6 +4,8 @@ of other packages keep too.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from conftest import NEEDED, cases
 
@@ -15,8 +17,9 @@ NAMES = sorted(METHODS)
 BEYOND = {"feddyn"}  # methods whose global model is not the clients' mean, by definition
 
 
+@functools.cache
 def bench_of(method: str, model: str, dtype: str = "float32") -> Bench:
-    """Return a method with some clients' updates of one round."""
+    """Return a method with some clients' updates of one round; test files share it."""
     return Bench(
         method,
         model,

@@ -28,19 +28,23 @@ def test_a_fast_total_is_the_exact_sum(case):
 def test_runs_repeat_to_the_bit(method, engine):
     """The same seed gives the same bits, another seed others."""
     runs.check_repeats(
-        whole_run(method, engine), lambda seed: small_prepared(method, engine, **PEACE, seed=seed)
+        whole_run(method, engine).outcome,
+        lambda seed: small_prepared(method, engine, **PEACE, seed=seed),
     )
 
 
 def test_no_half_imports_flwr():
-    """All halves and the fused engine run in a process in which flwr cannot be imported."""
+    """All halves, the fused engine and the benchmarks run in a process in which flwr cannot be
+    imported.
+    """
     stems = sorted({row.stem for row in ROWS})
     code = (
-        "import sys; sys.modules['flwr'] = None\n"
+        "import sys; sys.modules['flwr'] = sys.modules['ray'] = None\n"
         "import importlib\n"
         f"for stem in {stems!r}:\n"
         "    importlib.import_module(f'bayflower.strategies.{stem}'); "
         "importlib.import_module(f'bayflower.clients.{stem}')\n"
+        "from bayflower import bench; assert bench.SUITES\n"
         "from bayflower.config import parse\nfrom bayflower.engines import prepare, run_to_result\n"
         "run = parse('fedmap', {'num_clients': 2, 'rounds': 1, 'keep': 0.05, 'local_epochs': 1, "
         "'device': 'cpu'})\n"
@@ -65,11 +69,13 @@ def test_every_row_needs_what_it_says():
     scope="module",
 )
 def test_every_method_goes_on_where_it_stopped(tmp_path, method, engine):
-    """Two rounds, then one more from the file, equal three at once."""
+    """One round from the file of the second equals three at once."""
+    whole = whole_run(method, engine)
     runs.check_goes_on(
-        whole_run(method, engine),
+        whole.outcome,
         lambda rounds: small_prepared(
             method, engine, **{**PEACE, "checkpoint_every": 1, "rounds": rounds}
         ),
         tmp_path,
+        whole.stopped,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_same_bits, cases, small_prepared, some, worst_difference
+from conftest import BOTH, assert_same_bits, cases, small_prepared, some, worst_difference
 
 from bayflower.engines import execute
 from bayflower.files.store import DiskStore
@@ -27,6 +27,12 @@ DEVICES = [
     ),
 ]
 
+# methods that differ where a network has normalisation layers: in what they share, in a second
+# derivative, in a correction of weights whose gradient is only rounding
+NORMS = {*BOTH, "fedavg", "fedavg-ft", "feddc", "feddyn", "lgfedavg", "maml", "moon", "scaffold"}
+# a few batches for each client, the last of them not full
+FEW = {"keep": 0.15, "new_client_epochs": 1}
+
 
 def outcomes(method: str, **settings):
     """Return (loop, fused) outcomes, with the loop's client states read back from its store."""
@@ -34,30 +40,28 @@ def outcomes(method: str, **settings):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", cases("mlp-bn", both=()))
+@pytest.mark.parametrize("case", cases("mlp-bn", both=(), only=NORMS))
 def test_one_float32_sgd_round_agrees_to_1e_5(case, device):
     """FedDC and FedDyn keep how far weights have moved; the rate is such that a move has enough
     digits in float32. More epochs of fine-tuning behind BatchNorm would only magnify rounding.
     """
     short = {"finetune_epochs": 1} if case[0] == "fedavg-ft" else {}
-    compare(
-        *outcomes(
-            case[0], model=case[1], rounds=1, optimizer="sgd", lr=0.1, device=device, **short
-        ),
-        tolerance=1e-5,
-    )
+    settings = {"rounds": 1, "optimizer": "sgd", "lr": 0.1, **short}
+    compare(*outcomes(case[0], model=case[1], device=device, **settings), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", cases("mlp", both=()))
-def test_five_float64_rounds_agree_to_1e_9(case, device):
+def test_three_float64_rounds_agree_to_1e_9(case, device):
+    """In the third round clients come back that were away in the second."""
     settings = {
+        **FEW,
         "optimizer": "sgd",
         "lr": 0.05,
         "momentum": 0.9,
         "fraction_train": 0.6,
         "dtype": "float64",
-        "rounds": 5,
+        "rounds": 3,
         "evaluate_every": 2,
     }
     method, model = case
@@ -84,7 +88,7 @@ def test_adaptive_optimisers_agree_where_every_gradient_is_real(optimizer):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "method",
-    some(["fedmap", "pfedvmp", "fedbps", "fednp", "metavd"], ["fedmap", "fedbps", "fednp"]),
+    some(["fedmap", "pfedvmp", "fedbps", "fednp", "metavd"], ["fedmap", "fedbps"]),
 )
 def test_a_cnn_agrees(tmp_path, method, device):
     import numpy as np

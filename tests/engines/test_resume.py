@@ -59,10 +59,8 @@ def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
     """SIGKILL to the real process once round 3 is on disk; then --resume; against a run left in
     peace.
     """
-    assert bayflower(*words(tmp_path / "peace", engine, 25)[3:]).returncode == 0
-    victim = subprocess.Popen(
-        words(tmp_path / "killed", engine, 25), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    long = words(tmp_path / "killed", engine, 900)
+    victim = subprocess.Popen(long, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         known = checkpoint.read(tmp_path / "killed") if (tmp_path / "killed").exists() else None
@@ -72,14 +70,16 @@ def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL
     stopped = checkpoint.read(tmp_path / "killed")
-    assert 3 <= stopped.round < 25
+    assert 3 <= stopped.round < 900
     assert not (tmp_path / "killed" / "result.json").exists()
 
-    refused = bayflower(*words(tmp_path / "killed", engine, 25)[3:])
+    end = stopped.round + 2
+    refused = bayflower(*words(tmp_path / "killed", engine, end)[3:])
     assert refused.returncode == 2
-    assert f"stopped after round {stopped.round} of 25; add --resume" in refused.stderr
+    assert f"stopped after round {stopped.round} of 900; add --resume" in refused.stderr
 
-    assert bayflower(*words(tmp_path / "killed", engine, 25, "--resume")[3:]).returncode == 0
+    assert bayflower(*words(tmp_path / "killed", engine, end, "--resume")[3:]).returncode == 0
+    assert bayflower(*words(tmp_path / "peace", engine, end)[3:]).returncode == 0
     peace, killed = (checkpoint.read(tmp_path / name) for name in ("peace", "killed"))
     assert_same_bits(killed.server, peace.server)
     assert_same_bits(killed.clients, peace.clients)

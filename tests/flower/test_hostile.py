@@ -291,8 +291,9 @@ def weights(siege: Siege, reply, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.T @ (weight[:, None] * rows), mean
 
 
-@pytest.mark.parametrize("centroid", list(CENTROIDS))
-@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize(
+    ("centroid", "share"), [*((name, 0.6) for name in CENTROIDS), ("precision", 1.0)]
+)
 def test_a_claim_of_a_class_is_cut_down_to_its_share(centroid, share):
     """pFedVMP: whoever claims a precision ten thousand times the others' has the share that
     max_share leaves, and the result says so.

@@ -174,11 +174,12 @@ def test_a_checkpoint_can_be_read_while_a_run_replaces_it(tmp_path):
     shutil.copyfile(tmp_path / "0", tmp_path / "a.safetensors")
     writer = subprocess.Popen([sys.executable, "-c", REPLACE, str(tmp_path)])
     try:
-        seen, end = set(), time.monotonic() + 4
-        while time.monotonic() < end:
+        seen, reads, end = set(), 0, time.monotonic() + 60
+        while (len(seen) < 7 or reads < 400) and time.monotonic() < end:
             tensors, _ = load_tensors(tmp_path / "a.safetensors", "f", "file")
             assert bool((tensors["x"] == tensors["y"]).all())
             seen.add(int(tensors["y"]))
+            reads += 1
     finally:
         writer.kill()
         writer.wait()

@@ -83,13 +83,13 @@ def check(terms: list[list[float]]) -> None:
         assert total.value()["x"].tolist() == want
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rows)
 def test_equals_rational_sum(terms: list[list[float]]) -> None:
     check(terms)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows, st.randoms(use_true_random=False))
 def test_any_order_and_any_tree_give_equal_bits(
     terms: list[list[float]], rng: random.Random
@@ -101,7 +101,7 @@ def test_any_order_and_any_tree_give_equal_bits(
     assert bits(tree(terms, rng).value()["x"]) == first
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(finite, min_size=1, max_size=5))
 def test_one_term_comes_back(values: list[float]) -> None:
     assert bits(total_of([values]).value()["x"]) == bits(vector(values) + 0.0)  # -0.0 becomes 0.0

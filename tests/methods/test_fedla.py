@@ -32,9 +32,8 @@ def fisher(module, data, kind):
 def test_two_rounds_equal_plain_torch(kind):
     """[eq. 1], [eq. 2], [eq. 3], [eq. 4] with loops."""
     weight, start, memory = 0.7, 0.2, 0.6
-    case = both(
-        "fedla", la_weight=weight, la_start=start, memory=memory, curvature=kind, local_epochs=1
-    )
+    given = {"la_weight": weight, "la_start": start, "memory": memory, "curvature": kind}
+    case = both("fedla", **given, local_epochs=1, keep=0.1)
     mu, precision = (
         case.start,
         {name: torch.full_like(value, start) for name, value in case.start.items()},

@@ -169,10 +169,16 @@ def test_the_prior_is_kept():
     )
 
 
-@pytest.mark.parametrize("f", [SAME, MIXED])
 @pytest.mark.parametrize(
-    ("damping", "share", "rounds"),
-    [(0.5, 1.0, 60), (1.0, 0.5, 80), pytest.param(0.3, 0.4, 220, marks=pytest.mark.slow)],
+    ("f", "damping", "share", "rounds"),
+    [
+        (SAME, 0.5, 1.0, 60),
+        (MIXED, 0.5, 1.0, 60),
+        (MIXED, 1.0, 0.5, 80),
+        pytest.param(SAME, 1.0, 0.5, 80, marks=pytest.mark.slow),
+        pytest.param(SAME, 0.3, 0.4, 220, marks=pytest.mark.slow),
+        pytest.param(MIXED, 0.3, 0.4, 220, marks=pytest.mark.slow),
+    ],
 )
 def test_damping_and_absence_do_not_change_the_fixed_point(f, damping, share, rounds):
     want = fixed_point(tuple(f))

@@ -36,9 +36,8 @@ from bayflower.tree import stack
     ids=lambda p: "-".join(map(str, p.values())) if isinstance(p, dict) else p,
 )
 def test_loop_and_fused_agree(settings, model):
-    prepared = small_prepared(
-        "metavd", model=model, rounds=3, fraction_train=0.6, **{**SETTINGS, **settings}
-    )
+    few = {"rounds": 3, "fraction_train": 0.6, "keep": 0.15, "new_client_epochs": 1}
+    prepared = small_prepared("metavd", model=model, **{**SETTINGS, **few, **settings})
     loop, fused = (
         run(prepared.run, prepared.federation, prepared.halves) for run in (run_loop, run_fused)
     )

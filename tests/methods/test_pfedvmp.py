@@ -28,6 +28,7 @@ CHOSEN = {
     "lr": 0.05,
     "momentum": 0.5,
     "dtype": "float64",
+    "keep": 0.15,
 }
 
 

@@ -32,7 +32,8 @@ class Both(NamedTuple):
 
 
 def both(method: str, **settings: Any) -> Both:
-    prepared = small_prepared(method, optimizer="sgd", lr=LR, dtype="float64", **settings)
+    usual = {"optimizer": "sgd", "lr": LR, "dtype": "float64", "keep": 0.15}
+    prepared = small_prepared(method, **{**usual, **settings})
     data = prepared.federation.clients[:3]
     samples = {
         one.client: solo.samples(one, torch.device("cpu"), torch.float64).train for one in data

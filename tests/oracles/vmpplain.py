@@ -96,13 +96,14 @@ class Oracle:
             "purpose": purpose,
             "coupled": self.model.coupled,
         }
+        pull = self.weight() if self.centroids else 0.0
         for (rows,) in batches.plan(len(y), self.training.phase("local"), **keys):
             z = module.base(x[rows])
             loss = nn.functional.cross_entropy(module.head(z), y[rows])
             for i, row in enumerate(rows):
                 if int(y[row]) in self.centroids:
                     distance = (z[i] - torch.as_tensor(self.centroids[int(y[row])])) ** 2
-                    loss = loss + self.weight() * distance.sum() / z.shape[1] / len(rows)
+                    loss = loss + pull * distance.sum() / z.shape[1] / len(rows)
             stepper.zero_grad()
             loss.backward()
             stepper.step()

@@ -206,6 +206,8 @@ SHAPED = {
     "dtype": "float64",
     "label_smoothing": 0.1,
     "rounds": 2,
+    "keep": 0.15,
+    "new_client_epochs": 1,
 }
 
 

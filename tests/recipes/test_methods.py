@@ -38,11 +38,13 @@ LEFT_OUT = {  # what a method refuses
     "feddc": {"schedule": "constant", "warmup_rounds": 0, "local_schedule": "constant"},
     "fedpa": {"local_schedule": "constant"},
 }
+FEW = {"keep": 0.15, "new_client_epochs": 1}  # a few steps
 FIVE = ("fedavg", "fedmap", "metavd", "pfedvmp", "scaffold")
 
 
 def recipe(method: str, **changes) -> dict:
-    return {**WHOLE, **LEFT_OUT.get(method, {}), "dtype": "float64", "rounds": 2, **changes}
+    usual = {**FEW, **WHOLE, **LEFT_OUT.get(method, {}), "dtype": "float64", "rounds": 2}
+    return {**usual, **changes}
 
 
 @pytest.mark.parametrize("method", some(sorted(METHODS), FIVE))
@@ -90,7 +92,8 @@ def test_every_method_honours_or_refuses_each_part(method):
     """One round of one client alone, with each part of the recipe, moves elsewhere than without."""
 
     def trained(**changes):
-        prepared = small_prepared(method, dtype="float64", optimizer="sgd", lr=0.05, **changes)
+        usual = {**FEW, "local_epochs": 1, "dtype": "float64", "optimizer": "sgd", "lr": 0.05}
+        prepared = small_prepared(method, **{**usual, **changes})
         server, half, _, initial = prepared.halves
         data = prepared.federation.clients[0]
         broadcast = server.broadcast(server.init(*initial, (data.client,)), data.client)

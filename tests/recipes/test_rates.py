@@ -217,6 +217,8 @@ RATES = {
     "warmup_steps": 2,
     "rounds": 3,
     "dtype": "float64",
+    "keep": 0.15,
+    "new_client_epochs": 1,
 }
 
 

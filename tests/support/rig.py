@@ -10,13 +10,14 @@ from bayflower.flower import records
 from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy
 
 VICTIM = 2
+FEW = {"keep": 0.15, "local_epochs": 1, "new_clients": 0}  # two or three steps for each client
 
 
 class Rig:
     """A strategy on a grid in which a reply can be tampered with."""
 
     def __init__(self, method: str = "fedmap", tamper=None, members=None, **settings) -> None:
-        self.prepared = small_prepared(method, new_clients=0, **settings)
+        self.prepared = small_prepared(method, **{**FEW, **settings})
         run, federation, halves = self.prepared.run, self.prepared.federation, self.prepared.halves
         app = federation_app(run, federation, halves, MemoryStore())
         self.seen: list[Message] = []
