@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from torch import Tensor
 NUM_BINS = 10
 SCORE_BINS = 50  # of the probability of the second of two classes: a threshold every 0.02
 GRID = 2.0**32
+Sums = TypeVar("Sums", bound=tuple[Tensor, ...])
 LARGEST_NLL = 709.0  # of one sample: −log of the smallest normal float64
 
 
@@ -100,9 +101,9 @@ def possible(t: Tally) -> bool:
     )
 
 
-def add(a: Tally, b: Tally) -> Tally:
-    """Return the tally of both sets of samples."""
-    return Tally(*(x + y for x, y in zip(a, b, strict=True)))
+def add(a: Sums, b: Sums) -> Sums:
+    """Return the tally of both sets of samples: of a Tally, or of another task's sums."""
+    return type(a)(*(x + y for x, y in zip(a, b, strict=True)))
 
 
 def tally(probs: Tensor, y: Tensor, mask: Tensor) -> Tally:

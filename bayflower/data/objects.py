@@ -132,7 +132,13 @@ def part_of(given: Any, what: str, how: Reading) -> Part:
     if is_pair(given):
         x, y = (array(one, what) for one in given)
     elif isinstance(given, (torch_data.Dataset, torch_data.DataLoader)):
-        x, y = (one.numpy() for one in loaders.read(same_each_time(given, what), what))
+        inputs, labels = loaders.read(same_each_time(given, what), what)
+        if not isinstance(inputs, torch.Tensor):
+            raise ConfigError(
+                f"{what} has several inputs a sample; from Python give one tensor, or use "
+                "make_client_app, which takes networks with several inputs"
+            )
+        x, y = inputs.numpy(), labels.numpy()
     else:
         raise ConfigError(f"{what} of type {type(given).__name__} cannot be read; give {FORMS}")
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
