@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NEXT := $(addprefix flower/test_,exchange.py strategy.py hooks.py roster.py plug.py remote.py) deploy/test_gate.py
 unexport PYTHONDONTWRITEBYTECODE # tests start many processes: none should compile the package again
 
-.PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean soak flower-all deployed
+.PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean soak flower-all flower-next deployed
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
 	@echo "make test    style, types and tests (about ten minutes on two cores)"
@@ -16,6 +17,7 @@ help:
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make deployed  bayflower deploy as processes over TLS, a Ray cluster, the examples in a fresh environment (about ten minutes)"
 	@echo "make flower-all  every method in Flower's simulation and as processes, with the bits of the loop (about ten minutes)"
+	@echo "make flower-next  the same strategies, messages and gate under the newest Flower that is supported (minutes)"
 	@echo "make hostile ten thousand mutated replies against every strategy (minutes)"
 	@echo "make soak    five hundred rounds with flat memory (minutes)"
 	@echo "make clean   remove the environment and caches"
@@ -41,6 +43,12 @@ test-all: test slow
 
 flower: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py tests/flower/test_flower_faults.py -m flower -n 2 --dist worksteal $(CHOSEN)
+
+# without its dependencies: the certifi that it asks for is not on every package index
+flower-next: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/next flwr==1.42.0
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(VENV)/next $(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix tests/,$(NEXT))
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(VENV)/next $(BIN)/python -m pytest -m flower tests/flower/test_flower.py -k as_a_user_types_it
 
 deployed: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py tests/cli/test_docs.py -m flower
