@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, some
 from flwr.app import ConfigRecord, MetricRecord
 from smallapp import CLIENTS, Small, app, grid, initial, make
 from torch import nn
@@ -210,7 +210,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("method", OWN)
+@pytest.mark.parametrize("method", some(list(OWN), ["FedPer"]))
 def test_evaluate_fn_gets_a_network_that_loads(method, tmp_path, caplog):
     """Every array is there; what the method shares is what the server has, tied weights alike; what
     it keeps on the clients is initial, and a warning names it.
