@@ -22,6 +22,7 @@ from ..fused.run import SMALL_MODEL
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.halves import Halves
+from ..stacked.shaped import losing, shape
 from ..tree import digest, map_tree, stack, take, to
 from . import calibrating, client, plug, records
 from .calls import Call
@@ -44,6 +45,7 @@ class Seat:
     def __init__(self, message: Message, head: dict[str, Any], site: Site, work: Reply) -> None:
         self.message, self.head, self.site, self.work = message, head, site, work
         self.ready: Any = None  # what its reply is made of; None = the client answers alone
+        self.own = shape().own  # the app's own loss, which holds in the client's call
 
     def reply(self) -> RecordDict:
         """Return the content of the client's reply."""
@@ -113,10 +115,12 @@ class Crew:
                 continue
             names = ("method", "instructions", "seed", "run", "round", "purpose", "evaluate")
             key = (seat.message.metadata.message_type, *(str(seat.head[name]) for name in names))
-            groups.setdefault((*key, seat.site.new, seat.site.data.train.x.device), []).append(seat)
+            more = (seat.site.new, seat.site.data.train.x.device, id(seat.own))
+            groups.setdefault((*key, *more), []).append(seat)
         for (kind, *_), seats in groups.items():
             try:
-                self.answer(seats, kind == MessageType.TRAIN)
+                with losing(seats[0].own):
+                    self.answer(seats, kind == MessageType.TRAIN)
             except Exception as error:
                 log.debug("clients could not be worked on together", exc_info=True)
                 reason = " ".join(str(error).split())[:200] or type(error).__name__

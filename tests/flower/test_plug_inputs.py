@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from bayflower import load_personal, strategies
 from bayflower.clients import Plug
 from bayflower.errors import BayflowerError, ConfigError
+from bayflower.flower.fusing import FusedGrid
+from bayflower.flower.loop import InProcessGrid, contexts
 from bayflower.networks.several import Layout
 
 
@@ -221,6 +223,30 @@ def test_two_losses_are_refused(tmp_path):
     odd = app("fedmap", tmp_path, loss=lambda logits, y: logits)
     with pytest.raises(BayflowerError, match=r"loss returned shape \(8, 3\) for 8 samples"):
         run(odd, strategies.FedMAP, Small)
+
+
+def test_a_loss_of_ones_own_holds_for_stacked_clients_too(tmp_path):
+    """`bayflower try APP --engine fused`: the numbers of the loop; a loss without a number for each
+    sample runs one by one.
+    """
+    found = {}
+    for name, kind, loss in (
+        ("loop", InProcessGrid, focal),
+        ("fused", FusedGrid, focal),
+        ("plain", FusedGrid, None),
+        ("mean", FusedGrid, nn.CrossEntropyLoss()),
+    ):
+        where = kind(app("fedmap", tmp_path / name, loss=loss), contexts(range(CLIENTS)))
+        strategy = make(strategies.FedMAP, run=name)
+        strategy.start(where, initial(), num_rounds=2)
+        assert strategy.faults == []
+        found[name] = strategy.state.params["head.weight"]
+        if kind is FusedGrid:
+            assert any("number a sample" in one for one in where.crew.remarks) == (name == "mean")
+            where.close()
+    torch.testing.assert_close(found["fused"], found["loop"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["plain"], found["mean"], rtol=1e-5, atol=1e-6)
+    assert (found["fused"] - found["plain"]).abs().max() > 1e-3
 
 
 # -- training loops of one's own ---------------------------------------------------------------
