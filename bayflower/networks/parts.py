@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +39,8 @@ def unflattened(module: nn.Module) -> nn.Module:
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters = nothing  # type: ignore[method-assign]
+            # cuDNN lays such weights out in every pass, and says so
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contig")
     return module
 
 

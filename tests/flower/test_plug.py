@@ -186,7 +186,8 @@ class Hidden(nn.Module):
         self.h = torch.zeros(1, 8)
 
     def forward(self, x):
-        self.h = self.cell(x.flatten(1), self.h.expand(len(x), 8)).detach()[:1]
+        before = self.h.to(x.device).expand(len(x), 8)  # a plain tensor stays on the CPU
+        self.h = self.cell(x.flatten(1), before).detach()[:1]
         return self.fc(self.h).expand(len(x), 3)
 
 

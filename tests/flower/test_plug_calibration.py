@@ -48,7 +48,8 @@ def told(rule: Rule | None):
 
 
 def site(data, rule: Rule | None, client: int = 0):
-    return Plug("fedmap", model=Net, data=data).site(contexts([client])[0], told(rule))
+    plug = Plug("fedmap", model=Net, data=data, device="cpu")
+    return plug.site(contexts([client])[0], told(rule))
 
 
 def by_hand(context):

@@ -251,7 +251,7 @@ def test_a_loss_of_ones_own_holds_for_stacked_clients_too(tmp_path):
 
 # -- training loops of one's own ---------------------------------------------------------------
 def own_loop(method: str, state, train, model=Small, source=data) -> ClientApp:
-    plug = Plug(method, model=model, data=source, state=state, export=())
+    plug = Plug(method, model=model, data=source, state=state, export=(), device="cpu")
     made = ClientApp()
     made.query()(plug.query)
     made.evaluate()(plug.evaluate)

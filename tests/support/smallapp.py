@@ -30,7 +30,8 @@ def data(context):
 
 def app(method: str, state, model=Small, **options):
     return make_client_app(
-        method, **{"model": model, "data": data, "state": state, "export": (), **options}
+        method,
+        **{"model": model, "data": data, "state": state, "export": (), "device": "cpu", **options},
     )
 
 
