@@ -28,7 +28,14 @@ except ImportError:  # Windows
     fcntl = None
 
 RESULT = "result.json"
-WRITTEN = (RESULT, checkpoint.FILE, "status.json", "metrics.prom", "calibration.safetensors")
+WRITTEN = (
+    RESULT,
+    checkpoint.FILE,
+    "status.json",
+    "metrics.prom",
+    "calibration.safetensors",
+    "stopping.json",
+)
 # settings that say where and how a run is computed; its results do not depend on them
 ELSEWHERE = {
     "device",
