@@ -33,6 +33,7 @@ torch.set_num_threads(1)  # small tensors: a second thread only gets in the way 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"  # real data sets, if any
 DEADLINE = time.monotonic() + float(os.environ.get("BAYFLOWER_SLOW_SECONDS", "inf"))
 NEEDED = {"fedbn": {"model": "mlp-bn"}}  # what a method needs to be itself
+FEWER = {"fedpa": {"num_samples": 2, "sample_steps": 3}}  # steps that only take time
 # methods with states or normalisation layers of their own kind: `make test` has them on both
 # networks where the others are on one, and `make test-all` all of them on both
 BOTH = {"fedbn", "fedbps", "fedmap", "fednp", "metavd", "pfedvmp"}
@@ -90,7 +91,8 @@ def loggers():
 
 def small(method: str, **changes: Any) -> Run:
     """Return a run of a few seconds."""
-    return parse(method, {**SMALL, **NEEDED.get(method, {}), "device": "cpu", **changes})
+    own = {**NEEDED.get(method, {}), **FEWER.get(method, {})}
+    return parse(method, {**SMALL, **own, "device": "cpu", **changes})
 
 
 def small_prepared(method: str, engine: str = "loop", **changes: Any) -> Prepared:

@@ -2,7 +2,8 @@
 run, page by page, in order.
 
 The convention. In ```bash blocks, lines that start with "bayflower " are run as they stand, with
-this environment's Python; other lines (make, pip) are what CI does on a clean checkout. ```python
+this environment's Python (README.md in the default run with less work, see LESS); other lines
+(make, pip) are what CI does on a clean checkout. ```python
 blocks are run in a namespace of their own, in the same folder as the commands of their page. A
 Python block whose first line is a comment with a path is a file of the example in
 docs/add-a-method.md: its test, the contract's promises and the engines' agreement are run on it.

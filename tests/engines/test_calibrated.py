@@ -331,13 +331,14 @@ def test_a_client_fits_its_posteriors_once_for_all_requests(monkeypatch) -> None
     monkeypatch.setattr(uncertain, "fit_alone", counted("fit", uncertain.fit_alone))
     monkeypatch.setattr(uncertain, "hold_alone", counted("hold", uncertain.hold_alone))
     monkeypatch.setattr(calibrating, "MEMORY", calibrating.Memory(2**25))
-    found = execute(small_prepared("fedavg", "loop", **ON)).calibrated
+    few = {**ON, "num_clients": 2, "new_clients": 1, "rounds": 1, "keep": 0.2}
+    found = execute(small_prepared("fedavg", "loop", **few)).calibrated
     clients = len(found.clients) + len(found.new_clients)
     assert counts == {"fit": clients, "hold": clients}
     assert not calibrating.MEMORY.begun  # nothing is left
     # without room everything is made again, with the same bits
     monkeypatch.setattr(calibrating, "MEMORY", calibrating.Memory(0))
-    again = execute(small_prepared("fedavg", "loop", **ON)).calibrated
+    again = execute(small_prepared("fedavg", "loop", **few)).calibrated
     assert counts["fit"] == 4 * clients
     for name, leaf in numbers(found).items():
         assert torch.equal(leaf, numbers(again)[name]), name

@@ -6,11 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BOTH, NEEDED, PEACE, cases, small_prepared, some, whole_run
+from conftest import BOTH, NEEDED, PEACE, cases, small_prepared, whole_run
 from test_contract import NAMES, bench_of
 
 from bayflower.methods import METHODS, ROWS
 from bayflower.testing import runs
+
+REPEATED = {*((name, "fused") for name in (*BOTH, "fedavg")), ("fedavg", "loop")}
 
 
 @pytest.mark.parametrize("case", cases("mlp-bn"))
@@ -23,8 +25,15 @@ def test_a_fast_total_is_the_exact_sum(case):
 
 # a run that goes on from its file, below, repeats the run left in peace too; the scope puts tests
 # of one method side by side, so that they share it
-@pytest.mark.parametrize("engine", ["fused", "loop"], scope="module")
-@pytest.mark.parametrize("method", some(NAMES, {*BOTH, "fedavg"}), scope="module")
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [
+        pytest.param(name, engine, marks=() if (name, engine) in REPEATED else pytest.mark.slow)
+        for name in NAMES
+        for engine in ("fused", "loop")
+    ],
+    scope="module",
+)
 def test_runs_repeat_to_the_bit(method, engine):
     """The same seed gives the same bits, another seed others."""
     runs.check_repeats(
