@@ -5,6 +5,8 @@ several.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +21,7 @@ from .options import (
     Dataset,
     Engine,
     MaxFused,
+    MLflowTarget,
     ModelName,
     Overwrite,
     Port,
@@ -28,12 +31,16 @@ from .options import (
     Sets,
     SiteColumn,
     Target,
+    TensorBoardFiles,
     Test,
     Verbose,
+    WandbProject,
 )
+from .run import wanted
 from .terminal import bars, quiet_logs, values
 
 if TYPE_CHECKING:
+    from ..files.trackers import Wanted
     from ..study.plan import Planned, Study
 
 Jobs = Annotated[
@@ -79,6 +86,9 @@ def compare(
         Path | None,
         typer.Option(help="ray and deployment: folder of the Flower app [the installed package]"),
     ] = None,
+    tensorboard: TensorBoardFiles = False,
+    mlflow: MLflowTarget = "",
+    wandb: WandbProject = "",
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -106,7 +116,8 @@ def compare(
     )
     first = int(given.pop("seed", 0)) if seed is None else seed
     study = Study(of_methods(methods, given), seeds_of(seeds, first), out, engine, jobs or 0)
-    done = carried_out(study, overwrite, port, app, as_json)
+    trackers = wanted(tensorboard, mlflow, wandb, out.name)
+    done = carried_out(study, overwrite, port, app, as_json, trackers)
     if as_json:
         print(json.dumps([result for _, result in done]))
         return
@@ -143,7 +154,12 @@ def study(
 
 
 def carried_out(
-    study: Study, overwrite: bool, port: int, app: Path | None, hidden: bool
+    study: Study,
+    overwrite: bool,
+    port: int,
+    app: Path | None,
+    hidden: bool,
+    trackers: Wanted | None = None,
 ) -> list[tuple[Planned, dict[str, Any]]]:
     """Do the missing runs with bars or lines of progress; return all runs with their results."""
     from ..study.runs import carry_out
@@ -151,12 +167,37 @@ def carried_out(
     return carry_out(
         study,
         say=(lambda text: None) if hidden else (lambda text: print(text, flush=True)),
-        watch=lambda rounds: bars(rounds, hidden),
+        watch=lambda rounds: watching(rounds, study, trackers, hidden),
         overwrite=overwrite,
         port=port,
         app=app.resolve() if app else None,
         announce=lambda prepared: announce(prepared, hidden),
+        words=trackers.words() if trackers else (),
     )
+
+
+@contextmanager
+def watching(
+    rounds: dict[str, int], study: Study, trackers: Wanted | None, hidden: bool
+) -> Iterator[Callable[[str, list[Any]], None]]:
+    """Give a progress function of (title, records) with bars, and each run's trackers."""
+    from ..files.trackers import tracked
+    from ..study.plan import planned
+    from ..study.runs import title
+
+    with bars(rounds, hidden) as progress, ExitStack() as stack:
+        tracks: dict[str, Callable[[list[Any]], None]] = {}
+        for one in planned(study) if trackers else ():
+            if trackers and title(one) in rounds:
+                more = tracked(trackers, one.run, study.engine, one.folder)
+                tracks[title(one)] = stack.enter_context(more)
+
+        def see(name: str, records: list[Any]) -> None:
+            progress(name, records)
+            if name in tracks:
+                tracks[name](records)
+
+        yield see
 
 
 def show(done: list[tuple[Planned, dict[str, Any]]], study: Study) -> None:

@@ -106,6 +106,26 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="print the log")]
 DataDir = Annotated[str, typer.Option(help="folder of the data sets, e.g. DATA_DIR/cifar10.npz")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto = a GPU if there is one")]
 
+TensorBoardFiles = Annotated[
+    bool, typer.Option("--tensorboard", help="write each round's numbers to OUT/tensorboard")
+]
+MLflowTarget = Annotated[
+    str,
+    typer.Option(
+        "--mlflow",
+        metavar="URI|FOLDER",
+        help="track in MLflow: a tracking URI, or a folder for a database of its own",
+    ),
+]
+WandbProject = Annotated[
+    str,
+    typer.Option(
+        "--wandb",
+        metavar="PROJECT",
+        help="track in Weights & Biases; WANDB_MODE=offline keeps the run on this machine",
+    ),
+]
+
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="replace a run that is in the folder already")
 ]

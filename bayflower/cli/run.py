@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from .options import (
     Dataset,
     Engine,
     MaxFused,
+    MLflowTarget,
     ModelName,
     Overwrite,
     Port,
@@ -28,13 +29,16 @@ from .options import (
     Sets,
     SiteColumn,
     Target,
+    TensorBoardFiles,
     Test,
     Verbose,
+    WandbProject,
 )
 from .terminal import bar, quiet_logs, values
 
 if TYPE_CHECKING:
     from ..engines import Prepared
+    from ..files.trackers import Wanted
 
 OPTIONS = {
     "dataset": "--dataset",
@@ -82,9 +86,10 @@ def run(
     ] = False,
     overwrite: Overwrite = False,
     port: Port = 0,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="write each round's numbers to OUT/tensorboard")
-    ] = False,
+    tensorboard: TensorBoardFiles = False,
+    mlflow: MLflowTarget = "",
+    wandb: WandbProject = "",
+    track_group: Annotated[str, typer.Option(hidden=True)] = "",
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -111,6 +116,7 @@ def run(
         max_fused=max_fused,
         preset=preset,
     )
+    trackers = wanted(tensorboard, mlflow, wandb, track_group)
     chosen = parse(method, given)
     folder = out or place.usual_folder(chosen, engine)
     result = carried_out(
@@ -119,7 +125,7 @@ def run(
             given=given,
             engine=engine,
             folder=folder,
-            watch=lambda prepared: watching(prepared, folder, tensorboard, as_json),
+            watch=lambda prepared: watching(prepared, folder, trackers, as_json),
             refuse=lambda: place.check_free(folder, chosen, engine, command(method, given, engine)),
             announce=lambda prepared: announce(prepared, as_json),
             resume=resume,
@@ -143,15 +149,32 @@ def run(
 
 @contextmanager
 def watching(
-    prepared: Prepared, folder: Path, tensorboard: bool, hidden: bool
+    prepared: Prepared, folder: Path, trackers: Wanted, hidden: bool
 ) -> Iterator[Callable[[list[Any]], None]]:
-    """Give a progress function with a bar and, if asked for, TensorBoard's files."""
-    from ..files.tracking import TensorBoard, each_round, together
+    """Give a progress function with a bar and the trackers that are asked for."""
+    from ..files.trackers import tracked
+    from ..files.tracking import together
 
-    tracker = TensorBoard(folder / "tensorboard") if tensorboard else nullcontext()
     title = table.get(prepared.run.method).title
-    with tracker as track, bar(prepared.run.settings.rounds, title, hidden) as progress:
-        yield progress if track is None else together(progress, each_round(track))
+    with (
+        tracked(trackers, prepared.run, prepared.engine, folder) as track,
+        bar(prepared.run.settings.rounds, title, hidden) as progress,
+    ):
+        yield together(progress, track)
+
+
+def wanted(tensorboard: bool, mlflow: str, wandb: str, group: str = "") -> Wanted:
+    """Return the trackers that are asked for; raise if one cannot be used."""
+    from ..files.trackers import Wanted
+
+    def write(run: Path, file: Path) -> None:
+        from ..report import write_report
+
+        write_report([run], file, "none")
+
+    found = Wanted(tensorboard, mlflow, wandb, group, write)
+    found.check()
+    return found
 
 
 def command(method: str, given: dict[str, Any], engine: str) -> list[str]:

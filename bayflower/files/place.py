@@ -29,12 +29,8 @@ except ImportError:  # Windows
 
 RESULT = "result.json"
 WRITTEN = (
-    RESULT,
-    checkpoint.FILE,
-    "status.json",
-    "metrics.prom",
-    "calibration.safetensors",
-    "stopping.json",
+    *(RESULT, checkpoint.FILE, "status.json", "metrics.prom", "calibration.safetensors"),
+    *("stopping.json", "trackers.json"),
 )
 # settings that say where and how a run is computed; its results do not depend on them
 ELSEWHERE = {

@@ -68,9 +68,11 @@ def carry_out(
     port: int = 0,
     app: Path | None = None,
     announce: Callable[[Prepared], None] = lambda prepared: None,
+    words: Sequence[str] = (),
 ) -> list[tuple[Planned, dict[str, Any]]]:
     """Do the missing runs of a study; return all its runs with the contents of their result.json.
     With `overwrite` all of its runs are done again. `announce` is told the first run that is ready.
+    `words` are options of `bayflower run` for runs in processes of their own.
     """
     plan = planned(study)
     if overwrite:
@@ -90,7 +92,7 @@ def carry_out(
         under_flower(study, missing, ready, watch, port, app)
     elif jobs > 1:
         say(f"{len(missing)} runs, {jobs} at a time")
-        side_by_side(missing, study.engine, jobs, say)
+        side_by_side(missing, study.engine, jobs, say, words)
     else:
         in_turn(missing, study.engine, ready, watch, say)
     return [(one, json.loads((one.folder / place.RESULT).read_text())) for one in plan]
@@ -161,7 +163,9 @@ def text_of(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def side_by_side(missing: Sequence[Planned], engine: str, jobs: int, say: Say) -> None:
+def side_by_side(
+    missing: Sequence[Planned], engine: str, jobs: int, say: Say, words: Sequence[str] = ()
+) -> None:
     """Run up to `jobs` processes at a time; they end with this one. The first failure ends all."""
     waiting, done, began = list(missing), 0, time.monotonic()
     active: list[tuple[Planned, subprocess.Popen[bytes], Any]] = []
@@ -172,7 +176,7 @@ def side_by_side(missing: Sequence[Planned], engine: str, jobs: int, say: Say) -
                 if is_done(one):  # by another process, meanwhile
                     done += 1
                 else:
-                    active.append((one, *start(one, engine)))
+                    active.append((one, *start(one, engine, words)))
             time.sleep(POLL_SECONDS)
             for item in [item for item in active if item[1].poll() is not None]:
                 active.remove(item)
@@ -197,11 +201,13 @@ def side_by_side(missing: Sequence[Planned], engine: str, jobs: int, say: Say) -
             errors.close()
 
 
-def start(one: Planned, engine: str) -> tuple[subprocess.Popen[bytes], Any]:
+def start(
+    one: Planned, engine: str, words: Sequence[str] = ()
+) -> tuple[subprocess.Popen[bytes], Any]:
     """Return the process of one run and the file of its errors."""
     errors = tempfile.TemporaryFile()  # noqa: SIM115 (read when the process has ended)
     process = subprocess.Popen(
-        command(one, engine),
+        [*command(one, engine), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", **handed_on([one.entry.method])},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
