@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from .network import Ready
 
 log = logging.getLogger("bayflower")
 CLOSE = 1e-5  # by which probabilities may differ
+PLAIN = (bool, int, float, str, tuple, list, type(None))  # attributes that tracing may write down
+TRACED: dict[str, Any] = {}  # the last program that was traced, by its module's form
 EDGE = 1e-4  # classes whose probability is as near to the edge of a set may fall on either side
 
 
@@ -33,20 +36,13 @@ class Program(nn.Module):
         self.ready = ready
         first = next(ready.network.parameters(), torch.zeros(()))
         self.dtype = first.dtype
-        self.graph: Any = None
+        self.graph: Any = None  # the module as torch.export has it
 
     def forward(self, x: Tensor) -> Tensors:
         return {
             name: value.to(self.dtype) if value.is_floating_point() else value
             for name, value in self.ready(x).items()
         }
-
-    def traced(self, example: Tensor) -> Any:
-        """Return this module as torch.export has it; traced once for all kinds of files."""
-        if self.graph is None:
-            batch = torch.export.Dim("batch", min=1)
-            self.graph = torch.export.export(self, (example,), dynamic_shapes=({0: batch},))
-        return self.graph
 
 
 def exported(path: Path, made: Program, example: Tensor, kind: str) -> str:
@@ -62,14 +58,22 @@ def exported(path: Path, made: Program, example: Tensor, kind: str) -> str:
             warnings.simplefilter("ignore")  # torch's own, about its own future
             # fixed draws are made here once, outside of tracing
             want = [made(example[:size]) for size in (1, len(example))]
-            program = made.traced(example)
-            if kind == "pt2":
-                torch.export.save(program, part)
-                run: Any = torch.export.load(part).module()
-            else:
-                run = to_onnx(part, program, list(want[0]))
-            for one in want:
-                check(run(example[: len(one["doubt"])]), one, made.ready)
+            failed: BayflowerError | None = None
+            for program in traced(made, example):
+                if kind == "pt2":
+                    torch.export.save(program, part)
+                    run: Any = torch.export.load(part).module()
+                else:
+                    run = to_onnx(part, program, list(want[0]))
+                try:
+                    for one in want:
+                        check(run(example[: len(one["doubt"])]), one, made.ready)
+                    failed = None
+                    break
+                except BayflowerError as error:
+                    failed = error
+            if failed is not None:
+                raise failed
         part.replace(path)
     except ImportError as error:
         return f"not written: {error.name} is not installed; pip install 'bayflower[onnx]'"
@@ -81,6 +85,45 @@ def exported(path: Path, made: Program, example: Tensor, kind: str) -> str:
     finally:
         part.unlink(missing_ok=True)
     return path.name
+
+
+def traced(made: Program, example: Tensor) -> Iterator[Any]:
+    """Yield the program of a module: first that of the last module, with these numbers, if both
+    have the same form; then one that is traced now. Tracing takes most of the time, and the clients
+    of a run differ in numbers only. All kinds of files of a module share one program.
+    """
+    if made.graph is not None:
+        yield made.graph
+        return
+    key, numbers = form(made, example), made.state_dict(keep_vars=True)
+    known = TRACED.get(key) if key is not None else None
+    if known is not None and set(known.state_dict) <= set(numbers):
+        known.state_dict.update({name: numbers[name] for name in known.state_dict})
+        made.graph = known
+        yield known
+    batch = torch.export.Dim("batch", min=1)
+    made.graph = None  # no part of what is traced
+    program = torch.export.export(made, (example,), dynamic_shapes=({0: batch},))
+    TRACED.clear()
+    if key is not None:
+        TRACED[key] = program
+    made.graph = program
+    yield program
+
+
+def form(made: Program, example: Tensor) -> str | None:
+    """Return everything of a module but its numbers, as a text; None if a program would hold
+    numbers that are no part of the module's state.
+    """
+    if made.ready.drawn:
+        return None
+    parts: list[Any] = [(tuple(example.shape[1:]), example.dtype, repr(made))]
+    for path, module in made.named_modules():
+        own = {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
+        parts.append((path, type(module), sorted(own.items())))
+    for name, value in made.state_dict().items():
+        parts.append((name, tuple(value.shape), value.dtype))
+    return repr((parts, sorted(made.ready.parts)))
 
 
 def check(got: Tensors, want: Tensors, ready: Ready) -> None:
