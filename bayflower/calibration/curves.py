@@ -4,16 +4,20 @@ A *form* of a model is the point (its weights as they are) or one of its posteri
 predictive of a posterior at scale s is the mean of softmax(f + s·d) over offsets d of the logits f,
 so s = 0 is the point and s = 1 the posterior as it was fitted. Calibrated it is
 
-    p = (1 − e) softmax(log p / T + h·b) + e / K
+    p = (1 − e) softmax(log p / T + r (1 − 1/T) m + h·b) + e / K
 
 with a temperature T, a share h of the bias b, which moves the mean prediction towards the classes
 that the client's training data have, and e = 0.5 / (n + STRENGTH + 1) for n held-out samples: what
 Jeffreys' rule gives an event that as many samples did not show. The bias is one step towards the
 wanted mean, and often too short: a model that is sure of most samples nearly has that mean, while
-its samples between two classes need more. So shares go up to 2.
+its samples between two classes need more. So shares go up to 2. With r = 0 a high temperature makes
+all classes even, and a rare class too likely. With r = 1 it leads to the model's own mean
+prediction, whose logarithm is m.
 
     raw[form, 0] = Σ over held-out samples of l = −log p_y, uncalibrated; raw[form, 1] = Σ (l − l of
-    the point)²;     table[form, h, T] = Σ l, calibrated;        in units of 2^-20, as whole numbers
+    the point)²;   table[form, side, T] = Σ l, calibrated;       in units of 2^-20, as whole numbers
+
+A side is a pair of r and h.
 
 A client keeps its own sums by fold (every FOLDS-th sample), so that it can choose without a fold
 and look at that fold with fresh eyes (`without`). What it sends is their sum.
@@ -23,6 +27,10 @@ both: own + STRENGTH · everyone / number of everyone's samples. So a client wit
 the others, and one with many its own. The gate: uncalibrated, a posterior is used only where it is
 better than the point by MARGIN and by one standard error; calibrated, only where it is better than
 the calibrated point by GAIN.
+
+The sums are log-likelihoods. So log T, h and r are their posterior means over the table, with equal
+weights of all sides and a normal prior of log T around 0 with deviation WIDE. The best entry alone
+would follow chance where samples are few. Between two temperatures the table is cubic in log T.
 """
 
 from __future__ import annotations
@@ -36,7 +44,10 @@ from torch import Tensor
 
 SCALES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the posteriors; 0 is the point
 SHARES = (0.0, 0.5, 1.0, 2.0)  # of the bias
+SIDES = tuple((rest, share) for rest in (0.0, 1.0) for share in SHARES)  # older files: the first
 FINEST = 27  # temperatures
+FINER = 8  # places of the posterior between two of them
+WIDE = 2.0  # deviation of the prior of log T
 SMOOTHING = 10.0  # samples that the model's own mean prediction counts for in the bias
 LOWEST, HIGHEST = 0.1, 10.0
 UNIT = 2.0**20
@@ -95,6 +106,21 @@ def bias_of(classes: Tensor, predicted: Tensor) -> Tensor:
     return found - found.mean()
 
 
+def mean_of(predicted: Tensor) -> Tensor:
+    """Return the logarithm (K,) of the mean prediction on a client's training data, less its own
+    mean; one more sample of each class keeps it finite.
+    """
+    found = (predicted + 1).log()
+    return found - found.mean()
+
+
+def offset_of(
+    temperature: Tensor, rest: Tensor | float, share: Tensor | float, bias: Tensor, mean: Tensor
+) -> Tensor:
+    """Return what is added to log p / T: r (1 − 1/T) m + h·b, (…, K) for temperatures (…, 1)."""
+    return rest * (1 - 1 / temperature) * mean + share * bias
+
+
 def doubtful(log_probs: Tensor, floor: Tensor) -> Tensor:
     """Return the log-probabilities mixed with a share `floor` of even ones."""
     share = torch.log(floor / log_probs.shape[-1]).expand_as(log_probs)
@@ -110,11 +136,14 @@ def tables(
     logits: Tensor,
     offsets: Mapping[str, Tensor],
     bias: Tensor,
+    mean: Tensor,
     floor: Tensor,
     y: Tensor,
     mask: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums (raw, table) of some held-out samples by fold, int64; runs under vmap."""
+    heat = temperatures().to(logits.device)[:, None]
+    sides = [offset_of(heat, *side, bias, mean) for side in SIDES]
     every = [log_softmax(logits.double())]
     for delta in offsets.values():
         every += [predictive(logits, scale * delta) for scale in SCALES]
@@ -122,7 +151,7 @@ def tables(
     squares = (losses - losses[0]).square()
     raw = torch.stack([summed(losses, mask), summed(squares, mask)], -2)
     table = torch.stack(
-        [torch.stack([row(one, share * bias, floor, y, mask) for share in SHARES]) for one in every]
+        [torch.stack([row(one, side, floor, y, mask) for side in sides]) for one in every]
     )
     return raw.movedim(-1, 0), table.movedim(-1, 0)
 
@@ -150,10 +179,12 @@ def fold_of(number: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.arange(number, device=device) % FOLDS
 
 
-def row(log_probs: Tensor, bias: Tensor, floor: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Return the summed NLL at every temperature, in units, by fold, int64 (T, FOLDS)."""
+def row(log_probs: Tensor, added: Tensor, floor: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """Return the summed NLL at every temperature, in units, by fold, int64 (T, FOLDS); `added` (T,
+    K) is added to the logits.
+    """
     heat = temperatures().to(log_probs.device)
-    cold = (log_probs[None] / heat[:, None, None] + bias).log_softmax(-1)
+    cold = (log_probs[None] / heat[:, None, None] + added[:, None]).log_softmax(-1)
     return summed(loss(doubtful(cold, floor), y), mask)
 
 
@@ -165,12 +196,14 @@ class Chosen(NamedTuple):
     temperature: float
     share: float  # of the bias
     gate: tuple[str, float]  # posterior and scale
-    # held-out NLL a sample of the client's own: the point, the chosen form, calibrated
+    # held-out NLL a sample of the client's own: the point, the chosen form, calibrated (the mean
+    # over the posterior, which is no smaller)
     point: float | None
     gated: float | None
     calibrated: float | None
     fitted: dict[str, float]  # and of each posterior as it was fitted
     plain: bool = False  # whether doubt is the network's own (trust.py), known after scoring
+    rest: float = 0.0  # r
 
 
 class Sums(NamedTuple):
@@ -178,7 +211,7 @@ class Sums(NamedTuple):
 
     rows: int
     raw: Tensor  # (forms, 2)
-    table: Tensor  # (forms, shares, temperatures)
+    table: Tensor  # (forms, sides, temperatures)
 
 
 def without(every: Sums, part: Sums) -> Sums:
@@ -210,45 +243,47 @@ def choose(own: Sums, total: Sums, posteriors: Sequence[str], how: str) -> Chose
     best = int(lowest_of.argmin())
     if float(lowest_of[0] - lowest_of[best]) < GAIN:
         best = 0
-    floors = curve[best].amin(-1)
-    side = int(floors.argmin())
-    if float(floors[0] - floors[side]) < MARGIN:
-        side = 0
-    heat = lowest(curve[best, side])
+    heat, rest, share, weights = posterior_mean(curve[best] * weight)
     level = own.raw[:, 0].double() / UNIT / max(own.rows, 1)
-    mean = own.table[best, side].double() / UNIT / max(own.rows, 1)
+    mean = finer(own.table[best].double() / UNIT / max(own.rows, 1))
     held = own.rows > 0
     return Chosen(
         *known[best],
         heat,
-        SHARES[side],
+        share,
         known[gate],
         float(level[0]) if held else None,
         float(level[gate]) if held else None,
-        between(mean, heat) if held else None,
+        float((weights * mean).sum()) if held else None,
         {
             name: float(level[place])
             for place, (name, scale) in enumerate(known)
             if scale == 1.0 and held
         },
+        rest=rest,
     )
 
 
-def lowest(curve: Tensor) -> float:
-    """Return the temperature with the lowest NLL: the parabola in log T through the best three."""
-    heat, best = temperatures(), int(curve.argmin())
-    if best in (0, len(curve) - 1):
-        return float(heat[best])
-    left, middle, right = (float(curve[best + shift]) for shift in (-1, 0, 1))
-    bend = left - 2 * middle + right
-    shift = 0.5 * (left - right) / bend if bend > 0 else 0.0
-    return float(heat[best]) * math.exp(shift * math.log(HIGHEST / LOWEST) / (FINEST - 1))
+def posterior_mean(losses: Tensor) -> tuple[float, float, float, Tensor]:
+    """Return (temperature, r, share of the bias, weights) from summed NLL (sides, temperatures):
+    the means over the posterior, of the temperature that of log T. The weights (sides, places) are
+    those of `finer` places.
+    """
+    heat, found = finer(temperatures().log()), finer(losses)
+    unlikely = found + heat.square() / (2 * WIDE**2)
+    weights = torch.softmax(-unlikely.flatten(), 0).reshape(unlikely.shape)
+    sides = torch.tensor(SIDES[: len(losses)], dtype=torch.float64)
+    rest, share = (weights.sum(-1) @ sides).tolist()
+    return math.exp(float((weights * heat).sum())), rest, share, weights
 
 
-def between(curve: Tensor, temperature: float) -> float:
-    """Return the curve at a temperature, linear in log T between the table's."""
-    step = math.log(HIGHEST / LOWEST) / (FINEST - 1)
-    place = math.log(temperature) / step + neutral()
-    low = min(max(int(place), 0), len(curve) - 2)
-    share = min(max(place - low, 0.0), 1.0)
-    return float(curve[low]) * (1 - share) + float(curve[low + 1]) * share
+def finer(curve: Tensor) -> Tensor:
+    """Return curves (…, T) at FINER times as many places, by cubics through four values (Catmull
+    and Rom); beyond both ends they go on straight.
+    """
+    first, last = 2 * curve[..., :1] - curve[..., 1:2], 2 * curve[..., -1:] - curve[..., -2:-1]
+    wide = torch.cat([first, curve, last], -1)
+    a, b, c, d = (wide[..., k : k + curve.shape[-1] - 1, None] for k in range(4))
+    u = torch.arange(FINER, dtype=curve.dtype) / FINER
+    found = b + u / 2 * (c - a + u * (2 * a - 5 * b + 4 * c - d + u * (3 * (b - c) + d - a)))
+    return torch.cat([found.flatten(-2), curve[..., -1:]], -1)

@@ -154,7 +154,7 @@ def as_vector(chosen: Chosen, kinds: Mapping[str, Any]) -> Tensor:
     gate, scale = chosen.gate
     held = [chosen.point, chosen.gated, chosen.calibrated, *(chosen.fitted.get(k) for k in kinds)]
     numbers = [float(names.index(chosen.posterior)), chosen.scale, chosen.temperature]
-    numbers += [chosen.share, float(names.index(gate)), scale, float(chosen.plain)]
+    numbers += [chosen.share, float(names.index(gate)), scale, float(chosen.plain), chosen.rest]
     return torch.tensor(
         [*numbers, *(-1.0 if one is None else one for one in held)], dtype=torch.float64
     )
@@ -163,9 +163,9 @@ def as_vector(chosen: Chosen, kinds: Mapping[str, Any]) -> Tensor:
 def from_vector(vector: Tensor, kinds: Mapping[str, Any]) -> Chosen:
     """Return what a client uses; raise if it cannot be."""
     names = ["", *kinds]
-    if vector.shape != (10 + len(kinds),) or not bool(torch.isfinite(vector).all()):
+    if vector.shape != (11 + len(kinds),) or not bool(torch.isfinite(vector).all()):
         raise WireError("the numbers of what the client uses are missing or not finite")
-    place, scale, temperature, share, gate, gated, plain, *held = vector.tolist()
+    place, scale, temperature, share, gate, gated, plain, rest, *held = vector.tolist()
     if not (
         place in range(len(names))
         and gate in range(len(names))
@@ -173,12 +173,13 @@ def from_vector(vector: Tensor, kinds: Mapping[str, Any]) -> Chosen:
         and 0 < temperature <= 2 * curves.HIGHEST
         and 0 <= share <= max(curves.SHARES)
         and plain in (0, 1)
+        and 0 <= rest <= 1
     ):
         raise WireError("the numbers of what the client uses are impossible")
     known = [None if one < 0 else one for one in held]
     fitted = {name: one for name, one in zip(kinds, known[3:], strict=True) if one is not None}
     use = (names[int(place)], scale, temperature, share, (names[int(gate)], gated))
-    return Chosen(*use, known[0], known[1], known[2], fitted, bool(plain))
+    return Chosen(*use, known[0], known[1], known[2], fitted, bool(plain), rest)
 
 
 # -- the server ------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class Calibrator:
         fits = (
             rows.shape == ()
             and table.ndim == 3
-            and table.shape[1:] == (len(curves.SHARES), curves.FINEST)
+            and table.shape[1:] == (len(curves.SIDES), curves.FINEST)
             and raw.shape == (table.shape[0], 2)
             and (table.shape[0] - 1) % step == 0
             and table.shape[0] <= 1 + step * MOST_POSTERIORS

@@ -14,6 +14,7 @@ from .. import metrics
 from ..calibration import conformal, trust
 from ..rounds.calibrated import TEST, Taken, forms
 from ..rounds.deciding import ALARMS
+from ..rounds.uncertain import affine
 
 ERRORS = 5  # held-out errors, and right predictions, from which measures of doubt are compared
 NOT_CALIBRATED = (
@@ -65,8 +66,9 @@ def block(client: int, taken: Taken, held: dict[str, Tensor] | None, y: Tensor) 
             "how": taken.how,
             "temperature": chosen.temperature,
             "share_of_bias": chosen.share,
+            "rest": chosen.rest,
             "even": float(taken.fitted.floor),  # share of even probabilities
-            "bias": [float(value) for value in chosen.share * taken.fitted.bias],
+            "bias": affine(taken.fitted, taken.choice)[1].tolist(),
         },
         "held_out": {
             "num_examples": one.rows,

@@ -29,6 +29,7 @@ from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.calibrated import TEST, Taken
 from ..rounds.solo import numbers
+from ..rounds.uncertain import affine
 from ..tree import Tensors, to
 from . import card as cards
 from .network import NARROW, Ready
@@ -122,8 +123,7 @@ def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any
         found = {f"posterior/{n}": v for n, v in fitted.posteriors[chosen.posterior].items()}
         extras |= {n: v.float() if n in NARROW else v for n, v in found.items()}
         extras["posterior/scale"] = choice.scales[chosen.posterior]
-    extras["affine/temperature"] = choice.temperature
-    extras["affine/bias"] = choice.share * fitted.bias
+    extras["affine/temperature"], extras["affine/bias"] = affine(fitted, choice)
     extras["affine/floor"] = fitted.floor
     extras["sets/lowest"] = choice.lowest
     if chosen.plain:

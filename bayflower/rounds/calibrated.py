@@ -33,8 +33,8 @@ from .uncertain import (
     settled,
 )
 
-FILE, FORMAT = "calibration.safetensors", "bayflower-calibration-3"
-OLDER = "bayflower-calibration-2"  # the same with fewer shares of the bias
+FILE, FORMAT = "calibration.safetensors", "bayflower-calibration-4"
+OLDER = ("bayflower-calibration-3", "bayflower-calibration-2")  # the same with fewer sides
 TEST = "test"  # the samples as they are; other names are shifts
 SHOWN = ("accuracy", "nll", "ece", "ece_allclass", "worst_client_accuracy")
 
@@ -124,7 +124,7 @@ def load_total(folder: Path) -> Held | None:
     if not path.exists():
         return None
     what = "everyone's sums of calibration"
-    return unflatten(Held, load_tensors(path, FORMAT, what, OLDER)[0])
+    return unflatten(Held, load_tensors(path, FORMAT, what, *OLDER)[0])
 
 
 def block(found: Calibrated, how: str, coverage: float) -> dict[str, Any]:
@@ -218,6 +218,7 @@ def per_client(client: int, one: One, how: str, coverage: float) -> dict[str, An
         "uncalibrated": {"posterior": chosen.gate[0] or None, "scale": chosen.gate[1]},
         "temperature": chosen.temperature,
         "bias": chosen.share,
+        "rest": chosen.rest,
         "doubt": "network" if chosen.plain else "calibrated",
         "held_out_nll": {
             "point": chosen.point,

@@ -24,7 +24,7 @@ class Held(NamedTuple):
 
     rows: Tensor
     raw: Tensor  # (forms, 2), see calibration/curves.py
-    table: Tensor  # (forms, shares, temperatures)
+    table: Tensor  # (forms, sides, temperatures)
     scores: Tensor  # (1 or K, bins), see calibration/conformal.py
     doubts: Tensor  # (2, 2, bins), see calibration/trust.py
 
@@ -42,6 +42,7 @@ class Choice(NamedTuple):
     scales: Tensors  # of every posterior; at most one is above 0
     gate: Tensors  # the same without calibration
     temperature: Tensor
+    rest: Tensor  # whether a high temperature leads to the mean prediction, 0 to 1
     share: Tensor  # of the bias
     lowest: Tensor  # the lowest bin that a set takes in, (1 or K,)
     plain: Tensor  # 1: doubt is the network's own, 0: that of the calibrated probabilities
@@ -63,15 +64,15 @@ def nothing_held(
     return Held(
         torch.zeros((), **blank),
         torch.zeros(forms, 2, **blank),
-        torch.zeros(forms, len(curves.SHARES), curves.FINEST, **blank),
+        torch.zeros(forms, len(curves.SIDES), curves.FINEST, **blank),
         torch.zeros(classes if by_class else 1, conformal.BINS, **blank),
         torch.zeros(2, 2, trust.BINS, **blank),
     )
 
 
 def alike(own: Held, total: Held) -> Held:
-    """Return a client's own sums with the shares of the bias that everyone's have; those of an
-    older file have the first ones only.
+    """Return a client's own sums with the sides that everyone's have; those of an older file have
+    the first ones only.
     """
     return own._replace(table=own.table[..., : total.table.shape[-2], :])
 
@@ -130,6 +131,7 @@ def as_choice(chosen: curves.Chosen, posteriors: tuple[str, ...], groups: int) -
         scales(chosen.posterior, chosen.scale),
         scales(*chosen.gate),
         torch.tensor(chosen.temperature, dtype=torch.float64),
+        torch.tensor(chosen.rest, dtype=torch.float64),
         torch.tensor(chosen.share, dtype=torch.float64),
         torch.zeros(groups, dtype=torch.int64),
         torch.zeros((), dtype=torch.int64),

@@ -63,6 +63,7 @@ class Fitted(NamedTuple):
     posteriors: dict[str, Tensors]
     classes: laplace.Classes | None  # of the client's own training features
     bias: Tensor  # (K,), see calibration/curves.py
+    mean: Tensor  # (K,) the logarithm of the mean prediction
     floor: Tensor  # share of even probabilities
 
 
@@ -129,8 +130,8 @@ class Uncertain:
         self.kinds = {name: (one.kind, one.origin) for name, one in found.items()}
         tensors = {name: one.tensors for name, one in found.items()}
         classes = laplace.class_gaussians(seen) if seen is not None else None
-        bias = curves.bias_of(*labels)
-        return Fitted(params, buffers, tensors, classes, bias, curves.floor_of(rows))
+        bias, mean = curves.bias_of(*labels), curves.mean_of(labels.predicted)
+        return Fitted(params, buffers, tensors, classes, bias, mean, curves.floor_of(rows))
 
     def outputs(self, fitted: Fitted, x: Tensor) -> Outputs:
         """Return what the model says of some samples."""
@@ -154,7 +155,7 @@ class Uncertain:
     def hold(self, fitted: Fitted, batch: Batch) -> Held:
         """Return what a batch of held-out samples adds, by fold; no scores yet."""
         out = self.outputs(fitted, batch.x)
-        scaling = (fitted.bias, fitted.floor)
+        scaling = (fitted.bias, fitted.mean, fitted.floor)
         blank = self.nothing_held(batch.y.device)
         return Held(
             curves.by_fold((batch.mask != 0).long()),
@@ -244,7 +245,8 @@ def mixed(out: Outputs, scales: Tensors) -> Tensor:
 
 def affine(fitted: Fitted, choice: Choice) -> tuple[Tensor, Tensor]:
     """Return (temperature, bias) of a client's affine scaling."""
-    return choice.temperature, choice.share * fitted.bias
+    heat = choice.temperature
+    return heat, curves.offset_of(heat, choice.rest, choice.share, fitted.bias, fitted.mean)
 
 
 def doubts(

@@ -45,7 +45,7 @@ import numpy as np
 
 from ..tree import Shapes
 
-PROTOCOL = 2
+PROTOCOL = 3
 BROADCAST, UPDATE, TALLY, METRICS, HEADER = "broadcast", "update", "tally", "metrics", "bayflower"
 CALIBRATION = "calibration"
 NUM_EXAMPLES, TRAIN_LOSS = "num-examples", "train-loss"

@@ -37,7 +37,7 @@ GARBAGE = {
     "unknown client": (head(client=99), "client 99 is unknown"),
     "client of another kind": (head(client="x"), "is unknown"),
     "another client": (head(client=1), "another node"),
-    "protocol": (head(protocol=0), "protocol must be 2, got 0"),
+    "protocol": (head(protocol=0), "protocol must be 3, got 0"),
     "no update": (drop_record(records.UPDATE), "ArrayRecord 'update' is missing"),
     "no header": (drop_record(records.HEADER), "ConfigRecord 'bayflower' is missing"),
     "loss nan": (set_loss(float("nan")), "train-loss must be a finite"),

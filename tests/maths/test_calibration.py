@@ -30,17 +30,19 @@ def test_a_table_is_the_nll_of_every_form() -> None:
     draw = torch.Generator().manual_seed(5)
     offsets = torch.randn(6, 30, K, generator=draw, dtype=torch.float64)
     floor = curves.floor_of(30)
-    folds = curves.tables(logits, {"one": offsets}, bias, floor, y, torch.ones(30))
+    level = torch.tensor([0.9, 0.2, -0.4, -0.7], dtype=torch.float64)
+    folds = curves.tables(logits, {"one": offsets}, bias, level, floor, y, torch.ones(30))
     raw, found = (part.sum(0) for part in folds)
     forms = curves.forms(["one"])
-    assert found.shape == (len(forms), len(curves.SHARES), curves.FINEST)
+    assert found.shape == (len(forms), len(curves.SIDES), curves.FINEST)
     assert raw.shape == (len(forms), 2)
     point = torch.nn.functional.cross_entropy(logits, y, reduction="none")
     for place in (0, 3, len(forms) - 1):
-        for side, share in enumerate(curves.SHARES):
+        for side, (rest, share) in enumerate(curves.SIDES):
             for at in (0, curves.neutral(), curves.FINEST - 1):
                 probs = torch.stack([(logits + forms[place][1] * o).softmax(-1) for o in offsets])
-                mean = probs.mean(0).log() / curves.temperatures()[at] + share * bias
+                heat = float(curves.temperatures()[at])
+                mean = probs.mean(0).log() / heat + rest * (1 - 1 / heat) * level + share * bias
                 even = (1 - floor) * mean.softmax(-1) + floor / K
                 nll = -even.gather(1, y[:, None]).log().sum()
                 assert float(found[place, side, at]) / curves.UNIT == pytest.approx(
@@ -54,7 +56,7 @@ def test_a_table_is_the_nll_of_every_form() -> None:
 def sums(logits, y, offsets=None) -> curves.Sums:
     """Return the sums of some held-out samples without a bias."""
     bias, floor = torch.zeros(K, dtype=torch.float64), curves.floor_of(len(y))
-    folds = curves.tables(logits, offsets or {}, bias, floor, y, torch.ones(len(y)))
+    folds = curves.tables(logits, offsets or {}, bias, bias, floor, y, torch.ones(len(y)))
     return curves.Sums(len(y), *(part.sum(0) for part in folds))
 
 
@@ -65,7 +67,7 @@ def test_padding_and_numbers_that_are_not_finite() -> None:
     mask = torch.ones(10)
     mask[7:] = 0
     bias, floor = torch.zeros(K, dtype=torch.float64), curves.floor_of(10)
-    part = curves.tables(logits, {}, bias, floor, y, mask)[0].sum(0)
+    part = curves.tables(logits, {}, bias, bias, floor, y, mask)[0].sum(0)
     assert bool((part <= whole).all())
     worst = sums(logits, y).raw
     assert int(worst[0, 0] - part[0, 0]) == 3 * int(curves.WORST * curves.UNIT)
@@ -104,7 +106,7 @@ def test_the_gate_takes_a_posterior_that_helps_and_withholds_one_that_hurts() ->
 @pytest.mark.parametrize(("spread", "used"), [(0.1, True), (1.0, False)])
 def test_a_gain_within_one_standard_error_is_no_gain(spread: float, used: bool) -> None:
     rows, gain = 25, 0.1
-    table = torch.full((8, len(curves.SHARES), curves.FINEST), rows, dtype=torch.float64)
+    table = torch.full((8, len(curves.SIDES), curves.FINEST), rows, dtype=torch.float64)
     raw = torch.zeros(8, 2, dtype=torch.float64)
     raw[:, 0] = rows
     raw[3] = torch.tensor([rows * (1 - gain), rows * (gain**2 + spread**2)])
@@ -116,15 +118,15 @@ def test_a_gain_within_one_standard_error_is_no_gain(spread: float, used: bool) 
 @pytest.mark.parametrize(("better", "used"), [(0.01, True), (0.003, False)])
 def test_calibrated_a_posterior_must_beat_the_calibrated_point(better: float, used: bool) -> None:
     rows = 100
-    table = torch.full((8, len(curves.SHARES), curves.FINEST), 100.0, dtype=torch.float64)
+    table = torch.full((8, len(curves.SIDES), curves.FINEST), 100.0, dtype=torch.float64)
     table[0, 0, 9] = rows * 0.5  # the point at a temperature
     table[5, 1, 12] = rows * (0.5 - better)
     raw = torch.full((8, 2), 100.0, dtype=torch.float64)
     found = curves.Sums(rows, (raw * curves.UNIT).long(), (table * curves.UNIT).long())
     chosen = curves.choose(found, found, ["own"], "client")
-    assert (chosen.posterior, chosen.scale, chosen.share) == (
-        ("own", curves.SCALES[4], curves.SHARES[1]) if used else ("", 0.0, 0.0)
-    )
+    best = ("own", curves.SCALES[4], curves.SHARES[1]) if used else ("", 0.0, 0.0)
+    assert (chosen.posterior, chosen.scale) == best[:2]
+    assert chosen.share == pytest.approx(best[2], abs=1e-6)
 
 
 def test_a_small_client_follows_everyone_and_a_large_one_itself() -> None:
@@ -235,7 +237,8 @@ def test_sets_cover_although_scaling_was_fitted_to_the_same_samples(how: str) ->
         logits = 1.5 * logits
         bias = 0.5 * torch.randn(K, generator=torch.Generator().manual_seed(seed)).double()
         floor, one = curves.floor_of(rows), torch.ones(rows)
-        folds = curves.tables(logits[:rows], {}, bias, floor, y[:rows], one)
+        level = torch.zeros(K, dtype=torch.float64)
+        folds = curves.tables(logits[:rows], {}, bias, level, floor, y[:rows], one)
         own = curves.Sums(rows, *(part.sum(0) for part in folds))
         chosen = curves.choose(own, own, [], "client")
         shown = curves.scaled(

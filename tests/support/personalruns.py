@@ -72,6 +72,7 @@ def using(
         scales,
         scales,
         torch.tensor(0.8, **wide),
+        torch.tensor(0.4, **wide),
         torch.tensor(0.5, **wide),
         torch.tensor([lowest]),
         torch.tensor(int(plain)),
@@ -85,7 +86,7 @@ def using(
         ]
     choice = choice._replace(alarms=thresholds(torch.cat(measured)))
     chosen = taken.one.chosen._replace(
-        posterior=posterior, scale=scale, temperature=0.8, share=0.5, plain=plain
+        posterior=posterior, scale=scale, temperature=0.8, share=0.5, plain=plain, rest=0.4
     )
     tests = tests_of(end.data.test, end.half.model, seed=end.seed, client=end.client)
     judged = judge_alone(uncertain, taken.fitted, choice, tests)
