@@ -158,8 +158,14 @@ class Comparison:
         return path
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{one.folder.parent.name} {one.accuracy:.1%}" for one in self.results[:6])
-        return f"<Comparison of {len(self.results)} runs: {said}, in {self.folder}>"
+        runs: dict[str, list[float]] = {}
+        for one in self.results:
+            runs.setdefault(one.folder.parent.name, []).append(one.accuracy)
+        said = ", ".join(
+            f"{label} {sum(found) / len(found):.1%}" + f" ({len(found)} seeds)" * (len(found) > 1)
+            for label, found in runs.items()
+        )
+        return f"<Comparison of {len(self.results)} runs: mean accuracy {said}, in {self.folder}>"
 
     def _repr_html_(self) -> str:
         rows = [
