@@ -68,6 +68,9 @@ class Verdict(NamedTuple):
     rivals: tuple[Compared, ...]  # the best method less every other
     words: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return "\n".join((f"{self.metric} on {self.dataset}:", *self.words))
+
     def as_json(self) -> dict[str, Any]:
         """Return the verdict in JSON types."""
 
