@@ -200,6 +200,28 @@ def talk(post: Post, timeout: float, line: NodeHistory, asked: dict | None = Non
     ]
 
 
+class Clock:
+    """A clock that only sleeping moves: what a test sees does not depend on the machine's load."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(exchange, "time", found := Clock())
+    monkeypatch.setitem(globals(), "time", found)
+
+
+virtual = pytest.mark.usefixtures("clock")
+
+
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(exchange, "POLL_SECONDS", 0.02)
@@ -207,6 +229,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(exchange, "BEHIND_SECONDS", 0.05)
 
 
+@virtual
 def test_the_wait_doubles_and_the_deadline_stays():
     post = Post({1: [0.0], 2: [None]})
     assert talk(post, 2.0, NodeHistory(0.2)) == ["1/0"]
@@ -215,6 +238,7 @@ def test_the_wait_doubles_and_the_deadline_stays():
     assert 1.9 < time.monotonic() - post.begun < 2.5
 
 
+@virtual
 def test_while_replies_come_nobody_is_asked_again():
     """Silence is what counts: in a simulation or a large federation replies come one after another,
     and the last one is not late.
@@ -224,6 +248,7 @@ def test_while_replies_come_nobody_is_asked_again():
     assert len(post.pushed) == 8
 
 
+@virtual
 def test_a_slow_node_is_given_twice_its_time_from_then_on():
     line = NodeHistory(0.2)
     first = Post({1: [0.5], 2: [0.0]})
@@ -235,12 +260,14 @@ def test_a_slow_node_is_given_twice_its_time_from_then_on():
     assert second.times(2) == pytest.approx([0.0, 0.2], abs=0.15)  # known to be fast
 
 
+@virtual
 def test_a_node_that_is_not_there_is_not_asked_again():
     post = Post({1: [None]}, online=set())
     assert talk(post, 1.0, NodeHistory(0.1)) == []
     assert len(post.pushed) == 1
 
 
+@virtual
 def test_two_replies_to_two_asks_are_one_reply():
     """The second is fetched later and thrown away, so that the SuperLink need not keep it."""
     line, asked = NodeHistory(0.2), {}
@@ -256,6 +283,7 @@ def test_two_replies_to_two_asks_are_one_reply():
     assert after.sent == {}
 
 
+@virtual
 def test_both_replies_at_once_are_one_reply():
     post = Post({1: [0.5, 0.29]})  # the second ask comes after 0.2 s
     pull = post.pull_messages
@@ -263,6 +291,7 @@ def test_both_replies_at_once_are_one_reply():
     assert len(talk(post, 5.0, NodeHistory(0.2))) == 1
 
 
+@virtual
 def test_an_ask_that_flower_lost_does_not_end_the_wait_for_the_other():
     """Flower's code 3 for one of two messages to a node that works on the other; the last one's
     error is the node's.
@@ -280,6 +309,7 @@ def test_an_ask_that_flower_lost_does_not_end_the_wait_for_the_other():
     assert len(talk(post, 5.0, NodeHistory(0.4))) == 1
 
 
+@virtual
 def test_a_node_whose_message_was_lost_is_asked_again_at_once_if_it_is_there():
     """Not only when all others have answered; once, then the error is its reply."""
     post = Post({1: [0.1, 0.1], 2: [0.8]})
@@ -308,6 +338,7 @@ def test_a_node_whose_message_was_lost_is_asked_again_at_once_if_it_is_there():
     assert len(post.times(1)) == 1
 
 
+@virtual
 def test_a_node_that_is_one_reply_behind_is_asked_twice_at_once():
     """It sends a reply when the next message comes: after the first time nobody waits for that."""
     line = NodeHistory(0.3)
