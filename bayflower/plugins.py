@@ -118,8 +118,9 @@ def class_at(given: Given, needs: str) -> Any:
     return found
 
 
-def check_half(kind: Any, base: type, needs: str, declared: tuple[str, ...]) -> None:
-    """Raise unless `kind` is a class of half `base` with every hook that has no default."""
+def half_at(given: Given, base: type, needs: str, declared: tuple[str, ...]) -> Any:
+    """Return a class of half `base`; raise unless it has every hook that has no default."""
+    kind = class_at(given, needs)
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise ConfigError(
             f"{needs} must be a class that extends bayflower.contract.{base.__name__}, got {kind!r}"
@@ -131,6 +132,7 @@ def check_half(kind: Any, base: type, needs: str, declared: tuple[str, ...]) -> 
         raise ConfigError(
             f"{needs} {text_of(kind)} lacks {', '.join(lacks)}; docs/contract.md says what each is"
         )
+    return kind
 
 
 def check_settings(kind: Any, needs: str) -> None:
@@ -219,9 +221,7 @@ class Method:
         from .contract import ServerHalf
 
         needs = f"the server half of method {self.name!r}:"
-        found = class_at(self.outside.server, needs)
-        check_half(found, ServerHalf, needs, ("state_type", "broadcast_type"))
-        return found
+        return half_at(self.outside.server, ServerHalf, needs, ("state_type", "broadcast_type"))
 
     @property
     def client(self) -> type[ClientHalf]:
@@ -231,9 +231,7 @@ class Method:
         from .contract import ClientHalf
 
         needs = f"the client half of method {self.name!r}:"
-        found = class_at(self.outside.client, needs)
-        check_half(found, ClientHalf, needs, ("state_type", "update_type"))
-        return found
+        return half_at(self.outside.client, ClientHalf, needs, ("state_type", "update_type"))
 
 
 class Table(MutableMapping[str, Method]):
