@@ -313,12 +313,29 @@ def parse(
         group = known[name]
         chosen[group][name] = convert(name, value, field_types(kinds[group])[name])
     made = {group: kind(**chosen[group]) for group, kind in kinds.items()}
+    made["data"] = reading_for(made["training"], made["data"], "calibration" in chosen["data"])
     run = Run(method, **{**made, "data": resolve(made["data"])})
+    if run.training.task != "classification" and methods.get(method).client.needs_classes:
+        raise ConfigError(f"{method} needs classes, got task={run.training.task}")
     if why := methods.get(method).client.refuses(run.options, run.training):
         raise ConfigError(f"{method} {why}")
     if among:  # a strategy learns its rounds when it is started
         return run
     return dataclasses.replace(run, training=run.training.lasting(run.settings.rounds))
+
+
+def reading_for(training: Training, data: DataSettings, asked: bool) -> DataSettings:
+    """Return how data are read for the task: numbers stay numbers, and nothing is held out for
+    calibration, which is about classes; an error if it was `asked` for.
+    """
+    if training.task == "classification":
+        return data
+    if asked and data.calibration != "off":
+        raise ConfigError(
+            f"calibration is for task=classification, got task={training.task}; set calibration=off"
+        )
+    targets = "classes" if training.task == "ordinal" else "numbers"
+    return dataclasses.replace(data, targets=targets, calibration="off")
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:

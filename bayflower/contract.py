@@ -241,6 +241,7 @@ class ClientHalf(ABC):
     state_type: ClassVar[type]
     update_type: ClassVar[type]
     needs_base: ClassVar[bool] = False  # True if there must be layers before the head
+    needs_classes: ClassVar[bool] = False  # True if targets must be classes
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         self.config = config

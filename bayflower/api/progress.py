@@ -80,7 +80,7 @@ class bar:  # noqa: N801 (reads as a verb: with bar(...))
             return
         for record in records[-2:]:
             if "personal" in record:
-                self.accuracy = f"accuracy {record['personal']['accuracy']:.1%}"
+                self.accuracy = now_of(record["personal"])
         loss, done = records[-1]["train_loss"], records[-1]["round"]
         now = f"loss {loss:.4f} {self.accuracy}" if loss is not None else self.accuracy
         if "stacked" in records[-1]:  # the fused engine says how it trains
@@ -92,6 +92,14 @@ class bar:  # noqa: N801 (reads as a verb: with bar(...))
         if self.lines and (self.first or time.monotonic() - self.said > LINE_SECONDS):
             self.said, self.first = time.monotonic(), False
             print(f"{self.title}: round {done} of {self.rounds}, {now}", flush=True)
+
+
+def now_of(point: Mapping[str, Any]) -> str:
+    """Return the first metric of a test as text."""
+    name, value = next(iter(point.items()))
+    if value is None:
+        return ""
+    return f"{name} {value:.1%}" if name == "accuracy" else f"{name.upper()} {value:.4f}"
 
 
 class bars:  # noqa: N801 (reads as a verb: with bars(...))

@@ -111,7 +111,7 @@ class Client(ClientHalf):
     def survey(self, work: Work, batch: Batch) -> Survey:
         """Return Σ_i −log p(y_i|x_i, theta_k) of a batch, in evaluation mode (float64)."""
         logits, _ = self.model.forward(work.params, work.buffers, batch.x, train=False)
-        nll = self.model.nll(logits, batch.y)
+        nll = self.model.nll(logits, batch.y, batch.mask)
         return Survey((nll * batch.mask).sum(dtype=torch.float64), {})
 
     def log_weight(self, sum_nll: Tensor, prior: Tensor, number: Tensor) -> Tensor:

@@ -240,7 +240,7 @@ class Client(AddOn):
             found.append(
                 self.model.probabilities(self.model.forward(params, {}, x, train=False)[0])
             )
-        return torch.stack(found).mean(0) if len(found) > 1 else found[0]
+        return self.model.task.mixed(torch.stack(found)) if len(found) > 1 else found[0]
 
     @property
     def plain_loop(self) -> bool:

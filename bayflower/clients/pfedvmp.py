@@ -58,6 +58,7 @@ class Client(fedper.Client):
     """
 
     shapes_features = True
+    needs_classes = True
 
     update_type = Update
     sized_by = ("counts", "spread/counted", "spread/label")

@@ -84,7 +84,7 @@ class Client(AddOn):
             logits, _ = self.model.forward(
                 {**work.params, self.weight: weight}, work.buffers, batch.x, train=False
             )
-            return (self.model.nll(logits, batch.y) * batch.mask).sum()
+            return (self.model.nll(logits, batch.y, batch.mask) * batch.mask).sum()
 
         return Survey({SENSITIVITY: grad(summed)(work.params[self.weight])}, {})
 

@@ -37,3 +37,20 @@ def at_least(name: str, value: int, least: int, remedy: str) -> None:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}{remedy}")
     if value < least:
         raise ConfigError(f"{name} must be at least {least}, got {value}{remedy}")
+
+
+BY_COUNT = ("natural", "iid", "quantity")  # partitions that need no classes
+
+
+def numeric(targets: str, dataset: str, own: bool, partition: str) -> None:
+    """Raise if targets are to be numbers and the data set or the partition needs classes."""
+    member("targets", targets, ("classes", "numbers"))
+    if targets == "classes":
+        return
+    if not own:
+        raise ConfigError(f"dataset {dataset!r} has classes; leave task=classification")
+    if partition not in ("auto", *BY_COUNT):
+        raise ConfigError(
+            f"partition must be {', '.join(BY_COUNT)} or auto for targets that are numbers, got "
+            f"{partition!r}"
+        )

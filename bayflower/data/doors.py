@@ -158,8 +158,14 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
     if target == (site := site_of(table, options, several, target)):
         raise ConfigError(f"target and site are both {target!r}; give two columns")
     lines = []
-    y, names = labels.classes(table.columns[target], f"column {target!r} of {table.where}")
-    there = np.flatnonzero(y >= 0)
+    where = f"column {target!r} of {table.where}"
+    names: tuple[str, ...] = ()
+    if options.measured:
+        y = labels.measured(table.columns[target], where)
+        there = np.flatnonzero(~np.isnan(y))
+    else:
+        y, names = labels.classes(table.columns[target], where)
+        there = np.flatnonzero(y >= 0)
     if len(there) < len(y):
         lines.append(f"{len(y) - len(there)} rows without a label in {target!r} left out")
     owners: np.ndarray | None = None
@@ -198,7 +204,7 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
         name,
         x,
         y[there],
-        len(names),
+        1 if options.measured else len(names),
         owners if sites else None,
         marks if marks is None else marks[there],
         names=Names(sites, names, encoder.columns()),

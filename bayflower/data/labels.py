@@ -56,6 +56,20 @@ def classes(
     return y, names
 
 
+def measured(column: Column, where: str) -> np.ndarray:
+    """Return the number of each row (float64), NaN where it is missing."""
+    there = column.kinds != IS_MISSING
+    if not there.any():
+        raise ConfigError(f"{where} has no target; name another column with --target")
+    wrong = np.flatnonzero(there & ~((column.kinds == IS_NUMBER) & np.isfinite(column.numbers)))
+    if len(wrong):
+        raise ConfigError(
+            f"{where} must hold numbers, got {column.texts[wrong[0]]!r}; name a column of numbers "
+            "with --target, or set task=classification"
+        )
+    return np.where(there, column.numbers, np.nan).astype(np.float64)
+
+
 def numbered(column: Column) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return (the number of each cell's value, −1 where it is missing; the values as texts):
     numbers ordered by value, if all are, else texts by the alphabet.

@@ -38,6 +38,7 @@ class Options(NamedTuple):
     white: float | None = None  # value of a white pixel
     image_side: int = 0  # pixels that images of a folder are brought to
     unseen: str = ""  # sites whose rows decide nothing: those that are new or left out
+    measured: bool = False  # whether targets are numbers, not classes
 
 
 PLAIN = Options()
@@ -173,8 +174,12 @@ def of_arrays(
             )
     owners, sites = owners_of(arrays.get("client"), path)
     sites = texts_of(arrays, "site_names", path, len(sites)) or sites
-    classes = None
-    if numbers or "num_classes" in arrays:
+    classes: tuple[str, ...] | None = None
+    if options.measured:
+        y, number = labels.measured(cells.read(y, f"y in {path}"), f"y in {path}"), 1
+        if np.isnan(y).any():
+            raise ConfigError(f"y in {path} has missing targets; leave those samples out")
+    elif numbers or "num_classes" in arrays:
         y = y.astype(np.int64) if y.dtype.kind in "iub" else whole(y, path)
         number = num_classes(path, y, arrays.get("num_classes"))
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..settings import setting
 from . import normalise
-from .checks import at_least, is_path, member, names_in
+from .checks import at_least, is_path, member, names_in, numeric
 from .images import LAYOUTS
 from .npz import Options, is_share
 
@@ -61,6 +61,9 @@ class DataSettings:
         "",
         "your own data: column of the labels; '' = the one called target, label, class, outcome, "
         "diagnosis or y",
+    )
+    targets: str = setting(
+        "classes", "what the targets are: classes or numbers; `task` decides, leave it out"
     )
     sites: str = setting(
         "",
@@ -194,6 +197,7 @@ class DataSettings:
                 "an .npz file, a table (.csv, .parquet) or a folder of images works too"
             )
         self._check_reading()
+        numeric(self.targets, self.dataset, self.is_path, self.partition)
         member("partition", self.partition, (*PARTITIONS, "auto"))
         member("major_minor_reading", self.major_minor_reading, READINGS)
         member("scenario", self.scenario, SCENARIOS)
@@ -261,7 +265,8 @@ class DataSettings:
         new_clients from the names of new sites.
         """
         if self.partition == "auto" and (not self.is_path or self._plain_npz):
-            object.__setattr__(self, "partition", "dirichlet")
+            usual = "dirichlet" if self.targets == "classes" else "iid"
+            object.__setattr__(self, "partition", usual)
         by_site = self.partition in ("auto", "natural")
         if (self.new_sites or self.leave_out) and self.partition == "dirichlet" and self.is_path:
             object.__setattr__(self, "partition", "natural")
@@ -322,7 +327,10 @@ class DataSettings:
         names = ("target", "test", "categorical", "drop", "layout", "white", "image_side")
         unseen = ",".join(filter(None, [self.new_sites, self.leave_out]))
         return Options(
-            site=self.sites, unseen=unseen, **{name: getattr(self, name) for name in names}
+            site=self.sites,
+            unseen=unseen,
+            measured=self.targets == "numbers",
+            **{name: getattr(self, name) for name in names},
         )
 
     @property

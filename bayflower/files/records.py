@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .. import metrics
+from ..tasks import Task
 from .atomic import write_json as write_json  # part of what this module offers
 
-Views = dict[str, dict[int, metrics.Tally]]
-CURVE = ("accuracy", "balanced_accuracy_mean", "nll")
+CURVE = ("accuracy", "balanced_accuracy_mean", "nll")  # of classes
+Views = dict[str, dict[int, Any]]  # tallies of the task, by view and client
 
 
 class RoundRecord(dict[str, Any]):
@@ -71,14 +71,12 @@ class Outcome(NamedTuple):
     calibrated: Any = None
 
 
-def curve_point(views: Views) -> dict[str, Any]:
+def curve_point(views: Views, task: Task) -> dict[str, Any]:
     """Return a point of the accuracy curve: metrics of the tested clients' personal models, and of
     their models before local training.
     """
-    found = {
-        view: metrics.summarise(views[view]) for view in ("personal", "before") if view in views
-    }
+    found = {view: task.summarise(views[view]) for view in ("personal", "before") if view in views}
     return {
-        view: {key: summary[key] for key in (*CURVE, "num_clients")}
+        view: {key: summary[key] for key in (*task.curve, "num_clients")}
         for view, summary in found.items()
     }

@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
 from .. import methods
-from ..config import Run, names, parse
+from ..config import Run, Training, names, parse
 from ..data import (
     DataSettings,
     client_scaling,
@@ -224,7 +224,9 @@ def serve_method(
         roster = Roster(run.limits, notes, run.training)
         roster.gather(grid, int(config.get("min_nodes") or run.data.total_clients), wait)
         roll = roster.membership()
-    halves = make_halves(run, roll.common.input_shape, roll.common.num_classes)
+    known = [member.facts.target_sums for member in roll.members.values() if not member.new]
+    sums = known if run.training.standardises else None
+    halves = make_halves(run, roll.common.input_shape, roll.common.num_classes, sums=sums)
     same_network(halves, run, roll)
     start = None
     if str(config.get("resume")).lower() == "true" and checkpoint.read(folder) is not None:
@@ -313,7 +315,7 @@ def site_of(context: Context) -> Site:
     if context.node_config.get("data-dir"):
         source = dataclasses.replace(source, data_dir=str(context.node_config["data-dir"]))
     data, model = client_data(
-        source, run.settings.seed, client, str(device), run.settings.dtype, network
+        source, run.settings.seed, client, str(device), run.settings.dtype, network, run.training
     )
     model.bf16 = run.settings.bf16
     origin = describe(source, run.settings.seed)
@@ -345,6 +347,7 @@ def client_data(
     device: str,
     dtype: str,
     network: tuple[str, int, str],
+    training: Training,
 ) -> tuple[solo.Samples, Model]:
     """Return a client's samples on its device and the network for them; cached, because a process
     may serve many messages.
@@ -355,4 +358,5 @@ def client_data(
         data, torch.device(device), torch.float64 if dtype == "float64" else torch.float32
     )
     name, features, head = network
-    return samples, build(name, tuple(data.x_train.shape[1:]), classes, features, head)
+    task = training.make_task(classes)
+    return samples, build(name, tuple(data.x_train.shape[1:]), classes, features, head, task)

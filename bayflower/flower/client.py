@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,6 @@ from ..data import Scaling, Source, called, reported
 from ..errors import BayflowerError
 from ..files import journal
 from ..files.store import DiskStore, Saved, Store
-from ..metrics import Tally
 from ..networks.model import Model
 from ..rounds import solo
 from ..tree import Tensors, digest, flatten, to, unflatten
@@ -70,7 +70,7 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     def query(message: Message, context: Context) -> Message:
         site = site_of(context)
         known = site.data.train, site.data.test, site.origin, records.asks(message, "labels")
-        facts = to_header(facts_of(site.model, *known))
+        facts = to_header(facts_of(site.model, *known, sums=records.asks(message, "sums")))
         head = records.make_header(client=site.client, new=site.new, **facts)
         return Message(RecordDict({records.HEADER: head}), reply_to=message)
 
@@ -200,7 +200,7 @@ def evaluate_reply(
     head: dict[str, Any],
     site: Site,
     formats: tuple[str, ...] = (),
-    ready: tuple[Any, dict[str, Tally]] | None = None,
+    ready: tuple[Any, dict[str, Any]] | None = None,
 ) -> RecordDict:
     """Return the test of every view after the last round, and what a request to calibrate asks
     for; a duplicate gets the saved reply. `ready` is the adapted state and its test, if they were
@@ -268,7 +268,7 @@ def evaluate_reply(
             **called(reported(site.origin.get("names")), site.client),
         }
         save_personal(folder, end, formats, site.source() if site.source else None)
-    numbers = numbers_of_test(views["personal"]) if views else {}
+    numbers = numbers_of_test(views["personal"], half) if views else {}
     done = Saved(keys["round"], cause, {}, said, flat_tallies(views), numbers)
     try:
         site.store.save_test(head["run"], site.client, done)
@@ -312,7 +312,12 @@ def tested(
 
 def make_half(method: str, instructions: str, model: Model) -> ClientHalf:
     """Return the client half that the server's message names, with the settings in it."""
-    return methods.get(method).client(*told(method, instructions), model)
+    options, training = told(method, instructions)
+    task = training.make_task(model.num_classes)
+    if not model.task.classes:  # with everyone's moments
+        model = copy(model)
+        model.task = task
+    return methods.get(method).client(options, training, model)
 
 
 @lru_cache(maxsize=64)

@@ -173,7 +173,7 @@ class Course:
         found = asked.collect(incoming, self.train_metrics_aggr_fn is not None)
         losses = found.losses
         if found.tested and self.records:
-            self.records[-1].update(curve_point(found.tested))
+            self.records[-1].update(curve_point(found.tested, asked.expected().task))
         asks = asked.request.clients
         if asks or asked.handed is None:  # an overridden hook may ask nobody on purpose
             self._require(server_round, len(losses))

@@ -177,7 +177,7 @@ def row(record: RoundRecord) -> tuple[str, ...]:
         str(record["round"]),
         str(record["num_clients"]),
         "-" if loss is None else f"{loss:.4f}",
-        f"{point['accuracy']:.4f}" if point else "-",
+        f"{point['accuracy']:.4f}" if point and "accuracy" in point else "-",
         f"{record['bytes_up'] / 1e6:.2f}",
         f"{record['seconds']:.2f}",
     )

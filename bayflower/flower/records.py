@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import Tensor
 
 from ..errors import WireError
-from ..metrics import Tally, possible, zero
+from ..tasks import Task
 from ..tree import Shapes, Tensors, flatten, matching
 from ..wire.protocol import (
     BROADCAST,
@@ -147,8 +147,8 @@ def make_header(**values: Any) -> ConfigRecord:
     return ConfigRecord({"protocol": PROTOCOL, **values})
 
 
-def arrays_to_tallies(flat: Mapping[str, Tensor], num_classes: int) -> dict[str, Tally]:
-    """Return the tallies by view; raise if a test with `num_classes` classes cannot give them."""
+def arrays_to_tallies(flat: Mapping[str, Tensor], task: Task) -> dict[str, Any]:
+    """Return the tallies by view; raise if a test of this task cannot give them."""
     views = sorted({name.split("/", 1)[0] for name in flat})
     if len(views) > MOST_VIEWS or not all(
         re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", view) for view in views
@@ -164,8 +164,8 @@ def arrays_to_tallies(flat: Mapping[str, Tensor], num_classes: int) -> dict[str,
             for name, value in flat.items()
             if name.startswith(view + "/")
         }
-        tally = matching(own, zero(num_classes))
-        if not possible(tally):
+        tally = matching(own, task.zero())
+        if not task.possible(tally):
             raise WireError(
                 f"the test result {view!r} is inconsistent: counts are negative or do not add up"
             )

@@ -12,7 +12,7 @@ from flwr.app import Message, MetricRecord, RecordDict
 
 from ..config import Limits
 from ..contract import ServerHalf
-from ..metrics import Tally
+from ..tasks import Task
 from . import bounds, records
 from .exchange import Member, reason
 from .wrapped import Form
@@ -28,7 +28,7 @@ class Expected(NamedTuple):
     round: int
     asked: Container[int]  # clients that were asked
     members: Mapping[int, Member]
-    num_classes: int
+    task: Task
     limits: Limits
     training: Any  # settings of local training
     caps: Mapping[int, int]  # clients that count for fewer samples than they have
@@ -39,7 +39,7 @@ class Accepted(NamedTuple):
     """A valid reply to a training request."""
 
     update: Any
-    tallies: dict[str, Tally]
+    tallies: dict[str, Any]
     loss: float
 
 
@@ -99,17 +99,17 @@ def accept(
     return Accepted(update, tallies, loss)
 
 
-def tested(reply: Message, expected: Expected) -> tuple[int, dict[str, Tally]]:
+def tested(reply: Message, expected: Expected) -> tuple[int, dict[str, Any]]:
     """Return (client, tallies by view) of a reply to a test request."""
     client = sender(reply, expected)
     return client, tallies_of(reply, expected, client)
 
 
-def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Tally]:
+def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Any]:
     """Return the tallies of a reply by view; raise if a test on this client's data cannot give
     them.
     """
-    tallies = records.arrays_to_tallies(records.arrays(reply, records.TALLY), expected.num_classes)
+    tallies = records.arrays_to_tallies(records.arrays(reply, records.TALLY), expected.task)
     most = 2 * expected.members[client].facts.test_size
     for view, tally in tallies.items():
         if int(tally.num_examples) > most:

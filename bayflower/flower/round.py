@@ -184,7 +184,7 @@ class Round:
             self.number,
             self.sent,
             facts.roster.members,
-            common.num_classes,
+            facts.training.make_task(common.num_classes),
             facts.limits,
             facts.training,
             self.caps,

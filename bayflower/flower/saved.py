@@ -7,8 +7,8 @@ from typing import Any
 
 from flwr.app import MetricRecord, RecordDict
 
+from ..contract import ClientHalf
 from ..files.store import Saved
-from ..metrics import Tally
 from ..tree import Tensors, flatten
 from . import records
 
@@ -23,9 +23,12 @@ def test_records(done: Saved) -> RecordDict:
     return content
 
 
-def numbers_of_test(tally: Tally) -> dict[str, Any]:
+def numbers_of_test(tally: Any, half: ClientHalf) -> dict[str, Any]:
     """Return the personal model's metrics for Flower's functions that aggregate metrics."""
-    number = int(tally.num_examples)
+    number, task = int(tally.num_examples), half.model.task
+    if not task.classes:
+        found = task.summarise({0: tally})
+        return {records.NUM_EXAMPLES: number, **{key: found[key] or 0.0 for key in task.curve}}
     return {
         records.NUM_EXAMPLES: number,
         "accuracy": float(tally.correct) / max(number, 1),

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from .. import methods, metrics
+from .. import methods
 from ..config import STRATEGY_GROUPS, Run, parse
 from ..errors import BayflowerError, ConfigError
 from ..files.checkpoint import Checkpoint
@@ -235,10 +235,10 @@ class BayflowerStrategy(Course, Strategy):
                 f"no client could be trained in any round; last fault: {self.journal.cause()}"
             )
         if self.records:
-            self.records[-1].update(curve_point(views))
+            self.records[-1].update(curve_point(views, self._now().expected().task))
         if self.evaluate_metrics_aggr_fn:
             return self.evaluate_metrics_aggr_fn(numbers, self.weighted_by_key)
-        summary = metrics.summarise(views["personal"])
+        summary = self._now().expected().task.summarise(views["personal"])
         return MetricRecord(
             {key: value for key, value in summary.items() if isinstance(value, (int, float))}
         )

@@ -280,7 +280,7 @@ class Fused:
     def _tally(self, view: str) -> Any:
         def one(state: Any, broadcast: Any, noise: Any, batch: Batch) -> Survey:
             return Survey(
-                metrics.tally(
+                self.half.model.task.tally(
                     self.half.predict(view, state, broadcast, batch.x, noise), batch.y, batch.mask
                 ),
                 {},

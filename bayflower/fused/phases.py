@@ -20,7 +20,7 @@ from torch.func import vmap
 from ..contract import ClientHalf, Phase, Survey, Work
 from ..data import ClientData, batches
 from ..networks.model import Batch
-from ..rounds.solo import moved
+from ..rounds.solo import moved, targets
 from ..stacked import chance
 from ..stacked.replay import Graphs, Replay
 from ..tree import Rows, map_tree, upload
@@ -61,7 +61,7 @@ def ragged(
     """Return the clients' (x, y) on the device."""
     sizes = [len(y) for _, y in parts]
     x = torch.cat([moved(x, device, dtype) for x, _ in parts])
-    y = torch.cat([torch.as_tensor(y).to(device) for _, y in parts])
+    y = torch.cat([targets(y, device, dtype) for _, y in parts])
     if not len(y):
         x, y = x.new_zeros(1, *x.shape[1:]), y.new_zeros(1)  # a target for padded indices
     size = torch.tensor(sizes, device=device)

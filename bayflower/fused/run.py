@@ -117,7 +117,7 @@ class FusedRun:
                 self.save(round)
         self.pending.flush()
         views = self.test(self.engine, self.everyone, last, "finetune")
-        self.records[-1].update(curve_point(views))
+        self.records[-1].update(curve_point(views, self.halves.model.task))
         newcomers = self.newcomers()
         new = self.test_new_clients(newcomers, last)
         found = self.calibrate(newcomers, last) if self.run.data.calibrated else None
@@ -153,7 +153,7 @@ class FusedRun:
         if schedule.test_due(round, self.settings.evaluate_every):
             self.pending.flush()  # so that the test does not count as training time
             before = self.test(self.engine, chosen, round - 1, "finetune")
-            self.records[-1].update(curve_point(before))
+            self.records[-1].update(curve_point(before, self.halves.model.task))
         begin = self.pending.begin()
         totals: Totals | None = None
         losses: dict[int, Tensor] = {}

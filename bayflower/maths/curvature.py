@@ -87,7 +87,10 @@ def found(
         return forward(model, params, buffers, batch.x, probes)
 
     logits, pull, inputs = vjp(tapped, probes, has_aux=True)  # type: ignore[misc]
-    columns = factor(logits, batch.y, kind) * batch.mask[:, None]
+    if model.task.classes:
+        columns = factor(logits, batch.y, kind) * batch.mask[:, None]
+    else:
+        columns = model.task.factor(logits, batch.y, batch.mask) * batch.mask[:, None]
     layers = dict(model.module_for(train=False).named_modules())
     result: Tensors = {}
     for path, grad in vmap(pull)(columns)[0].items() if probes else ():

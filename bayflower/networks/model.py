@@ -25,6 +25,8 @@ from ..stacked.randomly import with_our_numbers
 from ..stacked.rewriting import Seen, passing
 from ..stacked.shaped import PLAIN, is_mixed, own_mean, shape, shaped_mean
 from ..stacked.stackable import for_stacks
+from ..tasks import EXTRA, Task
+from ..tasks.classes import Classification
 from ..tree import Tensors
 from .heads import find_head, head_parameters
 from .parts import cast, persistent, trainable, unflattened
@@ -77,10 +79,12 @@ class Model:
         num_classes: int,
         name: str = "",
         head: str | Sequence[str] | None = None,
+        task: Task | None = None,
     ) -> None:
         self.factory = factory
         self.num_classes = num_classes
         self.name = name
+        self.task = task or Classification(num_classes)  # what is predicted
         self._train = with_our_numbers(unflattened(self.made(FROZEN_SEED)).train())
         self._eval = unflattened(self.made(FROZEN_SEED)).eval()
         if not self.shapes:
@@ -102,7 +106,10 @@ class Model:
         """Return a new module, initialised with `seed`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.factory()
+            module = self.factory()
+        if extra := self.task.extra():
+            module.register_parameter(EXTRA, nn.Parameter(torch.tensor(extra)))
+        return module
 
     def initial(self, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
         """Return (parameters, buffers) of the seeded initialisation in the order of names."""
@@ -167,11 +174,18 @@ class Model:
             }
         if not (train and self.bf16):
             with real_samples(mask), passing(self.seen, train, self.in_stack):
-                return functional_call(module, (params, buffers), (x,)), buffers
+                out = functional_call(module, (params, buffers), (x,))
+            return self.with_extra(out, params), buffers
         low = torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False)
         with real_samples(mask), passing(self.seen, train, self.in_stack), low:
             logits = functional_call(module, (params, buffers), (x,))
-        return logits.to(next(iter(params.values())).dtype), buffers
+        return self.with_extra(logits.to(next(iter(params.values())).dtype), params), buffers
+
+    def with_extra(self, out: Tensor, params: Tensors) -> Tensor:
+        """Return the network's outputs with the task's extra parameters behind them."""
+        if EXTRA not in params:
+            return out
+        return torch.cat([out, params[EXTRA].expand(out.shape[0], -1)], -1)
 
     def for_stacks(self, gpu: bool) -> Model:
         """Return this model for stacks of clients: BatchNorm leaves padding out, and on a GPU
@@ -247,36 +261,30 @@ class Model:
         """Return the constants, as often as they were copied to a device or dtype."""
         return list(self._fixed.values())
 
-    def nll(self, logits: Tensor, y: Tensor) -> Tensor:
+    def nll(self, logits: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return −log p(y|x) of each sample (B,)."""
-        if logits.shape[-1] == 1:
-            return nn.functional.binary_cross_entropy_with_logits(
-                logits[..., 0], y.to(logits.dtype), reduction="none"
-            )
-        return (
-            nll(logits, y)
-            if self.stacked
-            else nn.functional.cross_entropy(logits, y, reduction="none")
-        )
+        if self.stacked and self.task.classes and logits.shape[-1] > 1:
+            return nll(logits, y)
+        return self.task.nll(logits, y, torch.ones_like(logits[..., 0]) if mask is None else mask)
 
     def mean_nll(self, logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         """Return the training loss: the mean of −log p(y|x) over the samples that the mask marks,
         or what the recipe makes of it; y may be shares of classes (B, K).
         """
         logits = logits.to(mask.dtype)  # the user's own loop may run in mixed precision
+        if not self.task.classes:
+            return masked_mean(self.task.nll(logits, y, mask), mask)
         if (form := shape()) is not PLAIN or is_mixed(y):
             if form.own is not None:
                 return own_mean(form.own(logits, y), mask, self.in_stack)
             return shaped_mean(logits, y, mask, form)
         if self.stacked and logits.shape[-1] > 1:
             return mean_nll(logits, y, mask)
-        return masked_mean(self.nll(logits, y), mask)
+        return masked_mean(self.nll(logits, y, mask), mask)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return class probabilities (B, C)."""
-        if logits.shape[-1] == 1:
-            return torch.cat([torch.sigmoid(-logits), torch.sigmoid(logits)], dim=-1)
-        return torch.softmax(logits, dim=-1)
+        """Return class probabilities (B, C), or what another task predicts."""
+        return self.task.predict(logits)
 
     @cached_property
     def coupled(self) -> bool:

@@ -11,18 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..tasks import Task
 from .model import Model
 from .own import build_own, is_own, taken_apart
 
 
-def mlp(shape: tuple[int, ...], num_classes: int, norm: bool = False) -> nn.Module:
+def linear(shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return one linear layer."""
+    return BaseHead(nn.Flatten(), nn.Linear(math.prod(shape), num_classes))
+
+
+def mlp(
+    shape: tuple[int, ...], num_classes: int, norm: bool = False, single: bool = True
+) -> nn.Module:
     """Return FedMAP's perceptron, inputs→32→16→1 (one logit a class if there are more than two),
-    optionally with BatchNorm.
+    optionally with BatchNorm; without `single` two outputs are two.
     """
-    outputs = 1 if num_classes == 2 else num_classes
+    outputs = 1 if num_classes == 2 and single else num_classes
     layers: list[nn.Module] = [nn.Flatten()]
     width = math.prod(shape)
-    for hidden in (32, 16) if num_classes == 2 else (64, 32):
+    for hidden in (32, 16) if outputs == 1 else (64, 32):
         layers += [nn.Linear(width, hidden), *([nn.BatchNorm1d(hidden)] if norm else []), nn.ReLU()]
         width = hidden
     return BaseHead(nn.Sequential(*layers), nn.Linear(width, outputs))
@@ -171,6 +179,7 @@ MODELS: dict[str, str] = {
     "auto": "cnn for images of at least 16×16, else mlp",
     "mlp": "perceptron with two hidden layers (FedMAP: 32 and 16 for two classes; 64 and 32 "
     "otherwise)",
+    "linear": "one linear layer",
     "mlp-bn": "the same with BatchNorm after each hidden layer",
     "cnn": "two 5×5 convolutions and a 512-feature layer (pFedVMP, Table 4); images of at least "
     "16×16",
@@ -192,6 +201,7 @@ MODELS: dict[str, str] = {
 
 NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp": mlp,
+    "linear": linear,
     "mlp-bn": partial(mlp, norm=True),
     "cnn": cnn,
     "cnn3": cnn3,
@@ -208,9 +218,11 @@ def build(
     num_classes: int,
     features: int = 512,
     head: str = "",
+    task: Task | None = None,
 ) -> Model:
     """Return the model called `name` for inputs of `input_shape`; `features` is the width of the
-    cnn's feature layer, `head` names the classifier of a network of one's own.
+    cnn's feature layer, `head` names the classifier of a network of one's own. Without a `task` it
+    is classification.
     """
     recipe = {
         "name": name,
@@ -218,6 +230,8 @@ def build(
         "num_classes": num_classes,
         "features": features,
     }
+    if is_own(name) and task is not None and not task.classes:
+        raise ConfigError(f"a network of your own is for task=classification, got task={task.name}")
     if is_own(name):
         own = build_own(name, input_shape, num_classes, head)
         own.recipe = recipe
@@ -226,13 +240,18 @@ def build(
     image = len(input_shape) == 3 and min(input_shape[1:]) >= 16
     if name == "auto":
         name = "cnn" if image else "mlp"
-    if not name.startswith("mlp") and not image:
+    if not name.startswith(("mlp", "linear")) and not image:
         raise ConfigError(
             f"model {name} needs images of at least 16×16, got inputs of shape "
             f"{tuple(input_shape)}; use model=mlp"
         )
     network = partial(cnn, features=features) if name == "cnn" else NETWORKS[name]
-    model = Model(lambda: network(input_shape, num_classes), num_classes, name)
+    outputs = num_classes
+    if task is not None and not task.classes:
+        outputs = task.network
+        if name.startswith("mlp"):
+            network = partial(mlp, norm=name == "mlp-bn", single=False)
+    model = Model(lambda: network(input_shape, outputs), num_classes, name, task=task)
     model.recipe = {**recipe, "name": name}
     return model
 

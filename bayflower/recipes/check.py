@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ConfigError
+from ..tasks.numbers import standardising
 from .labels import FEDERATION, balanced, given
 from .settings import Training
 
@@ -34,6 +35,29 @@ def checked(training: Training, input_shape: Sequence[int], classes: int) -> Tra
                 f"{getattr(plan, name)}"
             )
     return training
+
+
+def questions(training: Training | None) -> dict[str, bool]:
+    """Return what clients are asked besides the usual: counts of labels, or sums of targets."""
+    if training is None:
+        return {}
+    wanted = {"labels": training.class_weights == FEDERATION, "sums": training.standardises}
+    return {name: True for name, asked in wanted.items() if asked}
+
+
+def standardised(training: Training, sums: Sequence[Sequence[float]]) -> Training:
+    """Return the settings with everyone's mean and standard deviation of the targets, from each
+    client's sums (n, Σ y, Σ y²).
+    """
+    if not training.standardises:
+        return training
+    if not sums or not all(len(one) == 3 for one in sums):
+        raise ConfigError(
+            "target_scale=federation needs every client's sums of targets, and not all reported "
+            "them; install the same version of Bayflower on all, or give MEAN,STD"
+        )
+    mean, std = standardising(sums)
+    return replace(training, target_scale=f"{mean!r},{std!r}")
 
 
 def resolved(training: Training, counts: Sequence[int] | None) -> Training:

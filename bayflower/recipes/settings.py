@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from ..contract import Phase
 from ..errors import ConfigError, check_choices
 from ..maths.optim import Optimizer, OptimizerName
 from ..settings import setting
+from ..tasks import Task, make
 from .augment import Augmentation
 from .labels import given
 from .rates import Kind, Schedule
+
+Predicted = Literal["classification", "regression", "counts", "ordinal"]
+Noise = Literal["known", "global", "input"]
+RECIPE_OFF = {"mixup": 0.0, "label_smoothing": 0.0, "class_weights": "none"}
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,37 @@ class Training:
         0.0, "a of the Beta(a, a) distribution with which pairs of samples are mixed; 0 = off"
     )
 
+    # -- what is predicted -------------------------------------------------------------------------
+    task: Predicted = setting(
+        "classification",
+        "what is predicted: classification, regression (a number), counts, or ordinal (classes "
+        "in an order)",
+    )
+    likelihood: str = setting(
+        "auto",
+        "regression: gaussian or student-t; counts: poisson or negative-binomial; auto = the first",
+    )
+    noise: Noise = setting(
+        "global",
+        "regression: known (noise_std), global (one learned number), input (an output of the "
+        "network)",
+    )
+    noise_std: float = setting(1.0, "noise=known: standard deviation, in the target's units")
+    dof: int = setting(4, "likelihood=student-t: degrees of freedom, a whole number from 3")
+    target_scale: str = setting(
+        "federation",
+        "regression: networks see (y − mean)/std, of everyone's training targets (federation), of "
+        "numbers given as MEAN,STD, or none",
+    )
+
     def __post_init__(self) -> None:
         self.make_optimizer()
         check_choices(self)
+        self.make_task(2)
+        if self.task != "classification":
+            for name in ("mixup", "label_smoothing", "class_weights"):
+                if getattr(self, name) != RECIPE_OFF[name]:
+                    raise ConfigError(f"{name} is for task=classification, got task={self.task}")
         for name, least in (
             ("batch_size", 1),
             ("local_epochs", 1),
@@ -114,6 +148,26 @@ class Training:
                     f"{every} says how often {kind}=step drops the learning rate, got {kind}="
                     f"{getattr(self, kind)} {every}={getattr(self, every)}; set both or neither"
                 )
+
+    # -- targets -----------------------------------------------------------------------------------
+    @property
+    def standardises(self) -> bool:
+        """Return whether targets wait for everyone's mean and standard deviation."""
+        return self.task == "regression" and self.target_scale == "federation"
+
+    def make_task(self, size: int) -> Task:
+        """Return the task for `size` classes; before everyone's moments are known, without them."""
+        location, scale = given_scale(self.target_scale)
+        return make(
+            self.task,
+            self.likelihood,
+            size=size,
+            noise=self.noise,
+            noise_std=self.noise_std,
+            dof=self.dof,
+            location=location,
+            scale=scale,
+        )
 
     # -- samples -----------------------------------------------------------------------------------
     @property
@@ -182,6 +236,21 @@ class Training:
             steps,
             trainable,
         )
+
+
+def given_scale(text: str) -> tuple[float, float]:
+    """Return the (mean, std) that a setting gives; (0, 1) where it names a rule."""
+    if text in ("federation", "none"):
+        return 0.0, 1.0
+    try:
+        mean, std = (float(part) for part in text.split(","))
+    except ValueError:
+        mean, std = math.nan, 0.0
+    if not (math.isfinite(mean) and 0 < std < math.inf):
+        raise ConfigError(
+            f"target_scale must be federation, none or MEAN,STD with a positive STD, got {text!r}"
+        )
+    return mean, std
 
 
 PLAIN = ("optimizer", "lr", "momentum", "weight_decay", "clip_norm", "batch_size")

@@ -13,8 +13,9 @@ from ..contract import ClientHalf, ServerHalf
 from ..data import Federation
 from ..networks.model import Model
 from ..networks.papers import build
-from ..recipes.check import checked, resolved
+from ..recipes.check import checked, resolved, standardised
 from ..recipes.labels import FEDERATION, counted, together
+from ..tasks.numbers import moments
 from ..tree import Tensors
 
 
@@ -35,7 +36,10 @@ def halves_for(run: Run, federation: Federation) -> Halves:
     if run.training.class_weights == FEDERATION:
         labels = [torch.as_tensor(data.y_train) for data in federation.clients]
         counts = together([counted(y, classes).tolist() for y in labels])
-    return make_halves(run, federation.input_shape, classes, label_counts=counts)
+    sums = None
+    if run.training.standardises:
+        sums = [moments(data.y_train.tolist()) for data in federation.clients]
+    return make_halves(run, federation.input_shape, classes, label_counts=counts, sums=sums)
 
 
 def make_halves(
@@ -44,15 +48,19 @@ def make_halves(
     num_classes: int,
     model: Model | None = None,
     label_counts: Sequence[int] | None = None,
+    sums: Sequence[Sequence[float]] | None = None,
 ) -> Halves:
     """Return the halves of `run.method` on `model`; without it, on the one named in the settings.
-    `label_counts` are those of all training clients, where they are here; elsewhere clients are
-    told what they need.
+    `label_counts` and `sums` (of targets) are those of the training clients, where they are here;
+    elsewhere clients are told what they need.
     """
     row = methods.get(run.method)
     training = checked(run.training, input_shape, num_classes)
     if label_counts is not None:
         training = resolved(training, label_counts)
+    if sums is not None:
+        training = standardised(training, sums)
+    task = training.make_task(num_classes)
     if model is None:
         model = build(
             run.settings.model,
@@ -60,7 +68,9 @@ def make_halves(
             num_classes,
             run.settings.features,
             run.settings.head,
+            task,
         )
+    model.task = task
     model.bf16 = run.settings.bf16
     server = row.server(run.options, model.anatomy)
     client = row.client(run.options, training, model)

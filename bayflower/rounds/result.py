@@ -12,7 +12,6 @@ from typing import Any
 import numpy
 import torch
 
-from .. import metrics
 from ..config import Run
 from ..data import Federation, Identity, identities
 from ..files.atomic import finite
@@ -36,8 +35,10 @@ def result(
         "training data as the method defines"
     )
 
-    def block(tallies: Mapping[int, metrics.Tally], model: str, clients: str) -> dict[str, Any]:
-        return {"model": model, "clients": clients, **metrics.summarise(tallies)}
+    task = halves.client.model.task
+
+    def block(tallies: Mapping[int, Any], model: str, clients: str) -> dict[str, Any]:
+        return {"model": model, "clients": clients, **task.summarise(tallies)}
 
     final = {
         view: block(tallies, views[view], trained)
@@ -50,7 +51,7 @@ def result(
         final["after"] = final["personal"]
     new = outcome.new_clients.get("personal")
     final["new_clients"] = block(new, views["personal"], unseen) if new else None  # type: ignore[assignment]
-    if new and "personal" in final:
+    if new and "personal" in final and "accuracy" in final["personal"]:
         final["new_clients"]["gap"] = (
             final["new_clients"]["accuracy"] - final["personal"]["accuracy"]
         )

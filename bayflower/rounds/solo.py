@@ -55,7 +55,7 @@ def samples(data: ClientData, device: torch.device, dtype: torch.dtype) -> Sampl
     """Return the client's data as tensors."""
 
     def batch(x: np.ndarray, y: np.ndarray) -> Batch:
-        labels = torch.as_tensor(y).to(device)
+        labels = targets(y, device, dtype)
         mask = torch.ones(len(y), dtype=dtype, device=device)
         return Batch(moved(x, device, dtype), labels, mask)
 
@@ -69,6 +69,12 @@ def moved(x: np.ndarray, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return inputs on a device; numbers in `dtype`, whole numbers such as tokens as they are."""
     found = torch.as_tensor(x)
     return found.to(device, dtype) if found.is_floating_point() else found.to(device)
+
+
+def targets(y: np.ndarray, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return targets on the device: whole numbers as they are, others in `dtype`."""
+    known = torch.as_tensor(y)
+    return known.to(device, dtype) if known.is_floating_point() else known.to(device)
 
 
 def train(
@@ -113,7 +119,7 @@ def adapt(
 
 def test(
     half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int
-) -> dict[str, metrics.Tally]:
+) -> dict[str, Any]:
     """Return the tally of every view on `data`."""
     shapes = half.noise("predict", CHUNK)
     noise = batches.noise(
@@ -133,7 +139,7 @@ def test(
             for start in range(0, len(data.y), CHUNK):
                 part = Batch(*(tensor[start : start + CHUNK] for tensor in data))
                 probs = half.predict(view, state, broadcast, part.x, noise)
-                parts.append(metrics.tally(probs, part.y, part.mask))
+                parts.append(half.model.task.tally(probs, part.y, part.mask))
             tally = parts[0]
             for part_tally in parts[1:]:
                 tally = metrics.add(tally, part_tally)

@@ -18,6 +18,7 @@ from ..data import Names, reported
 from ..errors import BayflowerError, WireError
 from ..networks.model import Anatomy, Batch, Model
 from ..recipes.labels import counted
+from ..tasks.numbers import moments
 
 MAX_CLIENT = 2**31  # client numbers are below this
 MAX_INPUT = 2**28  # numbers in one input
@@ -40,6 +41,8 @@ class ClientInfo(NamedTuple):
     label_counts: tuple[int, ...] = ()
     # further names of tied parameters, each with the name that the anatomy has
     tied: Mapping[str, str] = {}
+    # (n, Σ y, Σ y²) of training targets that are numbers, if the server asked for sums
+    target_sums: tuple[float, ...] = ()
 
 
 class Summary(NamedTuple):
@@ -56,9 +59,16 @@ class Summary(NamedTuple):
 
 
 def facts_of(
-    model: Model, train: Batch, test: Batch, origin: Mapping[str, Any], labels: bool = False
+    model: Model,
+    train: Batch,
+    test: Batch,
+    origin: Mapping[str, Any],
+    labels: bool = False,
+    sums: bool = False,
 ) -> ClientInfo:
-    """Return what a client reports before the first round; with `labels` its counts of them."""
+    """Return what a client reports before the first round; with `labels` its counts of them, with
+    `sums` those of its targets.
+    """
     return ClientInfo(
         model.anatomy,
         tuple(train.x.shape[1:]),
@@ -68,6 +78,7 @@ def facts_of(
         dict(origin),
         tuple(counted(train.y, model.num_classes).tolist()) if labels else (),
         model.further_names,
+        moments(train.y.tolist()) if sums else (),
     )
 
 
@@ -82,6 +93,7 @@ def to_header(facts: ClientInfo) -> dict[str, Any]:
         "origin": json.dumps(facts.origin),
         **({"label_counts": json.dumps(list(facts.label_counts))} if facts.label_counts else {}),
         **({"tied": json.dumps(dict(facts.tied))} if facts.tied else {}),
+        **({"target_sums": json.dumps(list(facts.target_sums))} if facts.target_sums else {}),
     }
 
 
@@ -116,6 +128,10 @@ def from_header(head: Mapping[str, Any]) -> ClientInfo:
             f"label_counts must be {head['num_classes']} whole numbers that add up to train_size "
             f"{head['train_size']}, got {str(counts)[:80]}"
         )
+    sums = parsed(head, "target_sums", list) if "target_sums" in head else []
+    real = all(isinstance(one, float) and math.isfinite(one) for one in sums)
+    if sums and not (real and len(sums) == 3 and sums[0] == head["train_size"] and sums[2] >= 0):
+        raise WireError(f"target_sums must be (n, Σ y, Σ y²), got {str(sums)[:80]}")
     anatomy = text_to_anatomy(head.get("anatomy"))
     return ClientInfo(
         anatomy,
@@ -126,6 +142,7 @@ def from_header(head: Mapping[str, Any]) -> ClientInfo:
         parsed(head, "origin", dict),
         tuple(counts),
         tied_names(head, anatomy),
+        tuple(sums),
     )
 
 
