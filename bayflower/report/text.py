@@ -60,6 +60,8 @@ def result_table(result: dict[str, Any]) -> Table:
         f"{len(rounds)} rounds, seed {result['seed']}"
     )
     seconds = sum(record["seconds"] for record in rounds)
+    if "accuracy" not in result["final"]["personal"]:
+        return numbers_table(result, title)
     grid = bare_table(
         title,
         f"accuracies and ECE in %; {result['engine']} engine, {result['device']}, {seconds:.1f} s "
@@ -81,6 +83,19 @@ def result_table(result: dict[str, Any]) -> Table:
                 percent(block["ece"]),
                 number(block["fairness_cv"]),
             )
+    return grid
+
+
+def numbers_table(result: dict[str, Any], title: str) -> Table:
+    """Return the final block of a result whose targets are no classes: a row a model."""
+    grid = bare_table(title, f"{result['engine']} engine, {result['device']}")
+    known = ("rmse", "mae", "nll", "crps", "deviance", "coverage_90", "width_90")
+    keys = [key for key in known if key in result["final"]["personal"]]
+    for column in ("model", *keys):
+        grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    for name, block in result["final"].items():
+        if block:
+            grid.add_row(BLOCKS.get(name, name), *(number(block[key]) for key in keys))
     return grid
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,14 @@ def test_what_needs_classes_is_refused_in_one_line(data: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             parse(method, {**numbers, **more})
+
+
+def test_the_table_of_a_result_shows_the_metrics_of_numbers(data: Path) -> None:
+    from rich.console import Console
+
+    from bayflower.report.text import result_table
+
+    found = result("fedavg", "fused", data, task="regression", rounds=1)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(result_table(found))
+    assert {"rmse", "crps", "coverage_90"} <= set(console.export_text().split())
