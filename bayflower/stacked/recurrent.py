@@ -83,8 +83,21 @@ def one_direction(x: Tensor, states: States, weights: Sequence[Tensor], cell: Ce
     return torch.stack(found[::-1] if back else found), states
 
 
-def recurrent(cell: Cell, number: int, only_random: bool) -> Callable[..., Any]:
-    """Return torch's function for a recurrent network of `cell`, with `number` states."""
+def seen_by_grad(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of `torch.func`'s on a GPU."""
+    return tensor.is_cuda and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def without_cudnn(torchs: Callable[..., Any], *args: Any) -> Any:
+    """Return what torch's own kernels give."""
+    with torch.backends.cudnn.flags(enabled=False):
+        return torchs(*args)
+
+
+def recurrent(
+    cell: Cell, number: int, only_random: bool, torchs: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function for `torchs`: a recurrent network of `cell`, with `number` states."""
 
     def run(
         x: Tensor,
@@ -97,9 +110,18 @@ def recurrent(cell: Cell, number: int, only_random: bool) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
+        if isinstance(hx, Tensor) and not hx.is_floating_point():
+            # sequences of different lengths, packed: the arguments are
+            # (x, batch sizes, states, weights, ...)
+            rest = (x, hx, weights, has_biases, num_layers, dropout, train, bidirectional)
+            return without_cudnn(torchs, *rest, batch_first) if seen_by_grad(x) else NotImplemented
         random = train and dropout > 0 and num_layers > 1
-        if isinstance(weights, Tensor) or (only_random and not random):
-            return NotImplemented  # sequences of different lengths, packed; nothing to draw
+        if only_random and not random:
+            if not x.is_cuda:
+                return NotImplemented
+            if not (seen_by_grad(x) or any(map(seen_by_grad, weights))):
+                rest = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+                return torchs(x, hx, weights, *rest)
         begin: States = tuple(hx) if number == 2 else (hx,)
         directions = 2 if bidirectional else 1
         each = len(weights) // (num_layers * directions)
@@ -129,11 +151,15 @@ def recurrent(cell: Cell, number: int, only_random: bool) -> Callable[..., Any]:
 
 def functions(only_random: bool) -> dict[Any, Callable[..., Any]]:
     """Return torch's functions and ours; with `only_random`, for networks with dropout between
-    layers alone.
+    layers, and on a GPU inside `torch.func.grad`, where cuDNN's cannot be called.
     """
+    cells: dict[Any, tuple[Cell, int]] = {
+        torch._VF.lstm: (lstm_cell, 2),
+        torch._VF.gru: (gru_cell, 1),
+        torch._VF.rnn_tanh: (rnn_cell(torch.tanh), 1),
+        torch._VF.rnn_relu: (rnn_cell(torch.relu), 1),
+    }
     return {
-        torch._VF.lstm: recurrent(lstm_cell, 2, only_random),
-        torch._VF.gru: recurrent(gru_cell, 1, only_random),
-        torch._VF.rnn_tanh: recurrent(rnn_cell(torch.tanh), 1, only_random),
-        torch._VF.rnn_relu: recurrent(rnn_cell(torch.relu), 1, only_random),
+        torchs: recurrent(cell, number, only_random, torchs)
+        for torchs, (cell, number) in cells.items()
     }

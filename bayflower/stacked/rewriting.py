@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
 
+import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -30,6 +31,7 @@ Use = Literal["once", "twice", "mapped"]
 # by (training, use)
 TABLES: dict[tuple[bool, Use], Functions] = {
     (True, "once"): RANDOM,
+    (False, "once"): recurrent.functions(only_random=True),
     (True, "twice"): {**RANDOM, **plainly.TWICE},
     (False, "twice"): plainly.TWICE,
     (True, "mapped"): {**RANDOM, **plainly.FUNCTIONS},
@@ -80,11 +82,26 @@ def used(how: Use) -> Iterator[None]:
 
 
 @contextmanager
+def formulas() -> Iterator[None]:
+    """Keep transformers from torch's shorter way without gradients: on a GPU it takes an
+    approximation of GELU, so that a network would be tested with other numbers than it was trained.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
 def passing(seen: Seen, train: bool, stacked: bool) -> Iterator[None]:
     """Run one pass of a network inside, alone or in a stack."""
     kind: tuple[bool, Use] = (train, "mapped" if stacked else _use.get())
     with ExitStack() as inside:
         mode = None
+        if not train:
+            inside.enter_context(formulas())
         if train:
             inside.enter_context(chance.one_pass())
         if kind in TABLES and seen.replaced.get(kind) is not False:

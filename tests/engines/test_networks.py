@@ -49,6 +49,14 @@ ALL = {**LAYERS, **BROUGHT}
 MORE = {("fedbps", "lstm-time-first"), ("pfedvmp", "attention")}
 
 
+def tolerance(name: str, device: str) -> float:
+    """Return how near two engines must be with a network in float64."""
+    if name in ("resnet18", "mobilenet", "shufflenet"):
+        return 1e-6  # BatchNorm over three samples of one place makes large numbers of small ones
+    # torch's kernel for the slopes of weight_norm on a GPU has six digits only
+    return 1e-5 if (name, device) == ("weight-norm", "cuda") else 1e-9
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pair", some([(m, n) for n in ALL for m in FIVE], CHEAP), ids=str)
 def test_a_step_of_a_stack_is_that_of_the_loop(pair, device):
@@ -58,9 +66,7 @@ def test_a_step_of_a_stack_is_that_of_the_loop(pair, device):
         with pytest.raises(ConfigError, match="no linear layer before its head"):
             agree(method, ALL[name])
         return
-    # BatchNorm over three samples of one place makes large numbers of small ones
-    tolerance = 1e-6 if name in ("resnet18", "mobilenet", "shufflenet") else 1e-9
-    agree(method, ALL[name], tolerance, device=device, **ONE_STEP, **inner)
+    agree(method, ALL[name], tolerance(name, device), device=device, **ONE_STEP, **inner)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -68,7 +74,7 @@ def test_a_step_of_a_stack_is_that_of_the_loop(pair, device):
     "pair", some([(m, n) for n in LAYERS for m in ("fedbps", "fedmap", "pfedvmp")], MORE), ids=str
 )
 def test_methods_with_curvature_and_posteriors_agree(pair, device):
-    agree(pair[0], LAYERS[pair[1]], device=device, **ONE_STEP)
+    agree(pair[0], LAYERS[pair[1]], tolerance(pair[1], device), device=device, **ONE_STEP)
 
 
 # -- numbers of torch ------------------------------------------------------------------------------
@@ -109,8 +115,9 @@ def test_outputs_and_slopes_are_torchs(name, device):
     own_buffers = {n: v[1].clone() for n, v in buffers.items()}
     loss = (functional_call(alone.train(), {**own_params, **own_buffers}, (x[1],)) * aim).sum()
     want = torch.autograd.grad(loss, list(own_params.values()))
+    near = 10 * tolerance(name, device)
     for (n, _), slope in zip(own_params.items(), want, strict=True):
-        torch.testing.assert_close(slopes[n][1], slope, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(slopes[n][1], slope, rtol=near, atol=1e-10)
     for n, value in own_buffers.items():
         torch.testing.assert_close(after[n][1], value, rtol=1e-8, atol=1e-10)
 
