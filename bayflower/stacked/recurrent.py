@@ -99,29 +99,18 @@ def recurrent(
 ) -> Callable[..., Any]:
     """Return a function for `torchs`: a recurrent network of `cell`, with `number` states."""
 
-    def run(
-        x: Tensor,
-        hx: Any,
-        weights: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
-        if isinstance(hx, Tensor) and not hx.is_floating_point():
-            # sequences of different lengths, packed: the arguments are
-            # (x, batch sizes, states, weights, ...)
-            rest = (x, hx, weights, has_biases, num_layers, dropout, train, bidirectional)
-            return without_cudnn(torchs, *rest, batch_first) if seen_by_grad(x) else NotImplemented
+    def run(*args: Any) -> Any:
+        if isinstance(args[1], Tensor) and not args[1].is_floating_point():
+            # sequences of different lengths, packed: (x, batch sizes, states, weights, …)
+            inside = any(map(seen_by_grad, (args[0], *args[3])))
+            return without_cudnn(torchs, *args) if inside else NotImplemented
+        x, hx, weights, _, num_layers, dropout, train, bidirectional, batch_first = args
         random = train and dropout > 0 and num_layers > 1
         if only_random and not random:
             if not x.is_cuda:
                 return NotImplemented
-            if not (seen_by_grad(x) or any(map(seen_by_grad, weights))):
-                rest = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
-                return torchs(x, hx, weights, *rest)
+            if not any(map(seen_by_grad, (x, *weights))):
+                return torchs(*args)
         begin: States = tuple(hx) if number == 2 else (hx,)
         directions = 2 if bidirectional else 1
         each = len(weights) // (num_layers * directions)
