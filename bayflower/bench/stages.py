@@ -206,8 +206,8 @@ def split(stacked: StackedPhase, rounds: Rounds) -> tuple[float, float, float]:
             for g in range(stacked.phase.batches)
         )
         noise = {
-            name: batches.normal(keys[:size], stacked.at[0], stacked.shapes[name]).to(
-                stacked.stack.dtype
+            name: batches.normal(
+                keys[:size], stacked.at[0], stacked.shapes[name], stacked.stack.dtype
             )
             for name, keys in stacked.keys.items()
         }

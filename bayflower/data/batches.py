@@ -19,6 +19,7 @@ from torch import Tensor
 from ..contract import Phase
 from ..errors import BayflowerError, ConfigError
 from ..stacked.chance import GAMMA, further, mixed, shifted
+from ..stacked.routes import has_kernels
 
 Group = tuple[np.ndarray, ...]
 
@@ -143,8 +144,11 @@ def noise(
     place = torch.as_tensor(step, device=device)
     return {
         name: normal(
-            torch.tensor([noise_key(seed, stage, name, client, round)], device=device), place, shape
-        )[0].to(dtype)
+            torch.tensor([noise_key(seed, stage, name, client, round)], device=device),
+            place,
+            shape,
+            dtype,
+        )[0]
         for name, shape in shapes.items()
     }
 
@@ -166,20 +170,27 @@ def layers_keys(seed: int, stage: str, clients: Sequence[int], round: int) -> li
     return [layers_key(seed, stage, client, round) for client in clients]
 
 
-def normal(keys: Tensor, step: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return standard normal numbers (len(keys), *shape) in float64, each a function of its key,
-    the step and its place.
+def normal(
+    keys: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Return standard normal numbers (len(keys), *shape), each a function of its key, the step and
+    its place, computed in float64.
 
     Whole numbers are hashed (SplitMix64's finaliser) into two uniform numbers, and those turned by
     Box and Muller: the same on a CPU and a GPU up to the last bits of log and cos, for all clients
     at once, and inside a recorded graph.
     """
+    if has_kernels(keys):
+        from ..stacked import noisekernels  # which only a GPU can import
+
+        return noisekernels.normals(keys, step, shape, dtype)
     count = math.prod(shape)
     begin = further(keys, step)[:, None]
     place = torch.arange(1, 2 * count + 1, device=keys.device) * GAMMA
     bits = shifted(mixed(begin + place), 11).double()  # 53 bits
     first, second = (bits[:, :count] + 1) * 2.0**-53, bits[:, count:] * 2.0**-53
-    return ((-2 * first.log()).sqrt() * torch.cos(2 * math.pi * second)).reshape(len(keys), *shape)
+    found = (-2 * first.log()).sqrt() * torch.cos(2 * math.pi * second)
+    return found.reshape(len(keys), *shape).to(dtype)
 
 
 def _sizes(num_examples: int, phase: Phase, coupled: bool) -> list[int]:

@@ -256,7 +256,7 @@ class StackedPhase:
         )
         groups = self.recipe.groups(groups, self.at, size)
         noise = {
-            name: batches.normal(keys[:size], self.at[0], self.shapes[name]).to(self.stack.dtype)
+            name: batches.normal(keys[:size], self.at[0], self.shapes[name], self.stack.dtype)
             for name, keys in self.keys.items()
         }
         work = self.work.part(size)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
+from bayflower.data import batches
 from bayflower.stacked import chance, lstm, randomly, routes
 from bayflower.stacked.stackable import for_stacks
 
@@ -174,3 +175,13 @@ def test_lstms_have_the_numbers_of_the_plain_formula(batch, exact):
     got = vmap(total(lstm.Lstm.apply))(*inputs)
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= (1e-5 if exact else 5e-3) * b.norm()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 700)])
+def test_noise_is_that_of_a_cpu(shape):
+    keys, step = torch.tensor([5, 2**61 + 3, 0, 77]), torch.tensor(9)
+    want = batches.normal(keys, step, shape)
+    for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        got = batches.normal(keys.cuda(), step.cuda(), shape, dtype)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.cpu().double(), want, rtol=near, atol=near)
