@@ -34,7 +34,7 @@ from .maths.laplace import Seen, fitted, last_weights
 from .maths.optim import OptState
 from .networks.model import Anatomy, Batch
 from .shown import Heading, Picture
-from .tree import Shapes, Tensors, flatten, map_tree, matching, shapes, unflatten
+from .tree import Shapes, Tensors, flatten, map_tree, matching, shapes, stack, unflatten
 
 if TYPE_CHECKING:
     from .maths.exact import Scaled
@@ -116,6 +116,10 @@ class ServerHalf(ABC):
     def broadcast(self, state: Any, client: int) -> Any:
         """Return what `client` is sent."""
 
+    def broadcasts(self, state: Any, clients: tuple[int, ...]) -> Any:
+        """Return what `clients` are sent, stacked. Only the fused engine asks, if `per_client`."""
+        return stack([self.broadcast(state, client) for client in clients])
+
     @abstractmethod
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
         """Return the client's element of the monoid: tensors by name (`Scaled` for products)."""
@@ -128,10 +132,8 @@ class ServerHalf(ABC):
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum | None:
         """Return the sum of the statistics of stacked updates, in float64 on their device, as fast
-        as it goes.
-
-        Unlike the sum of `statistic`s it may depend on the order in its last bits. Only the fused
-        engine asks for it. None: the engine adds the statistics one by one.
+        as it goes: its last bits may depend on the order. Only the fused engine asks; None: it adds
+        the statistics one by one.
         """
         return None
 

@@ -21,7 +21,7 @@ from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
 from ..rounds import schedule, solo
 from ..rounds.calibrated import Calibrated, One
 from ..rounds.halves import Halves
-from ..tree import stack, to, unflatten
+from ..tree import to, unflatten
 from . import traffic
 from .bank import DeviceBank, DiskBank
 from .calibrate import Calibration
@@ -187,7 +187,7 @@ class FusedRun:
         """Return the broadcast to some clients: a single one, or a stack if each gets its own."""
         if not self.server.per_client:
             return self.server.broadcast(self.state, chunk[0])
-        return stack([self.server.broadcast(self.state, client) for client in chunk])
+        return self.server.broadcasts(self.state, tuple(chunk))
 
     # -- tests and checkpoints ---------------------------------------------------------------------
     def test(self, fused: Fused, chosen: Sequence[int], round: int, purpose: Purpose) -> Views:

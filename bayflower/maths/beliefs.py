@@ -12,7 +12,7 @@ client's number, never by its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +104,18 @@ def log_alpha(config: Any, belief: Belief, client: int, size: int) -> Tensor:
     return dropout.limited(
         config.log_alpha_start + hypernet.output(belief.psi, own) if belief.psi else own
     )
+
+
+def log_alphas(config: Any, belief: Belief, clients: Sequence[int], size: int) -> Tensor:
+    """Return log alpha of clients (M, K): on a GPU by one pass of the hypernetwork, whose last bits
+    may differ from those of `log_alpha`.
+    """
+    known = [belief.embeddings.get(str(client)) for client in clients]
+    some = [one for one in known if one is not None]
+    if belief.psi and some and some[0].is_cuda and len(some) == len(known):
+        moved = hypernet.output(belief.psi, torch.stack(some))
+        return dropout.limited(config.log_alpha_start + moved)
+    return torch.stack([log_alpha(config, belief, client, size) for client in clients])
 
 
 def followed(

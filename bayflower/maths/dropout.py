@@ -88,10 +88,12 @@ def sampled(theta: Tensor, log_alpha: Tensor, noise: Tensor) -> Tensor:
     return theta * (1 + (log_alpha / 2).exp() * noise)
 
 
-def precision(theta: Tensor, log_alpha: Tensor, floor: float) -> Tensor:
+def precision(theta: Tensor, log_alpha: Tensor, floor: float | None) -> Tensor:
     """Return 1 / (alpha theta² + floor) in float64: without a floor a client whose weight is 0
-    would win every average.
+    would win every average. With None it is 1 / alpha.
     """
+    if floor is None:
+        return (-log_alpha.double()).exp()
     return 1 / (log_alpha.double().exp() * theta.double().square() + floor)
 
 

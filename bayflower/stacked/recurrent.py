@@ -83,9 +83,9 @@ def one_direction(x: Tensor, states: States, weights: Sequence[Tensor], cell: Ce
     return torch.stack(found[::-1] if back else found), states
 
 
-def seen_by_grad(tensor: Tensor) -> bool:
-    """Return whether a tensor is one of `torch.func`'s on a GPU."""
-    return tensor.is_cuda and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+def barred(x: Tensor) -> bool:
+    """Return whether cuDNN's recurrent layers cannot be called: on a GPU, inside `torch.func`."""
+    return x.is_cuda and torch._C._functorch.maybe_current_level() is not None
 
 
 def without_cudnn(torchs: Callable[..., Any], *args: Any) -> Any:
@@ -102,14 +102,13 @@ def recurrent(
     def run(*args: Any) -> Any:
         if isinstance(args[1], Tensor) and not args[1].is_floating_point():
             # sequences of different lengths, packed: (x, batch sizes, states, weights, …)
-            inside = any(map(seen_by_grad, (args[0], *args[3])))
-            return without_cudnn(torchs, *args) if inside else NotImplemented
+            return without_cudnn(torchs, *args) if barred(args[0]) else NotImplemented
         x, hx, weights, _, num_layers, dropout, train, bidirectional, batch_first = args
         random = train and dropout > 0 and num_layers > 1
         if only_random and not random:
             if not x.is_cuda:
                 return NotImplemented
-            if not any(map(seen_by_grad, (x, *weights))):
+            if not barred(x):
                 return torchs(*args)
         begin: States = tuple(hx) if number == 2 else (hx,)
         directions = 2 if bidirectional else 1

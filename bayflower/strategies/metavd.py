@@ -41,6 +41,7 @@ Departs:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -53,7 +54,7 @@ from ..maths import beliefs, dropout
 from ..maths.beliefs import Belief
 from ..settings import Presets, paper, setting
 from ..shown import Heading, Picture
-from ..tree import Tensors, digest, flatten, matching
+from ..tree import Tensors, digest, flatten, map_tree, matching
 from . import reptile
 from .fedavg import averaged, summed, weighted
 
@@ -215,9 +216,14 @@ class Server(beliefs.Admitting, reptile.Server):
     def log_alpha(self, state: State, client: int) -> Tensor:
         """Return log alpha of a client, in the shape of the layer."""
         weight = state.params[self.layer(state.params)]
-        return beliefs.log_alpha(self.config, state.belief, client, weight.numel()).reshape(
-            weight.shape
-        )
+        found = beliefs.log_alpha(self.config, state.belief, client, weight.numel())
+        return found.reshape(weight.shape)
+
+    def log_alphas(self, state: State, clients: Sequence[int]) -> Tensor:
+        """Return log alpha of clients, stacked."""
+        weight = state.params[self.layer(state.params)]
+        found = beliefs.log_alphas(self.config, state.belief, clients, weight.numel())
+        return found.reshape(-1, *weight.shape)
 
     def kl_weight(self, state: State) -> float:
         """Return the weight of the KL in the coming round: along a sigmoid to its full value."""
@@ -236,16 +242,24 @@ class Server(beliefs.Admitting, reptile.Server):
 
     def broadcast(self, state: Any, client: int) -> Any:
         """Return the model and the client's own dropout; dropped entries are 0."""
-        name, log_alpha = self.layer(state.params), self.log_alpha(state, client)
-        weight = state.params[name]
-        beta = torch.full((), self.kl_weight(state), dtype=weight.dtype, device=weight.device)
+        return self.message(self.layer(state.params), state, self.log_alpha(state, client))
+
+    def broadcasts(self, state: Any, clients: tuple[int, ...]) -> Any:
+        """Return the same of clients, stacked; what they share is there once."""
+        number = len(clients)
+        one = State(*map_tree(lambda leaf: leaf.expand(number, *leaf.shape), state[:2]), *state[2:])
+        sent = self.message(self.layer(state.params), one, self.log_alphas(state, clients))
+        return sent._replace(kl_weight=sent.kl_weight.expand(number))
+
+    def message(self, name: str, state: State, log_alpha: Tensor) -> Broadcast:
+        """Return the broadcast of a client's dropout, or of that of several."""
+        params, buffers = state.params, state.buffers
+        beta = torch.full((), self.kl_weight(state), dtype=log_alpha.dtype, device=log_alpha.device)
         if not self.config.drop_above:
-            return Broadcast(state.params, state.buffers, log_alpha, beta, {})
+            return Broadcast(params, buffers, log_alpha, beta, {})
         mask = self.dropped(state, log_alpha)
-        params = {**state.params, name: weight.masked_fill(mask, 0)}
-        return Broadcast(
-            params, state.buffers, log_alpha.masked_fill(mask, 0), beta, {"layer": mask}
-        )
+        params = {**params, name: params[name].masked_fill(mask, 0)}
+        return Broadcast(params, buffers, log_alpha.masked_fill(mask, 0), beta, {"layer": mask})
 
     def pack(self, broadcast: Broadcast) -> Tensors:
         """Return what travels to a client: of the layer only what is not dropped."""
@@ -286,13 +300,8 @@ class Server(beliefs.Admitting, reptile.Server):
 
     def precision(self, theta: Tensor, start: Tensor, step: Tensor, mask: Tensors) -> Tensor:
         """Return 1/v of each weight in float64, 0 where it was dropped [eq. 5]."""
-        log_alpha = dropout.limited(start + step)
-        by_alpha = self.config.weighting == "alpha"
-        weight = (
-            (-log_alpha.double()).exp()
-            if by_alpha
-            else dropout.precision(theta, log_alpha, self.config.variance_floor)
-        )
+        floor = None if self.config.weighting == "alpha" else self.config.variance_floor
+        weight = dropout.precision(theta, dropout.limited(start + step), floor)
         return weight.masked_fill(mask["layer"], 0) if mask else weight
 
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
@@ -300,10 +309,8 @@ class Server(beliefs.Admitting, reptile.Server):
         Delta.
         """
         name, number = self.layer(state.params), update.num_examples
-        theta, rest = (
-            update.params[name],
-            {key: value for key, value in update.params.items() if key != name},
-        )
+        theta = update.params[name]
+        rest = {key: value for key, value in update.params.items() if key != name}
         weight = number * self.precision(
             theta, self.log_alpha(state, client), update.log_alpha_step, update.mask
         )
@@ -320,11 +327,9 @@ class Server(beliefs.Admitting, reptile.Server):
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum:
         """Return the same sums over stacked updates, in float64 on their device."""
         name, number = self.layer(state.params), updates.num_examples
-        theta, rest = (
-            updates.params[name],
-            {key: value for key, value in updates.params.items() if key != name},
-        )
-        start = torch.stack([self.log_alpha(state, client) for client in clients]).to(theta.device)
+        theta = updates.params[name]
+        rest = {key: value for key, value in updates.params.items() if key != name}
+        start = self.log_alphas(state, clients).to(theta.device)
         weight = number.reshape(-1, 1, 1) * self.precision(
             theta, start, updates.log_alpha_step, updates.mask
         )
@@ -345,11 +350,8 @@ class Server(beliefs.Admitting, reptile.Server):
     def aggregate(self, state: Any, total: Sum) -> Tensors:
         """Return theta_agg [eq. 5]; a weight that every client dropped stays as it was."""
         name = self.layer(state.params)
-        old, weight, others = (
-            state.params[name],
-            total["precision"],
-            {key: value for key, value in state.params.items() if key != name},
-        )
+        old, weight = state.params[name], total["precision"]
+        others = {key: value for key, value in state.params.items() if key != name}
         rest = averaged("params", others, total, total["num_examples"])
         ratio = total["shift"] / torch.where(weight > 0, weight, torch.ones_like(weight))
         mean = torch.where(weight > 0, ratio, old.to(weight.device).double()).to(old.dtype)
@@ -377,9 +379,7 @@ class Server(beliefs.Admitting, reptile.Server):
         """Return the mean dropout rate over the clients, the weight of the KL, and the share of
         dropped weights.
         """
-        known = torch.stack(
-            [self.log_alpha(state, int(client)) for client in sorted(state.belief.seen, key=int)]
-        )
+        known = self.log_alphas(state, sorted(map(int, state.belief.seen)))
         found = {
             "dropout_rate": float(dropout.rate(known).mean()),
             "kl_weight_now": self.kl_weight(state),

@@ -24,6 +24,13 @@ from ..tree import digest, stack, unflatten
 from .bench import Bench, assert_same_bits, worst_difference
 
 
+def check_broadcasts(bench: Bench) -> None:
+    """Raise unless the stacked broadcasts are those of each client."""
+    stacked = bench.server.broadcasts(bench.state, tuple(bench.clients))
+    each = [bench.server.broadcast(bench.state, client) for client in bench.clients]
+    assert worst_difference(stacked, stack(each), zero=1e-12) < 1e-12
+
+
 def check_fast_total(bench: Bench) -> None:
     """Raise unless `total` of stacked updates finalises to what the exact sum of their statistics
     does, whole or in two parts. The bench has float64.

@@ -48,8 +48,10 @@ class MethodContract(Promises, Declared):
         return made(type(self), self.network(request.param), "float32")
 
     def test_a_fast_total_is_the_exact_sum(self) -> None:
-        """The sum that the fused engine uses is that of the statistics."""
-        runs.check_fast_total(made(type(self), self.network("mlp"), "float64"))
+        """The sum that the fused engine uses is that of the statistics; so are its broadcasts."""
+        bench = made(type(self), self.network("mlp"), "float64")
+        runs.check_broadcasts(bench)
+        runs.check_fast_total(bench)
 
     @pytest.mark.parametrize("engine", ["fused", "loop"])
     def test_runs_repeat_to_the_bit(self, engine: str) -> None:

@@ -18,8 +18,9 @@ REPEATED = {*((name, "fused") for name in (*BOTH, "fedavg")), ("fedavg", "loop")
 @pytest.mark.parametrize("case", cases("mlp-bn"))
 def test_a_fast_total_is_the_exact_sum(case):
     """`total` of stacked updates finalises to what the exact sum of their statistics does, whole or
-    in two parts.
+    in two parts. Stacked broadcasts are those of each client.
     """
+    runs.check_broadcasts(bench_of(*case, "float64"))
     runs.check_fast_total(bench_of(*case, "float64"))
 
 

@@ -52,7 +52,8 @@ MORE = {("fedbps", "lstm-time-first"), ("pfedvmp", "attention")}
 def tolerance(name: str, device: str) -> float:
     """Return how near two engines must be with a network in float64."""
     if name in ("resnet18", "mobilenet", "shufflenet"):
-        return 1e-6  # BatchNorm over three samples of one place makes large numbers of small ones
+        # BatchNorm over three samples of one place makes large numbers of small ones
+        return 1e-5 if (name, device) == ("shufflenet", "cuda") else 1e-6
     # torch's kernel for the slopes of weight_norm on a GPU has six digits only
     return 1e-5 if (name, device) == ("weight-norm", "cuda") else 1e-9
 
