@@ -13,7 +13,9 @@ FedBN owns its normalisation layers; `local` owns everything.
 
 Departs: with `finetune_epochs` the global model is fine-tuned on the client's training data before
 a test (FedAvg-FT). A client that never trained is tested with the global model, or fine-tuned
-alike; methods with an own part first fit that part alone, the shared part frozen.
+alike; methods with an own part first fit that part alone, the shared part frozen. With
+`settle_epochs` a client passes over its data in training mode once more before it sends its model,
+so that BatchNorm's running statistics follow the last weights; no weight moves.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from ..networks.model import Batch
 from ..strategies.fedavg import State as Broadcast
 from ..strategies.fedavg import Update
 from ..tree import Tensors
+
+SETTLE = "settle"  # the phase in which no weight moves
 
 
 class State(NamedTuple):
@@ -63,12 +67,18 @@ class Client(ClientHalf):
         """Return the epochs of fine-tuning before a test."""
         return getattr(self.config, "finetune_epochs", 0)
 
+    def settle_epochs(self) -> int:
+        """Return the passes in training mode, without steps, before a model is sent."""
+        return getattr(self.config, "settle_epochs", 0)
+
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return one stretch of local training; fine-tuning before a test where asked; the own part
-        alone for a new client.
+        """Return one stretch of local training, and passes without steps where asked; fine-tuning
+        before a test where asked; the own part alone for a new client.
         """
         if purpose == "train":
-            return (self.training.phase("local"),)
+            local, epochs = self.training.phase("local"), self.settle_epochs()
+            last = self.training.phase(SETTLE, epochs=epochs, trainable=()) if epochs else None
+            return (local, last) if last else (local,)
         if purpose == "new" and self.owns:
             own = tuple(name for name in self.model.anatomy.trainable if self.is_own(name))
             return (
@@ -102,6 +112,20 @@ class Client(ClientHalf):
             {**broadcast.buffers, **state.buffers},
         )
         return Work(params, buffers, memo=broadcast)
+
+    @property
+    def plain_loop(self) -> bool:
+        """Return whether a round is nothing but steps down the loss."""
+        return not self.settle_epochs()
+
+    def gradient(
+        self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
+    ) -> tuple[Tensors, Tensors, Tensor]:
+        """Return the gradient of the loss; of a pass without steps no gradient, but its buffers."""
+        if phase.name != SETTLE:
+            return super().gradient(phase, work, batches, noise)
+        loss, buffers = self.loss(work.params, work, batches[0], noise, phase)
+        return {}, buffers, loss
 
     def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Any]:
         """Return the own part and the update (n_k, shared part) [eq. 2]."""

@@ -14,7 +14,7 @@ approximation of the posterior.
 
 Departs:
   E-B1  the algorithm's line 13 returns h where [eq. 2] needs its inverse; as printed the *most*
-        certain weights would be personal.
+        certain weights would be personal (`ranking=printed`).
   E-B3  h is exactly 0 for weights behind dead ReLUs: the prior precision delta keeps sigma_i
         finite. Its default weight_decay · n_i is the curvature of the weight decay in the summed
         loss.
@@ -25,7 +25,8 @@ Departs:
         `statistics=average`.
   The server of the paper forms w_i; here the client does, so the server needs to hold no client's
   weights. A client that comes late has the common initialisation on its personal entries; one that
-  never trained fits those alone, for `new_client_epochs`.
+  never trained fits those alone, for `new_client_epochs`. With `finetune_epochs` all entries are
+  trained before a test, as FedPer's are.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ FIT = "fit"  # the phase of a client that never trained
 
 class State(NamedTuple):
     """The client's weights (they travel, by the method's definition) and its running statistics,
-    unless these are averaged.
+    unless these are averaged; before a test also the whole model after fine-tuning, else {}.
     """
 
     params: Tensors
     buffers: Tensors
+    tuned: Tensors
 
 
 class Client(ClientHalf):
@@ -62,7 +64,7 @@ class Client(ClientHalf):
 
     state_type = State
     update_type = Update
-    private = ("buffers",)
+    private = ("buffers", "tuned")
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
@@ -79,25 +81,33 @@ class Client(ClientHalf):
         )
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return one stretch of local training; a new client fits its personal entries; nothing
-        before a test.
+        """Return one stretch of local training; a new client fits its personal entries; before a
+        test fine-tuning, where it is set.
         """
         if purpose == "train":
             return (self.training.phase("local"),)
         if purpose == "new" and self.config.personal_share > 0:
             return (self.training.phase(FIT, epochs=self.training.new_client_epochs),)
-        return ()
+        epochs = self.config.finetune_epochs if purpose == "finetune" else 0
+        return (self.training.phase("finetune", epochs=epochs),) if epochs else ()
 
     def views(self) -> dict[str, str]:
-        """Return the personal model; no client has the whole of w_g."""
+        """Return the personal model, and that before fine-tuning where there is any; no client has
+        the whole of w_g.
+        """
+        model = "the client's own entries where the last mask says so, the global ones elsewhere"
+        epochs = self.config.finetune_epochs
+        if not epochs:
+            return {"personal": model}
         return {
-            "personal": "the client's own entries where the last mask says so, the global ones "
-            "elsewhere"
+            "personal": f"{model}, after {epochs} epoch(s) of local training; of a client that "
+            "never trained, of its own entries alone",
+            "before": f"{model}, before local training",
         }
 
     def init(self, params: Tensors, buffers: Tensors) -> State:
         """Return the initial model."""
-        return State(params, buffers if self.config.statistics == "local" else {})
+        return State(params, buffers if self.config.statistics == "local" else {}, tuned={})
 
     def unpack(self, kind: type, flat: Tensors) -> Broadcast:
         """Return the broadcast from bits and shared entries; raise if they do not fit each other
@@ -154,7 +164,9 @@ class Client(ClientHalf):
         """Return w_i as state, and (n_i, w_i, sigma_i)."""
         number = count(data)
         prior = self.precision(number.to(data.mask.dtype))
-        variance = {name: 1 / (value + prior) for name, value in work.survey.total.items()}
+        variance = {name: value + prior for name, value in work.survey.total.items()}
+        if self.config.ranking != "printed":
+            variance = {name: 1 / value for name, value in variance.items()}
         sent = {name: value for name, value in work.buffers.items() if name not in state.buffers}
         return self.kept(state, work), Update(number, work.params, variance, sent)
 
@@ -170,7 +182,8 @@ class Client(ClientHalf):
 
     def kept(self, state: State, work: Work) -> State:
         """Return what stays on the client."""
-        return State(work.params, {name: work.buffers[name] for name in state.buffers})
+        kept = {name: work.buffers[name] for name in state.buffers}
+        return state._replace(params=work.params, buffers=kept)
 
     def adapt(self, state: State, broadcast: Broadcast, data: Batch, purpose: Purpose) -> Work:
         """Return the work of fitting the personal entries to the
@@ -189,13 +202,18 @@ class Client(ClientHalf):
         return super().loss(params, work, batch, noise, phase)
 
     def finish_adapting(self, state: State, work: Work, data: Batch, purpose: Purpose) -> State:
-        """Return the fitted model."""
+        """Return the fitted model; of fine-tuning the state beside it."""
+        if purpose == "finetune":
+            return state._replace(tuned={**work.params, **work.buffers})
         return self.kept(state, work._replace(params=combined(work.params, work.memo)))
 
     def predict(
         self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
     ) -> Tensor:
-        """Return class probabilities of w_i ⊙ M + w_g ⊙ (1 − M)."""
+        """Return class probabilities of w_i ⊙ M + w_g ⊙ (1 − M), or of that fine-tuned."""
+        if view == "personal" and state.tuned:
+            logits, _ = self.model.forward(state.tuned, {}, x, train=False)
+            return self.model.probabilities(logits)
         buffers: dict[str, Any] = {**state.buffers, **broadcast.buffers}
         logits, _ = self.model.forward(combined(state.params, broadcast), buffers, x, train=False)
         return self.model.probabilities(logits)

@@ -152,13 +152,15 @@ class Client(ClientHalf):
 
     def tilted(self, f: Tensor, cavity: Diagonal) -> Tilted:
         """Return cavity × σ(f z), in the dtype of f; `site=scalar` takes the mean over f first
-        (E-N10).
+        (E-N10), `site=none` a placebo of 0.
         """
         mean, var = (
             value.to(f.dtype) for value in (cavity.shift / cavity.precision, 1 / cavity.precision)
         )
         if self.config.site == "scalar":
             f = f.mean().expand(f.shape)
+        elif self.config.site == "none":
+            f = torch.zeros_like(f)
         return tilt(mean, var, bounded(f, var), self.slopes)
 
     def survey(self, work: Work, batch: Batch) -> Survey:

@@ -96,7 +96,9 @@ class Optimizer:
         return 0.0 if self.name == "adamw" else self.weight_decay
 
     def update(self, params: Tensors, grads: Tensors, state: OptState) -> tuple[Tensors, OptState]:
-        """Return (parameters, state) after one step down `grads`."""
+        """Return (parameters, state) after one step down `grads`; nothing moves without any."""
+        if not grads:
+            return params, state
         if self.clip_norm:
             grads = clip(grads, self.clip_norm)
         if decay := self.decayed():
@@ -131,6 +133,8 @@ class Optimizer:
         """Do what `update` does, in place on stacks of clients that have all taken the same number
         of steps.
         """
+        if not grads:
+            return
         names = list(grads)
         values, slopes = [params[name] for name in names], [grads[name] for name in names]
         if self.clip_norm:

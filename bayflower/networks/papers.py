@@ -50,15 +50,15 @@ def cnn(shape: tuple[int, ...], num_classes: int, features: int = 512) -> nn.Mod
     return BaseHead(base, nn.Linear(features, num_classes))
 
 
-def cnn3(shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return MetaVD's CNN: three padded 3×3 convolutions of 64 maps, each pooled, hidden layers of
-    256 and 128, a linear head.
+def cnn3(shape: tuple[int, ...], num_classes: int, maps: int = 64) -> nn.Module:
+    """Return MetaVD's CNN: three padded 3×3 convolutions of `maps` maps, each pooled, hidden layers
+    of 256 and 128, a linear head.
     """
     layers: list[nn.Module] = []
-    for channels in (shape[0], 64, 64):
-        layers += [nn.Conv2d(channels, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    for channels in (shape[0], maps, maps):
+        layers += [nn.Conv2d(channels, maps, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     layers.append(nn.Flatten())
-    for before, after in ((64 * (shape[1] // 8) * (shape[2] // 8), 256), (256, 128)):
+    for before, after in ((maps * (shape[1] // 8) * (shape[2] // 8), 256), (256, 128)):
         layers += [nn.Linear(before, after), nn.LeakyReLU(0.1)]
     return BaseHead(nn.Sequential(*layers), nn.Linear(128, num_classes))
 
@@ -185,6 +185,8 @@ MODELS: dict[str, str] = {
     "16×16",
     "cnn3": "three 3×3 convolutions of 64 maps, 256 and 128 hidden units (MetaVD); images of at "
     "least 16×16",
+    "cnn3-256": "the same with 256 maps, as the authors' code has it for MetaVD and not for what "
+    "it is compared with",
     "lenet5": "LeNet-5: convolutions of 6 and 16 maps, 120 and 84 hidden units (FedBPS: MNIST); "
     "images of at least 16×16",
     "lenet-wide": "the same with 64 and 64 maps, 384 and 192 hidden units (FedBPS: CIFAR-10); "
@@ -205,6 +207,7 @@ NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp-bn": partial(mlp, norm=True),
     "cnn": cnn,
     "cnn3": cnn3,
+    "cnn3-256": partial(cnn3, maps=256),
     "lenet5": lenet,
     "lenet-wide": partial(lenet, maps=(64, 64), widths=(384, 192)),
     "resnet18": resnet18,

@@ -37,13 +37,21 @@ class Config:
     finetune_epochs: int = setting(
         0, "epochs of local fine-tuning before a test; 0 = test the global model (fedavg-ft: 5)"
     )
+    settle_epochs: int = setting(
+        0,
+        "passes over a client's data in training mode, without steps, before its model is sent: "
+        "BatchNorm's running statistics become those of the last weights",
+    )
 
     def __post_init__(self) -> None:
-        if self.finetune_epochs < 0:
-            raise ConfigError(
-                f"finetune_epochs must not be negative, got {self.finetune_epochs}; 0 means no "
-                "fine-tuning"
-            )
+        for name, words in (
+            ("finetune_epochs", "fine-tuning"),
+            ("settle_epochs", "pass over the data"),
+        ):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{name} must not be negative, got {getattr(self, name)}; 0 means no {words}"
+                )
 
 
 class State(NamedTuple):

@@ -12,7 +12,7 @@ personal.
     c          state.params before  by name: the shift in which moments are summed
 
     w_g = Σ pi_i mu_i,    sigma_g = Σ pi_i (sigma_i + (mu_i − w_g)²)                     [eq. 5]
-    M = 1 on the round(p P) entries with the largest sigma_g                            [eq. 3]
+    M = 1 on the ⌊p P + ½⌋ entries with the largest sigma_g                             [eq. 3]
 
 sigma_g does not depend on the shift c: Σ pi (mu − w_g)² = Σ pi (mu − c)² − (w_g − c)². Down travel
 the mask as bits, and w_g on the shared entries alone; before the first round every entry is shared.
@@ -22,8 +22,8 @@ Departs:
   E-B5  the variance of the weights between clients is 10^4 to 10^8 times smaller than their
         variance within, so the ranking of [eq. 3] is that of the curvature alone (`report` says how
         small). `ranking=balanced` divides each term by its median before adding.
-  E-B6  exactly round(p P) entries, of equals the lower index first (in the order of names); one
-        threshold for all tensors, or `threshold=tensor`: round(p size) in each.
+  E-B6  exactly ⌊p P + ½⌋ entries, of equals the lower index first (in the order of names); one
+        threshold for all tensors, or `threshold=tensor`: the share p of each.
   E-B8  running statistics of BatchNorm have no curvature: they stay on the client, or are averaged
         (`statistics=average`).
   E-B9  moments are summed shifted by the last w_g and in float64. The mean itself is summed as it
@@ -50,7 +50,7 @@ from ..shown import Heading
 from ..tree import Tensors
 from .fedavg import averaged, weighted
 
-Ranking = Literal["paper", "balanced"]
+Ranking = Literal["paper", "balanced", "printed", "random"]
 Threshold = Literal["global", "tensor"]
 Statistics = Literal["local", "average"]
 
@@ -79,13 +79,17 @@ class Config:
     ranking: Ranking = setting(
         "paper",
         "paper: variance within clients plus variance between them; balanced: each divided by its "
-        "median first",
+        "median first; printed: curvature in place of the variance within, as the algorithm is "
+        "printed (E-B1); random: drawn once",
     )
     threshold: Threshold = setting(
         "global", "global: one threshold for all tensors; tensor: the share p of each tensor"
     )
     statistics: Statistics = setting(
         "local", "BatchNorm's running statistics: local = kept by each client, or averaged"
+    )
+    finetune_epochs: int = setting(
+        0, "epochs of local training of the whole model before a test; 0 = test it as it is"
     )
 
     def __post_init__(self) -> None:
@@ -98,6 +102,11 @@ class Config:
             raise ConfigError(
                 f"delta must be positive and finite, got {self.delta}; without it a weight "
                 "without curvature has no variance"
+            )
+        if self.finetune_epochs < 0:
+            raise ConfigError(
+                f"finetune_epochs must not be negative, got {self.finetune_epochs}; 0 means no "
+                "fine-tuning"
             )
         check_choices(self)
 
@@ -124,7 +133,9 @@ class Broadcast(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a client sends: its weights, their variances, and its number of training samples."""
+    """What a client sends: its weights, their variances (`ranking=printed`: their precisions), and
+    its number of training samples.
+    """
 
     num_examples: Tensor
     params: Tensors
@@ -191,7 +202,8 @@ class Server(ServerHalf):
             return f"num_examples must be positive and below 2^40, got {count}"
         least = min(float(value.min()) for value in update.variance.values())
         most = max(float(value.max()) for value in update.variance.values())
-        bound = math.inf if self.config.delta is None else (1 + 1e-5) / self.config.delta
+        known = self.config.delta is not None and self.config.ranking != "printed"
+        bound = (1 + 1e-5) / self.config.delta if known else math.inf
         return (
             None
             if least > 0 and most <= bound
@@ -204,8 +216,8 @@ class Server(ServerHalf):
         """Return why variances cannot be those of the default prior, 1/(weight_decay n) or 1, or
         None.
         """
-        if self.config.delta is not None:
-            return None  # `check` has looked
+        if self.config.delta is not None or self.config.ranking == "printed":
+            return None  # `check` has looked, or a precision has no bound
         delta = training.weight_decay * int(update.num_examples) if training.weight_decay else 1.0
         most = max(float(value.max()) for value in update.variance.values())
         return (
@@ -276,6 +288,8 @@ class Server(ServerHalf):
             within, between = (divided(term, flat(term).median()) for term in (within, between))
         names = sorted(within)
         scores = {name: within[name] + between[name] for name in names}
+        if self.config.ranking == "random":
+            scores = drawn(scores)
         if self.config.threshold == "tensor":
             return {
                 name: top(scores[name].reshape(-1), self.config.personal_share).reshape(
@@ -323,13 +337,24 @@ def moments(last: Tensors, total: Sum) -> tuple[Tensors, Tensors]:
 
 
 def top(scores: Tensor, share: float) -> Tensor:
-    """Return true on the round(share · size) largest of a vector, of equals the lower index first
+    """Return true on the ⌊share · size + ½⌋ largest of a vector, of equals the lower index first
     (E-B6).
     """
     order = torch.sort(scores, descending=True, stable=True).indices
     return torch.zeros_like(scores, dtype=torch.bool).index_fill(
-        0, order[: round(share * scores.numel())], True
+        0, order[: math.floor(share * scores.numel() + 0.5)], True
     )
+
+
+def drawn(scores: Tensors) -> Tensors:
+    """Return uniform random numbers of the same shapes by name, the same in every round."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.rand(scores[name].shape, generator=generator, dtype=torch.float64).to(
+            scores[name].device
+        )
+        for name in sorted(scores)
+    }
 
 
 def divided(term: Tensors, median: Tensor) -> Tensors:

@@ -53,7 +53,7 @@ from ..shown import Heading, Mark, Picture
 from ..tree import Tensors, digest
 from .fedavg import averaged, summed, weighted
 
-Site = Literal["vector", "scalar"]
+Site = Literal["vector", "scalar", "none"]
 Start = Literal["classifier", "zero"]
 EXTRA = "fednp."  # what the names of the f-layer and the NPN begin with
 
@@ -99,7 +99,8 @@ class Config:
     site: Site = setting(
         "vector",
         "outputs of f, which shape a client's factor (site) of p(z): vector = D of them; scalar = "
-        "their mean, as in the paper, which makes all D coordinates of z equal",
+        "their mean, as in the paper, which makes all D coordinates of z equal; none = f is 0, so "
+        "that nothing is learned of z: a placebo",
     )
     npn_hidden: int = setting(10, "width of the natural-parameter network's hidden layer")
     npn_start: Start = setting(

@@ -139,6 +139,40 @@ def test_a_round_equals_plain_torch(optimizer, model):
         torch.testing.assert_close(value, expected[name] / weight, rtol=1e-8, atol=1e-10)
 
 
+def test_a_pass_without_steps_moves_running_statistics_alone():
+    """`settle_epochs`: after local training, an ordinary module sees the data once more in training
+    mode; clipping, decay and momentum move no weight in it.
+    """
+    settings = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.01, "clip_norm": 1.0}
+    found = {}
+    for epochs in (0, 1):
+        prepared = small_prepared(
+            "fedavg", model="mlp-bn", dtype="float64", settle_epochs=epochs, **settings
+        )
+        half, initial = prepared.halves.client, prepared.halves.initial
+        data = prepared.federation.clients[0]
+        samples = solo.samples(data, torch.device("cpu"), torch.float64)
+        found[epochs] = solo.train(
+            *(half, half.init(*initial), State(*initial), samples.train),
+            **{"seed": 0, "client": data.client, "round": 1},
+        ).update
+    assert not half.plain_loop
+    for name, value in found[0].params.items():
+        assert torch.equal(value, found[1].params[name])
+    module = prepared.halves.model.factory().double()
+    module.load_state_dict({**found[0].params, **found[0].buffers})
+    module.train()
+    plan = batches.plan(
+        *(len(data.y_train), half.phases("train")[1]),
+        **{"seed": 0, "client": data.client, "round": 1, "purpose": "train"},
+        coupled=prepared.halves.model.coupled,
+    )
+    for (rows,) in plan:
+        module(samples.train.x[rows])
+    for name, value in found[1].buffers.items():
+        torch.testing.assert_close(value, module.state_dict()[name], rtol=1e-8, atol=1e-10)
+
+
 def test_fine_tuning_gives_a_personal_model_and_leaves_the_global_one():
     prepared = small_prepared("fedavg-ft", finetune_epochs=2)
     half, (params, buffers) = prepared.halves.client, prepared.halves.initial

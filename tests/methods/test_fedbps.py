@@ -93,14 +93,38 @@ def test_the_mask_has_exactly_the_share(share, threshold, levels):
         scores, {name: torch.zeros(size) for name, size in sizes.items()}
     )
     assert {name: tuple(value.shape) for name, value in mask.items()} == sizes
+    half_up = lambda number: int(share * number + 0.5)  # noqa: E731
     if threshold == "tensor":
-        assert all(int(value.sum()) == round(share * value.numel()) for value in mask.values())
+        assert all(int(value.sum()) == half_up(value.numel()) for value in mask.values())
     else:
-        assert sum(int(value.sum()) for value in mask.values()) == round(share * 148)
+        assert sum(int(value.sum()) for value in mask.values()) == half_up(148)
         chosen = torch.cat([scores[name][mask[name]] for name in sizes])
         left = torch.cat([scores[name][~mask[name]] for name in sizes])
         if len(chosen) and len(left):
             assert chosen.min() >= left.max()
+
+
+def test_half_a_weight_counts_as_a_whole_one():
+    """E-B6: p = 0.5 of 5 weights is 3 of them, of 3 weights 2."""
+    assert [int(top(torch.arange(n, dtype=torch.float64), 0.5).sum()) for n in (3, 5)] == [2, 3]
+
+
+def test_a_random_ranking_is_the_same_in_every_round_and_knows_no_variance():
+    shapes = {"a": (30, 9), "b": (50,)}
+    half = server(personal_share=0.3, ranking="random")
+    nothing = {name: torch.zeros(size, dtype=torch.float64) for name, size in shapes.items()}
+    draw = torch.Generator().manual_seed(0)
+    masks = []
+    for _ in range(2):
+        within = {
+            name: torch.rand(size, generator=draw, dtype=torch.float64)
+            for name, size in shapes.items()
+        }
+        masks.append(half.select(within, nothing))
+    for name in shapes:
+        assert torch.equal(masks[0][name], masks[1][name])
+    assert sum(int(value.sum()) for value in masks[0].values()) == 96
+    assert all(0.15 < float(value.double().mean()) < 0.45 for value in masks[0].values())
 
 
 def test_balanced_ranking_gives_both_terms_a_say():

@@ -18,6 +18,7 @@ from bayflower.maths.exact import Total
 from bayflower.rounds import solo
 from bayflower.strategies.fedbps import Broadcast
 
+VIEWS = ("personal", "before")
 SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
 
 
@@ -284,3 +285,39 @@ def test_the_mask_is_read_from_real_messages():
         "values": number - round(0.7 * number),
     }
     assert rig.strategy.faults == []
+
+
+def test_the_printed_ranking_sends_precisions_and_makes_the_most_certain_weights_personal():
+    """E-B1: where the corrected client sends 1/(h + delta), the printed one sends h + delta."""
+    sent = {}
+    for ranking in ("paper", "printed"):
+        prepared = small_prepared("fedbps", **SGD, dtype="float64", ranking=ranking, delta=2.0)
+        halves, data = prepared.halves, prepared.federation.clients[0]
+        state = halves.server.init(*halves.initial, ())
+        sent[ranking] = solo.train(
+            halves.client,
+            halves.client.init(*halves.initial),
+            halves.server.broadcast(state, data.client),
+            solo.samples(data, torch.device("cpu"), torch.float64).train,
+            **{"seed": 0, "client": data.client, "round": 1},
+        ).update
+        assert halves.server.check(state, data.client, sent[ranking]) is None
+    for name, variance in sent["paper"].variance.items():
+        torch.testing.assert_close(sent["printed"].variance[name], 1 / variance)
+
+
+def test_fine_tuning_gives_a_personal_model_and_leaves_the_one_before():
+    """`finetune_epochs`: all entries are trained, as FedPer's are; "before" is the model that a run
+    without it calls personal.
+    """
+    with_it, without = (
+        execute(small_prepared("fedbps", **SGD, personal_share=0.3, finetune_epochs=epochs))
+        for epochs in (2, 0)
+    )
+    assert set(without.views) == {"personal"}
+    for client, tally in without.views["personal"].items():
+        assert_same_bits(with_it.views["before"][client], tally)
+    losses = [sum(float(one.nll) for one in with_it.views[view].values()) for view in VIEWS]
+    assert losses[0] < losses[1]
+    fedper = execute(small_prepared("fedper", **SGD))
+    assert set(fedper.views) == {*VIEWS}

@@ -200,3 +200,33 @@ def test_companions_are_seeded_by_the_model_and_alike_in_both_precisions():
         states[0, "float64"][EXTRA + "f.weight"], states[1, "float64"][EXTRA + "f.weight"]
     )
     assert single[EXTRA + "f.weight"].shape == (32, 10)
+
+
+def test_a_placebo_learns_nothing_of_the_latent():
+    """`site=none`: f is 0, so z stays at its prior, the f-layer where it started, and the pull of
+    KL_theta is all that is left of the method.
+    """
+    found = {}
+    for site in ("vector", "none"):
+        prepared = small_prepared(
+            *("fednp",), optimizer="sgd", lr=0.02, dtype="float64", site=site, np_weight=0.1
+        )
+        halves, data = prepared.halves, prepared.federation.clients[0]
+        state = halves.server.init(*halves.initial, (data.client,))
+        broadcast = halves.server.broadcast(state, data.client)
+        trained = solo.train(
+            halves.client,
+            halves.client.init(*halves.initial),
+            broadcast,
+            solo.samples(data, torch.device("cpu"), F64).train,
+            **{"seed": 0, "client": data.client, "round": 1},
+        )
+        found[site] = trained.update
+    sent, start = found["none"], broadcast.extra
+    for name in ("fednp.f.weight", "fednp.f.bias"):
+        assert torch.equal(sent.extra[name], start[name])
+        assert not torch.equal(found["vector"].extra[name], start[name])
+    assert not sent.change.precision.any()
+    assert not sent.change.shift.any()
+    assert found["vector"].change.precision.any()
+    assert not torch.equal(sent.extra["fednp.npn.2.bias.mean"], start["fednp.npn.2.bias.mean"])

@@ -130,10 +130,20 @@ def test_embeddings_belong_to_clients_not_places():
         assert same == (int(count) == 0)
 
 
-@pytest.mark.parametrize(("classes", "number"), [(10, 372_234), (100, 383_844), (62, 378_942)])
-def test_the_papers_network(classes, number):
-    """Three convolutions of 64 maps, 256 and 128 hidden units; dropout on the 256 → 128 layer."""
-    model = build("cnn3", (3, 32, 32), classes)
+@pytest.mark.parametrize(
+    ("name", "classes", "number"),
+    [
+        ("cnn3", 10, 372_234),
+        ("cnn3", 100, 383_844),
+        ("cnn3", 62, 378_942),
+        ("cnn3-256", 10, 2_270_346),
+    ],
+)
+def test_the_papers_network(name, classes, number):
+    """Three convolutions of 64 (or 256) maps, 256 and 128 hidden units; dropout on the 256 → 128
+    layer.
+    """
+    model = build(name, (3, 32, 32), classes)
     assert model.num_parameters == number
     assert model.shapes[dropout.find_layer(model.anatomy, model.shapes, model.shapes)] == (128, 256)
 
