@@ -88,6 +88,14 @@ def reproduce(
             help="move the finished runs from the folder to the files beside it, one line each",
         ),
     ] = False,
+    take: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="bring the runs in this file, one line each, from another machine into the "
+            "folder; repeatable",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Reproduce a published table: do the missing runs and print our numbers, the paper's and the
@@ -102,6 +110,7 @@ def reproduce(
     from ..reproduce import Cache, find, load_tables
     from ..reproduce.show import content, look, markdown, state
     from ..reproduce.sweep import Plan, run_missing
+    from ..reproduce.verdict import decide, plain, sentences
 
     logging.getLogger("bayflower").setLevel(logging.ERROR)
     changes = {"rounds": rounds} if rounds else {}
@@ -125,6 +134,10 @@ def reproduce(
         if everything or not tables
         else [find(name) for name in tables]
     )
+    if take:
+        from ..reproduce.collect import take as take_runs
+
+        take_runs(cache, take, say)
     if collect:
         from ..reproduce.collect import collect as collect_runs
 
@@ -149,7 +162,7 @@ def reproduce(
         say(f"written: {write}")
         return
     if not tables and not everything:
-        if collect:
+        if collect or take:
             return
         raise ConfigError(
             "no table was named; `bayflower reproduce --list` lists them, --all means every table"
@@ -158,13 +171,17 @@ def reproduce(
     shown = []
     for table in chosen:
         found = look(table, plan, cache)
-        shown.append(content(table, plan, found))
+        decided = decide(table, plan, cache)
+        shown.append({**content(table, plan, found), "claims": plain(decided)})
         folder = out or Path("runs/tables")
         write_json(folder / f"{table.id}.json", shown[-1])
-        text = markdown(table, plan, found)
+        said = "\n".join(sentences(decided))
+        text = markdown(table, plan, found) + (f"\n{said}\n" if said else "")
         (folder / f"{table.id}.md").write_text(text)
         if not as_json:
             print_table(table, plan, found)
+            if said:
+                print(said)
             print(f"written: {folder / table.id}.md and .json")
     if as_json:
         print(json.dumps(shown))

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files.atomic import write_text
-from .cache import COLLECTIONS, Cache, Say
+from ..files.atomic import write_json, write_text
+from .cache import COLLECTIONS, Cache, Say, whole
 from .sweep import Plan, jobs
 from .tables import FORMS, load_tables
+
+NAME = re.compile(r"[0-9a-f]{20}-[0-9]+")  # of a run
 
 
 def collect(cache: Cache, say: Say) -> int:
@@ -51,6 +54,31 @@ def collect(cache: Cache, say: Say) -> int:
                     path.unlink()
     say(f"{len(moved)} runs collected")
     return len(moved)
+
+
+def take(cache: Cache, paths: list[Path], say: Say) -> int:
+    """Bring the runs of files with one run a line, as another machine wrote them, into the working
+    folder; return how many. A line that is not whole is left out.
+    """
+    taken = 0
+    for path in paths:
+        try:
+            texts = path.read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+        for number, text in enumerate(texts, 1):
+            try:
+                record = json.loads(text)
+                name = record.pop("name")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                record, name = None, ""
+            if not whole(record) or not NAME.fullmatch(name):
+                say(f"{path}, line {number} is broken and left out")
+                continue
+            write_json(cache.folder / f"{name}.json", record)
+            taken += 1
+    say(f"{taken} runs taken")
+    return taken
 
 
 def line(name: str, record: dict[str, Any]) -> str:

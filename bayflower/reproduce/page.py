@@ -12,6 +12,7 @@ from .cache import Cache
 from .show import LEGEND, Shown, facts, listed, look, ours, unit, words
 from .sweep import Plan
 from .tables import Table
+from .verdict import decide, sentences
 
 MARKER = "<!-- Below this line nothing is generated; `bayflower reproduce --write` keeps it. -->"
 HEAD = """# Results
@@ -47,6 +48,8 @@ def write_page(path: Path, tables: list[Table], plan: Plan, cache: Cache) -> Non
         lines.append(f"| {name} | {table.title} | {chosen.form if runs else '–'} | {numbers} |")
         if runs:
             details += section(table, chosen, found, small)
+            if said := sentences(decide(table, chosen, cache)):
+                details += [*said, ""]
     everything: list[Any] = [record["result"] for record in cache.everything()]
     if everything:
         lines += [

@@ -212,7 +212,7 @@ def state(table: Table, plan: Plan, cache: Cache, records: list[dict[str, Any]])
     todo = [
         job for job in needed if cache.get(job.spec, job.seed, plan.data_dir, job.curve) is None
     ]
-    guesses = [expected(job, records) for job in todo]
+    guesses = [expected(job, records, plan.device) for job in todo]
     known = [guess for guess in guesses if guess is not None]
     seconds = sum(known) / len(known) * len(todo) if known else (0.0 if not todo else None)
     shown = look(table, plan, cache)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..config import named_device
 from ..errors import BayflowerError, ConfigError
-from .cache import Cache, Say, commit, engine_values, key_of
+from .cache import Cache, Say, commit, engine_values, key_of, resolved
 from .data import pooled, remedy
 from .tables import Cell, Spec, Table
 
@@ -32,6 +34,23 @@ BLOCK = (
     "fairness_cv",
     "worst_client_accuracy",
     "gap",
+)
+
+
+# settings that runs must have in common for one to foretell the other's time, the strictest first
+SAME = (
+    "dataset",
+    "model",
+    "num_clients",
+    "fraction_train",
+    "local_epochs",
+    "local_steps",
+    "images",
+)
+ALIKE = (
+    ("method", *SAME, "images", "samples_per_client", "batch_size", "scenario", "curvature"),
+    ("method", *SAME, "images"),
+    (*SAME, "images"),
 )
 
 
@@ -111,28 +130,30 @@ def missing_data(todo: Iterable[RunJob], data_dir: str) -> dict[str, str]:
     return {name: remedy(name, data_dir) for name in wanted if pooled(name, data_dir) is None}
 
 
-def expected(job: RunJob, records: list[dict[str, Any]], device: str = "") -> float | None:
-    """Return the seconds a run should take, by runs like it (method and data, else data); None if
-    there are none.
+def expected(job: RunJob, records: list[dict[str, Any]], device: str = "auto") -> float | None:
+    """Return the seconds a run should take on `device`, by runs of the same network on the same
+    data and the same kind of device, the most similar ones first; None if there are none.
     """
-    values = job.spec.values()
-    for keys in (("method", "dataset", "num_clients"), ("method", "dataset"), ("dataset",)):
-        want = {
-            "method": job.spec.method,
-            "dataset": values.get("dataset"),
-            "num_clients": values.get("num_clients"),
-        }
-        like = [
+    now = resolved(job.spec, job.seed)[0]
+    want = {**now, "method": job.spec.method}
+    on_cpu = named_device(device).type == "cpu"
+    alike = [
+        one
+        for one in records
+        if one["runner"] == job.spec.runner
+        and str(one["result"]["device"]).startswith("cpu") == on_cpu
+    ]
+    for keys in ALIKE:
+        seconds = [
             one["result"]["seconds"] / max(1, one["result"]["rounds"])
-            for one in records
-            if one["runner"] == job.spec.runner
-            and (not device or one["result"]["device"].startswith(device))
-            and all(
-                {**one["config"], "method": one["method"]}.get(key) == want[key] for key in keys
+            for one in alike
+            if all(
+                {**one["config"], "method": one["method"]}.get(key, want.get(key)) == want.get(key)
+                for key in keys
             )
         ]
-        if like:
-            return sum(like) / len(like) * int(values.get("rounds", 50))
+        if seconds:
+            return statistics.median(seconds) * int(want.get("rounds") or 1)
     return None
 
 
@@ -169,7 +190,7 @@ def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
             if key in values
         )
         words += f" seed={job.seed}"
-        guess = expected(job, cache.everything())
+        guess = expected(job, cache.everything(), plan.device)
         if time.monotonic() + (guess or 0) > end:
             say(f"{words}: not started, the limit of {plan.minutes:g} minutes is nearly reached")
             continue

@@ -69,6 +69,16 @@ class TableLine:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """A claim that a table decides: the row `row` is better than the row `against`."""
+
+    text: str
+    row: str
+    against: str
+    columns: tuple[str, ...] = ()  # () = all
+
+
+@dataclass(frozen=True)
 class Spec:
     """What one run is: a runner, a method, and the stated settings without the seed."""
 
@@ -124,6 +134,7 @@ class Table:
     tuned_by: str = ""  # the table whose search chose the values of rows, if it is another
     tuning: str = ""  # how the rows' values were chosen
     picture: str = ""  # a file of the repository that draws what the numbers cannot
+    claims: tuple[Claim, ...] = ()  # what its rows decide, for `verdict`
 
     def form(self, name: str) -> dict[str, Any]:
         """Return the settings of a form, and its `seeds`."""
@@ -258,12 +269,17 @@ def make_table(
     )
     values = {"tuning": content.get(ABOUT, {}).get("words", ""), **values}
     columns = tuple(TableLine(**column) for column in values["columns"])
+    claims = tuple(
+        Claim(**{**claim, "columns": tuple(claim.get("columns", ()))})
+        for claim in values.get("claims", ())
+    )
     table = Table(
         **{
             "settings": {},
             **values,
             "rows": rows,
             "columns": columns,
+            "claims": claims,
             "metrics": metrics,
             "source": source,
         }
@@ -276,6 +292,10 @@ def make_table(
         for text in row.published:
             if text and not PUBLISHED.fullmatch(text):
                 raise ValueError(f"{table.id}, {row.name}: {text!r} is not a number")
+    names = [{line.name for line in lines} for lines in (rows, columns)]
+    for claim in claims:
+        if strange := {claim.row, claim.against} - names[0] or set(claim.columns) - names[1]:
+            raise ValueError(f"{table.id} has a claim on {sorted(strange)[0]!r}, which it lacks")
     if "seeds" not in table.quick or "seeds" not in table.full:
         raise ValueError(f"{table.id} does not say how many seeds quick and full have")
     return table

@@ -39,6 +39,7 @@ ASKED = {
         "figure-drop",
     ),
     "fedbps": ("1", "2", "3", "figure-3"),
+    "decide": ("metavd", "fedmap", "pfedvmp", "fedbps", "fednp"),
     "ours": (
         "fedmap-20x2",
         "fedmap-20x5",
