@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import logging
 import os
@@ -71,6 +72,13 @@ def runs(tmp_path_factory):
         return known[method]
 
     return of
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage pass over what imports have made, and come more rarely."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -93,7 +93,8 @@ def test_run_writes_the_result_others_rely_on(tmp_path, engine):
 
 
 def test_json_output_is_only_json(tmp_path):
-    done = alone("run", "local", *QUICK, "--json", "--out", str(tmp_path))
+    """That a new process is quiet is tested in test_fit.py."""
+    done = bayflower("run", "local", *QUICK, "--json", "--out", str(tmp_path))
     assert done.returncode == 0
     assert json.loads(done.stdout)["final"]["global"] is None
     assert done.stderr == ""

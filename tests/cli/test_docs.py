@@ -44,10 +44,11 @@ EXAMPLE = "docs/add-a-method.md"
 LESS = {
     "--rounds 30 ": "--rounds 2 ",
     "models --all": "models/client-1 --client 1",
-    "local --rounds 2 ": "local --rounds 1 --clients 3 ",
-    "--rounds 2 --clients 4 ": "--rounds 1 --clients 3 ",
-    "run fedmap --rounds 3 ": "run fedmap --rounds 1 --clients 3 ",
-    "run fedmap --rounds 2 --set": "run fedmap --rounds 1 --clients 3 --set",
+    "local --rounds 2 ": "local --rounds 1 --clients 3 --set keep=0.2 ",
+    "--rounds 2 --clients 4 ": "--rounds 1 --clients 3 --set keep=0.2 ",
+    "run fedmap --rounds 3 ": "run fedmap --rounds 1 --clients 3 --set keep=0.2 ",
+    "run fedmap --rounds 2 --set": "run fedmap --rounds 1 --clients 3 --set keep=0.2 --set",
+    "rounds=10)": "rounds=2)",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ((?:bayflower|tests|fedavgm)/[\w/]+\.(?:py|toml))(.*)\n")
@@ -108,10 +109,10 @@ def run_page(page: str, tmp_path: Path, monkeypatch, less: dict[str, str]) -> No
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     for number, (language, text) in enumerate(blocks(page)):
+        for more, little in less.items():
+            text = text.replace(more, little)
         if language == "bash":
             for line in commands(text):
-                for more, little in less.items():
-                    line = line.replace(more, little)
                 run_command(line, tmp_path)
         elif language == "python" and not FILE.match(text):
             with one_thread():  # small work: more threads only wait for each other

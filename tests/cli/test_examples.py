@@ -68,7 +68,12 @@ def test_ten_lines_make_it_one_of_the_five_methods(method, tmp_path, capsys):
     assert changed(app / "diffs" / f"{method}.diff") <= 10
     # the app draws its first weights from torch's generator, which other tests have used
     torch.manual_seed(0)
-    try_app(app, 3, {"num-server-rounds": 6}, {"state-dir": str(tmp_path / "state")})
+    try_app(
+        app,
+        3,
+        {"num-server-rounds": 6 if method == "metavd" else 4},
+        {"state-dir": str(tmp_path / "state")},
+    )
     accuracy = float(capsys.readouterr().out.rsplit(":", 1)[1])
     assert accuracy > (0.5 if method != "metavd" else 0.2)
     folders = sorted((tmp_path / "state").glob("*/client-*/personal"))

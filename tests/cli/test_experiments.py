@@ -21,6 +21,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
 
 
+@pytest.mark.slow
 def test_pfedvmp_page_and_pictures_from_the_finished_runs(scripts, tmp_path):
     """What is committed is what the committed runs give."""
     import pfedvmp_tables

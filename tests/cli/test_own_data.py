@@ -4,6 +4,7 @@ folder of images.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -48,7 +49,8 @@ def trained(tmp_path_factory):
     said = {"data": call(folder, "data", "patients.csv", *TABLE)}
     given = ("--dataset", "patients.csv", *TABLE, *QUICK, "--out", "runs")
     said["compare"] = call(folder, "compare", "fedmap", "local", *given)
-    said["export"] = call(folder, "export", "runs/fedmap", "model", "--client", "1")
+    with contextlib.chdir(folder):
+        export(folder / "runs" / "fedmap", 1, folder / "model", ("safetensors",))
     keep = ("--keep", "patient_id", "--out", "scores.csv")
     said["predict"] = call(folder, "predict", "model", "new.csv", *keep)
     return folder, said, new
@@ -178,7 +180,8 @@ def test_from_a_folder_of_images_to_scores(tmp_path):
     more = ("--rounds", "1", "--set", "local_epochs=20", "--set", "lr=0.01", "--set", "device=cpu")
     call(tmp_path, "run", "fedavg", "--dataset", "scans", *more, "--out", "run")
     call(tmp_path, "report", "run", "--html", "page.html")
-    call(tmp_path, "export", "run", "model", "--client", "0")
+    with contextlib.chdir(tmp_path):  # README.md exports by the command
+        export(tmp_path / "run", 0, tmp_path / "model", ("safetensors",))
     (tmp_path / "new").mkdir()
     for k, level in enumerate((50, 200)):
         Image.fromarray(np.full((20, 30), level, np.uint8)).save(tmp_path / "new" / f"{k}.png")

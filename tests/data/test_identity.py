@@ -71,7 +71,7 @@ def test_drawn_clients_of_different_seeds_are_different():
     assert sorted(one.id.rsplit("-", 1)[1] for one in parts) == ["0", "1", "2", "3"]
 
 
-def test_names_go_through_result_card_and_table(sites, tmp_path):
+def test_names_go_through_result_card_and_table(sites, tmp_path, monkeypatch):
     given = {**QUICK, "dataset": str(sites), "partition": "natural", "num_clients": 6}
     run = parse("fedavg", {**given, "new_clients": 1, "seed": 3})
     result = run_to_result(prepare(run, "loop"), tmp_path / "run")
@@ -86,6 +86,8 @@ def test_names_go_through_result_card_and_table(sites, tmp_path):
     for row in result["uncertainty"]["clients"]["per_client"]:
         assert row["name"] == names[row["client"]]
     out = tmp_path / "model"
+    formats = ("safetensors",)  # names are not in a program
+    monkeypatch.setattr("bayflower.cli.personal.wanted", lambda into, onnx: (into, formats))
     done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(out), "--client", "6"])
     assert done.exit_code == 0, done.output
     assert f"client 6 ({names[6]})" in done.output

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 PRELOADED = (
     *("torch.func", "torch.fx.experimental.symbolic_shapes", "flwr.app", "flwr.serverapp"),
     *("bayflower.cli", "bayflower.engines", "bayflower.fused.run", "bayflower.flower.loop"),
+    *("scipy.special", "torch._dynamo", "torch._functorch.aot_autograd"),  # report, export
 )
 
 
