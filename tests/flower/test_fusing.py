@@ -23,6 +23,7 @@ from bayflower.flower.crew import Options
 from bayflower.flower.fusing import OWN_CODE, FusedGrid
 from bayflower.flower.loop import InProcessGrid, contexts
 from bayflower.flower.tryout import overrides, try_app
+from bayflower.personal import made
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -185,8 +186,9 @@ def test_a_call_pauses_and_is_dropped():
     assert call.result is None
 
 
-def test_try_writes_the_result(tmp_path):
+def test_try_writes_the_result(tmp_path, monkeypatch):
     """`bayflower try` on an example with a training loop of its own: a table, a note, a file."""
+    monkeypatch.setattr(made, "exported", lambda *_: "not written")  # no test of programs
     words = ["try", str(EXAMPLES / "heart_hospitals"), "--clients", "4", "--engine", "fused"]
     words += ["--run-config", f'num-server-rounds=1 local-epochs=1 data-dir="{tmp_path}"']
     words += ["--state-dir", str(tmp_path / "state"), "--out", str(tmp_path / "out")]

@@ -5,6 +5,7 @@ reason or harmless; none raises.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -95,9 +96,12 @@ def valid(
     return size and 0 < int(sent["num_examples"]) <= 2 * int(honest["num_examples"])
 
 
+siege_of = functools.cache(Siege)  # `after` begins at the same state every time
+
+
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_mutated_replies_are_refused_or_harmless(method):
-    siege = Siege(method)
+    siege = siege_of(method)
     mutate = Mutator(method, siege.old)
     honest = tensors_of(siege.replies[VICTIM])
     counts = {"refused": 0, "as honest": 0, "valid": 0}
@@ -182,7 +186,7 @@ def test_nobody_seizes_the_aggregate(method):
     """An enormous count, precision, variance, log weight or step is refused with the bound in the
     reason.
     """
-    siege = Siege(method)
+    siege = siege_of(method)
     for changes, words in SEIZURES[method]:
         (fault,) = poisoned(siege, **changes)
         assert words in fault, fault

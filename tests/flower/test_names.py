@@ -9,7 +9,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_bits, small_prepared
+from conftest import assert_same_bits, small_prepared, some
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
@@ -274,7 +274,9 @@ def test_the_other_methods_are_refused_with_the_reason(method):
     assert why is not None
 
 
-@pytest.mark.parametrize("method", [method for method in PLAIN if method != "fedavg"])
+@pytest.mark.parametrize(
+    "method", some([method for method in PLAIN if method != "fedavg"], ["fedprox", "moon"])
+)
 def test_every_method_that_is_not_refused_runs_inside(method):
     federation = Federation(method)
     got = federation.start(inside(DifferentialPrivacyServerSideFixedClipping, federation, 0.1, 1.0))

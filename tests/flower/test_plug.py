@@ -314,7 +314,7 @@ def test_recurrent_layers_and_whole_numbers_as_inputs(method, tmp_path):
         state=tmp_path,
         layer="fc" if method == "metavd" else "",
     )
-    strategy = run(app, method, rounds=4, net=Words, **more)
+    strategy = run(app, method, rounds=2, net=Words, **more)
     assert strategy.faults == []
     assert personal(strategy) > 0.6
 

@@ -168,7 +168,7 @@ def test_off_holds_nothing_and_says_nothing(tmp_path):
         contexts(range(3)),
         lambda message: messages.append(message) or grid.ask(message),
     )
-    strategy = strategy_of("fedmap")
+    strategy = strategy_of("fedmap", local_epochs=1)
     torch.manual_seed(0)
     strategy.start(grid, ArrayRecord(Net().state_dict()), num_rounds=1, timeout=60)
     kinds = {"protocol", "method", "run", "round", "seed", "evaluate", "purpose", "instructions"}
@@ -183,9 +183,8 @@ def test_off_holds_nothing_and_says_nothing(tmp_path):
     def third(context):
         return (*load(context), by_hand(context)[2])
 
-    more = run(
-        make_client_app("fedmap", model=Net, data=third, state=tmp_path / "b"), "fedmap", rounds=1
-    )
+    app = make_client_app("fedmap", model=Net, data=third, state=tmp_path / "b")
+    more = run(app, "fedmap", rounds=1, local_epochs=1)
     assert all(torch.equal(strategy.state.params[k], v) for k, v in more.state.params.items())
 
 
@@ -196,6 +195,7 @@ def test_our_split_gives_the_bits_of_the_same_split_by_hand(how, tmp_path):
             make_client_app("fedmap", model=Net, data=data, state=tmp_path / name),
             "fedmap",
             rounds=2,
+            local_epochs=2,
             calibration=how,
         )
         for name, data in (("ours", load), ("theirs", by_hand))
@@ -220,23 +220,26 @@ def test_a_process_that_saw_no_query_holds_out_the_same(tmp_path):
         return grid.ask(message)
 
     grid = InProcessGrid(app, contexts(range(3)), forget)
-    strategy = strategy_of("fedmap", calibration="shrunk")
+    strategy = strategy_of("fedmap", calibration="shrunk", local_epochs=1)
     torch.manual_seed(0)
     strategy.start(grid, ArrayRecord(Net().state_dict()), num_rounds=1, timeout=60)
     cached = run(
         make_client_app("fedmap", model=Net, data=load, state=tmp_path / "b"),
         "fedmap",
         rounds=1,
+        local_epochs=1,
         calibration="shrunk",
     )
     here, there = uncertainty(strategy), uncertainty(cached)
     assert all(torch.equal(leaf, there[name]) for name, leaf in here.items())
 
 
-def test_each_client_takes_its_calibrated_model_home(tmp_path):
+@pytest.mark.parametrize("kind", ["state", pytest.param("pt2", marks=pytest.mark.slow)])
+def test_each_client_takes_its_calibrated_model_home(kind, tmp_path):
     nodes = contexts(range(4))
     nodes[3].node_config["new-client"] = "true"
-    app = clients.make_client_app("fedper", model=Net, data=load, state=tmp_path, export=("pt2",))
+    formats, network = ((), Net) if kind == "state" else (("pt2",), None)
+    app = clients.make_client_app("fedper", model=Net, data=load, state=tmp_path, export=formats)
     strategy = strategy_of("fedper", calibration="shrunk", coverage=0.8, run="home")
     strategy.start(
         InProcessGrid(app, nodes), ArrayRecord(Net().state_dict()), num_rounds=1, timeout=60
@@ -252,7 +255,7 @@ def test_each_client_takes_its_calibrated_model_home(tmp_path):
         one = {**found.clients, **found.new_clients}[client]
         assert said["temperature"] == pytest.approx(one.chosen.temperature)
         x, y = load(nodes[client])[1]
-        model = load_personal(folder)
+        model = load_personal(folder, model=network)
         predicted = model.uncertainty(x)
         nll = -torch.log(torch.as_tensor(predicted.probabilities))[range(len(y)), y].sum()
         tally = one.judged["test"].tallies["calibrated"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import some
 from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -36,7 +37,7 @@ def own_loop(method: str, state, **options) -> ClientApp:
     return app
 
 
-@pytest.mark.parametrize("method", FIVE)
+@pytest.mark.parametrize("method", some(FIVE, ["fedmap", "pfedvmp"]))
 def test_a_training_loop_of_the_users_own(method, tmp_path):
     strategy = run(own_loop(method, tmp_path), method, rounds=2, **EASY.get(method, {}))
     assert strategy.faults == []
@@ -81,7 +82,7 @@ def test_an_own_loop_with_the_methods_batches_gives_the_methods_bits(tmp_path, r
         return job.reply()
 
     ours = run(
-        make_client_app("fedmap", model=Plain, data=load, state=tmp_path / "ours"),
+        make_client_app("fedmap", model=Plain, data=load, state=tmp_path / "ours", export=()),
         "fedmap",
         rounds=2,
         net=Plain,
