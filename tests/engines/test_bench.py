@@ -41,10 +41,10 @@ def shown(content: dict) -> str:
 
 @pytest.fixture(autouse=True, scope="module")
 def little():
-    """A tenth of the digits, a fifth of the pictures: no test is about how long a round takes."""
+    """A tenth of the digits, a twentieth of the pictures: no test is about the time of a round."""
 
     def few(clients, train, test, seed):
-        return pictures(clients, train // 5, test // 5, seed)
+        return pictures(clients, train // 20, test // 20, seed)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(cases.WORKLOADS, "digits", {**cases.WORKLOADS["digits"], "keep": 0.1})

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from conftest import NEEDED, cases
+from conftest import FEWER, NEEDED, cases
 
 from bayflower.methods import METHODS
 from bayflower.testing import Bench
@@ -24,7 +24,7 @@ def bench_of(method: str, model: str, dtype: str = "float32") -> Bench:
         method,
         model,
         dtype,
-        settings=NEEDED.get(method, {}),
+        settings={**NEEDED.get(method, {}), **FEWER.get(method, {})},
         returns_one_update=method not in BEYOND,
     )
 

@@ -31,6 +31,7 @@ def test_the_defaults_learn_as_their_base_does(base):
                         "rounds": 8,
                         "device": "cpu",
                         "evaluate_every": 0,
+                        "calibration": "off",
                         "stacking": "yes",
                         **settings,
                     },

@@ -137,7 +137,7 @@ def fixed_point(f: tuple[float, ...]):
 SAME, MIXED = [1.0] * 10, [1.5, -0.7, 0.4, 2.0, -1.2]
 
 
-@pytest.mark.parametrize("f", [SAME, MIXED, [0.0, 1.0, -3.0]])
+@pytest.mark.parametrize("f", [MIXED, [0.0, 1.0, -3.0], pytest.param(SAME, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("moments", "accuracy"),
     [("trapezoid", 0.012), ("logz", 0.07), ("probit", 0.06), ("thm2", 0.25)],
@@ -172,7 +172,7 @@ def test_the_prior_is_kept():
 @pytest.mark.parametrize(
     ("f", "damping", "share", "rounds"),
     [
-        (SAME, 0.5, 1.0, 60),
+        pytest.param(SAME, 0.5, 1.0, 60, marks=pytest.mark.slow),
         (MIXED, 0.5, 1.0, 60),
         (MIXED, 1.0, 0.5, 80),
         pytest.param(SAME, 1.0, 0.5, 80, marks=pytest.mark.slow),

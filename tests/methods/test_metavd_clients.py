@@ -27,10 +27,10 @@ from bayflower.tree import stack
     ("settings", "model"),
     [
         ({"base": "fedavg"}, "mlp"),
-        ({"base": "maml"}, "mlp"),
+        pytest.param({"base": "maml"}, "mlp", marks=pytest.mark.slow),
         ({"base": "maml", "server_momentum": 0}, "mlp-bn"),
         # the velocity of a bias before BatchNorm is rounding and nothing else
-        ({"base": "perfedavg", "server_momentum": 0}, "mlp-bn"),
+        pytest.param({"base": "perfedavg", "server_momentum": 0}, "mlp-bn", marks=pytest.mark.slow),
         ({"base": "reptile", "drop_above": 0.27, "drop_after": 1, "predict_samples": 2}, "mlp"),
     ],
     ids=lambda p: "-".join(map(str, p.values())) if isinstance(p, dict) else p,

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import assert_same_bits, small, small_prepared, worst_difference
+from conftest import assert_same_bits, small, small_prepared, some, worst_difference
 from torch.func import vmap
 
 from bayflower.config import parse
@@ -222,14 +222,17 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedmap", "scaffold", "fedrep", "maml"])
+@pytest.mark.parametrize(
+    "method", some(["fedavg", "fedmap", "scaffold", "fedrep", "maml"], ["scaffold", "fedrep"])
+)
 def test_fused_agrees_with_loop(method):
+    given = {**RATES, "rounds": 2}
     states = [
-        execute(small_prepared(method, engine=engine, **RATES)).server_state
+        execute(small_prepared(method, engine=engine, **given)).server_state
         for engine in ("fused", "loop")
     ]
     assert worst_difference(*states) < 1e-9
-    other = execute(small_prepared(method, engine="loop", **{**RATES, "schedule": "constant"}))
+    other = execute(small_prepared(method, engine="loop", **{**given, "schedule": "constant"}))
     assert worst_difference(states[1], other.server_state) > 1e-6
 
 
