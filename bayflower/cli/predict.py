@@ -58,10 +58,9 @@ def predict(
         raise ConfigError(f"{out} exists; choose another --out, or add --overwrite")
     model = load_personal(folder)
     x, kept = samples(data, model.card, keep or [])
-    classes = (model.card.get("reading") or {}).get("classes")
     found = model.uncertainty(x, abstain)
     drift = drifted(found.alarms, model.card["uncertainty"]["alarms"])
-    write_text(out, scores(found, kept, classes))
+    write_text(out, scores(found, kept))
     number, sets = len(found.label), found.sets
     said: dict[str, Any] = {
         "samples": number,
@@ -79,7 +78,7 @@ def predict(
     size = "" if sets is None else f", sets of {said['mean_set_size']:.2f} classes on average"
     print(f"{number} samples: {said['abstains']:.1%} abstained{size}")
     for label, count in zip(*np.unique(found.label, return_counts=True), strict=True):
-        print(f"  label {classes[label] if classes else label}: {count}")
+        print(f"  label {label}: {count}")
     print(f"sets: {found.promise}")
     if drift.warning:
         print(f"warning: {drift.warning}")
@@ -163,24 +162,23 @@ def table(path: Path, card: dict[str, Any], keep: list[str]) -> tuple[Any, dict[
     return x.reshape(-1, *shape), kept
 
 
-def scores(found: Any, kept: dict[str, list[str]], names: list[str] | None) -> str:
-    """Return the output as CSV; classes by name where they have one."""
+def scores(found: Any, kept: dict[str, list[str]]) -> str:
+    """Return the output as CSV, with classes as the data have them."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    number = found.probabilities.shape[1]
-    plain = names is None or names == [str(k) for k in range(number)]
-    known = list(map(str, range(number))) if names is None else names
-    heads = [f"p{k}" if plain else f"p_{name}" for k, name in enumerate(known)]
+    known = found.classes.tolist()
+    plain = known == list(range(len(known)))
+    heads = [f"p{name}" if plain else f"p_{name}" for name in known]
     writer.writerow([*kept, "label", *heads, "doubt", "set", "abstains", "alarms"])
     for place, inside in enumerate(found.set_labels()):
         sounding = [name for name, above in found.alarms.items() if above[place]]
         writer.writerow(
             [
                 *(values[place] for values in kept.values()),
-                known[found.label[place]],
+                found.label[place],
                 *(f"{p:.6g}" for p in found.probabilities[place]),
                 f"{found.doubt[place]:.6g}",
-                "|".join(known[k] for k in inside),
+                "|".join(map(str, inside)),
                 "yes" if found.abstains[place] else "no",
                 "|".join(sounding),
             ]

@@ -44,9 +44,15 @@ def point_only(why: str) -> dict[str, Any]:
     }
 
 
-def block(client: int, taken: Taken, held: dict[str, Tensor] | None, y: Tensor) -> dict[str, Any]:
+def block(
+    client: int,
+    taken: Taken,
+    held: dict[str, Tensor] | None,
+    y: Tensor,
+    names: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """Return the block "uncertainty" of a card. `held` is what the model says of the held-out
-    samples with labels y, None if there are none.
+    samples with labels y, None if there are none; `names` are those of the classes, if known.
     """
     chosen, one = taken.one.chosen, taken.one
     information = compared(taken, held, y)
@@ -80,7 +86,7 @@ def block(client: int, taken: Taken, held: dict[str, Tensor] | None, y: Tensor) 
                 "calibrated": chosen.calibrated,
             },
         },
-        "sets": sets(taken, y),
+        "sets": sets(taken, y, names),
         "doubt": doubt(taken),
         "tests": {name: tested(client, taken, name) for name in one.judged},
         "alarms": alarms(taken, held, bool(information["offered"])),
@@ -129,7 +135,7 @@ def why(taken: Taken) -> str:
     )
 
 
-def sets(taken: Taken, y: Tensor) -> dict[str, Any]:
+def sets(taken: Taken, y: Tensor, names: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return what prediction sets promise, and on how many samples."""
     lowest, coverage, how = taken.choice.lowest, taken.coverage, taken.how
     by_class = len(lowest) > 1
@@ -141,7 +147,7 @@ def sets(taken: Taken, y: Tensor) -> dict[str, Any]:
         "num_held_out": len(y),
         "filled_up": filled,
         "smallest_probability": [float(value) for value in conformal.edge(lowest)],
-        "promise": promise(coverage, counts, filled, how, taken.total_rows, lowest),
+        "promise": promise(coverage, counts, filled, how, taken.total_rows, lowest, names),
     }
 
 
@@ -156,11 +162,18 @@ def doubt(taken: Taken) -> str:
 
 
 def promise(
-    coverage: float, counts: list[int], filled: bool, how: str, total: int, lowest: Tensor
+    coverage: float,
+    counts: list[int],
+    filled: bool,
+    how: str,
+    total: int,
+    lowest: Tensor,
+    names: tuple[str, ...] = (),
 ) -> str:
     """Return the promise of prediction sets, in one sentence or two."""
     needed, by_class = conformal.fewest(coverage), len(counts) > 1
-    open_classes = [k for k, low in enumerate(lowest.tolist()) if low == 0]
+    known = names if len(names) == len(counts) else tuple(map(str, range(len(counts))))
+    open_classes = [known[k] for k, low in enumerate(lowest.tolist()) if low == 0]
     if len(open_classes) == len(counts):
         return (
             f"Every set holds all classes: {min(counts)} held-out samples are too few to promise "
@@ -180,7 +193,7 @@ def promise(
     else:
         text += f"they are like the client's {number} (exchangeable)."
     if open_classes:
-        text += f" Class {', '.join(map(str, open_classes))} is in every set: too few samples."
+        text += f" Class {', '.join(open_classes)} is in every set: too few samples."
     return text
 
 

@@ -25,7 +25,7 @@ from ..networks.own import is_own, made
 from ..networks.papers import build
 from ..networks.several import Layout, one_tensor
 from ..tree import Tensors
-from . import inputs
+from . import classes, inputs
 from .card import OLD, point_only
 from .doubt import Drift, answered, drift
 from .made import FIRST, FORMAT, assembled
@@ -38,7 +38,7 @@ AT_ONCE = 256  # samples in one pass
 class Prediction(NamedTuple):
     """What a model says of N samples with K classes; arrays."""
 
-    label: np.ndarray  # (N,) the likeliest class
+    label: np.ndarray  # (N,) the likeliest class, as the data have it
     probabilities: np.ndarray  # (N, K) calibrated
     point: np.ndarray  # (N, K) of the network itself
     # (N,) 1 − the largest probability: calibrated where that finds errors better, else point
@@ -51,11 +51,12 @@ class Prediction(NamedTuple):
     promise: str  # of the sets
     alarms: dict[str, np.ndarray]  # by measure: (N,) whether it is above its threshold
     abstains: np.ndarray  # (N,)
+    classes: np.ndarray  # (K,) in the order of probabilities
 
-    def set_labels(self) -> list[list[int]]:
+    def set_labels(self) -> list[list[Any]]:
         """Return the classes of each set; every class where there are no sets."""
         inside = np.ones_like(self.probabilities, bool) if self.sets is None else self.sets
-        return [np.flatnonzero(row).tolist() for row in inside]
+        return [self.classes[row].tolist() for row in inside]
 
 
 class Personal(nn.Module):
@@ -98,8 +99,10 @@ class Personal(nn.Module):
     # -- a classifier ------------------------------------------------------------------------------
     @property
     def classes_(self) -> np.ndarray:
-        """Return the classes, in the order of probabilities."""
-        return np.arange(self.card["network"]["num_classes"])
+        """Return the classes, in the order of probabilities, as the data have them: words where
+        labels were words.
+        """
+        return classes.values(self.card)
 
     @property
     def n_features_in_(self) -> int:
@@ -121,6 +124,7 @@ class Personal(nn.Module):
             raise ConfigError(
                 f"there are {len(found)} samples and {len(wanted)} labels; give one for each"
             )
+        classes.check_labels(wanted, self.classes_)
         return float((found == wanted).mean())
 
     def fit(self, X: Any, y: Any) -> Personal:  # noqa: N803
@@ -176,6 +180,7 @@ class Personal(nn.Module):
             promise=found["sets"]["promise"] if found["sets"] else found["why"],
             alarms={name: said["alarms"][:, place] for place, name in enumerate(found["alarms"])},
             abstains=abstains,
+            classes=self.classes_,
         )
 
     def drift(self, X: Any) -> Drift:  # noqa: N803
@@ -231,9 +236,9 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
     # a card may come from anywhere: what it names is never imported
     if model is None and (recipe is None or is_own(recipe["name"])):
         return Personal(program(folder), card, extras).eval()
-    shape, classes = tuple(card["network"]["input_shape"]), card["network"]["num_classes"]
+    shape, number = tuple(card["network"]["input_shape"]), card["network"]["num_classes"]
     built = (
-        partial(made, model, shape, classes)
+        partial(made, model, shape, number)
         if model is not None
         else build(
             recipe["name"], tuple(recipe["input_shape"]), recipe["num_classes"], recipe["features"]

@@ -141,7 +141,7 @@ def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any
         held = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         seen = cards.right_or_wrong(held, y)
         extras |= {"held/right": seen.right, "held/wrong": seen.wrong}
-    made = cards.block(kept.client, taken, held, y)
+    made = cards.block(kept.client, taken, held, y, kept.classes)
     extras |= {n: v for n, v in thresholds(taken).items() if n.split("/")[1] in made["alarms"]}
     return extras, made
 
