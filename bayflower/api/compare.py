@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from ..config import names
 from ..errors import ConfigError
+from ..files import place
+from ..files.atomic import read_json
+from ..files.trackers import Wanted
 from ..networks import own
 from ..report import flat, write_report
 from ..report.collect import group
 from ..report.verdict import Verdict, verdicts
-from ..study.plan import Entry, Study, seeds_of
+from ..study.plan import Entry, Planned, Study, seeds_of
 from ..study.runs import carry_out
-from .fit import folder_for, shared
+from .fit import folder_for, searching, shared
 from .handed import data_in, network_of
 from .method import Method, check_settings, method_of
 from .progress import Shown, bars, is_hidden
 from .result import Result, html_table, table
+from .trackers import Show, by_title, of_study, wanted
+from .watching import SHARE, OnRound, Patience, Watcher, Which, callbacks_of, rounds_by
 from .words import spoken
 
 
@@ -40,24 +47,35 @@ def compare(
     num_classes: int | None = None,
     standardise: bool = False,
     name: str = "data",
+    callbacks: Any = None,
+    patience: int | None = None,
+    monitor: str = "accuracy",
     out: str | Path | None = None,
     jobs: int | None = None,
     overwrite: bool = False,
     progress: Shown = "auto",
     verbose: bool = False,
     port: int = 0,
+    tensorboard: bool = False,
+    mlflow: str | Path = "",
+    wandb: str = "",
     **settings: Any,
 ) -> Comparison:
     """Train several methods on the same data with the same training; return what they say.
 
     The arguments are those of `fit`, and:
 
-    methods   names, or `bayflower.Method(name, label=…, …)` with settings of their own
-    seeds     number of seeds from `seed` on, or a list of them
-    out       folder; runs go to OUT/LABEL/seed-SEED, and those that are there are not done again
-    jobs      runs at a time, each in a process of its own; None = one a core for several seeds on a
-              CPU, else one. A network that cannot be imported is trained in this process
-    settings  go to the methods that have them
+    methods    names, or `bayflower.Method(name, label=…, …)` with settings of their own
+    seeds      number of seeds from `seed` on, or a list of them
+    callbacks  a function of (round, numbers) or (round, numbers, run), or several, where `run` has
+               label, method, seed and folder. The runs go one after another then, and none of them
+               can be ended early
+    patience   early stopping: the rounds of each method are chosen with the first seed, as `fit`
+               does it, and trained with every seed
+    out        folder; runs go to OUT/LABEL/seed-SEED, and those that are there are not done again
+    jobs       runs at a time, each in a process of its own; None = one a core for several seeds on
+               a CPU, else one. A network that cannot be imported is trained in this process
+    settings   go to the methods that have them
     """
     with spoken(verbose):
         chosen = [method_of(one) for one in methods]
@@ -68,10 +86,17 @@ def compare(
                 check_settings(
                     chosen[0].name, {key: 0}, tuple(inspect.signature(compare).parameters)
                 )
-        hidden = is_hidden(progress)
+        hidden, functions = is_hidden(progress), callbacks_of(callbacks)
+        if functions and (jobs or 1) > 1:
+            raise ConfigError(
+                f"callbacks are called in this process, and jobs is {jobs}; leave jobs out, or "
+                "leave out callbacks"
+            )
         given = shared(settings, rounds=rounds, device=device)
+        share = given.pop("validation", SHARE) if patience is not None else None
         given["model"], known = network_of(model, engine)
         home, folder = folder_for(out)
+        trackers = wanted(tensorboard, mlflow, wandb, folder.name if out is not None else "")
         how = {"target": target, "site": site, "test": test, "num_classes": num_classes}
         whole = own.is_own(given["model"])
         with (
@@ -80,15 +105,21 @@ def compare(
                 folder, data, given, **how, standardise=standardise, whole=whole, name=name
             ) as given,
         ):
-            at_once = 1 if known is not None and known.only_here else jobs or 0
+            alone = bool(functions) or (known is not None and bool(known.only_here))
             entries = tuple(entry_of(one, given) for one in chosen)
-            study = Study(entries, seeds_of(seeds, seed), folder, engine, at_once)
+            numbers = seeds_of(seeds, seed)
+            study = Study(entries, numbers, folder, engine, 1 if alone else jobs or 0)
+            if patience is not None:
+                limit = Patience(patience, monitor, float(share))  # type: ignore[arg-type]
+                found = [stopped(one, numbers[0], limit, study, hidden, port) for one in entries]
+                study = replace(study, entries=tuple(found))
             done = carry_out(
                 study,
                 say=lambda text: None,
-                watch=lambda lengths: bars(lengths, hidden),
+                watch=lambda lengths: watching(lengths, study, functions, trackers, hidden),
                 overwrite=overwrite,
                 port=port,
+                words=trackers.words(),
             )
         return Comparison([Result(one.folder, known, home) for one, _ in done], folder, home)
 
@@ -98,6 +129,50 @@ def entry_of(one: Method, given: dict[str, Any]) -> Entry:
     known = names(one.name)
     own_ones = {key: value for key, value in given.items() if key in known}
     return Entry(one.label, one.name, {**own_ones, **one.settings})
+
+
+def stopped(
+    entry: Entry, seed: int, limit: Patience, study: Study, hidden: bool, port: int
+) -> Entry:
+    """Return a method with the number of rounds that validation samples choose with one seed. The
+    choice is kept in the folder of the method.
+    """
+    run = entry.run(seed)
+    place_of = study.out / place.plain(entry.label) / f"stopping-{place.digest(run, study.engine)}"
+    watch = searching(entry.label, run.settings.rounds, hidden)
+    given = {**entry.given, "seed": seed}
+    chosen, _ = rounds_by(limit, entry.method, given, study.engine, place_of, watch, port)
+    return replace(entry, given={key: chosen[key] for key in chosen if key != "seed"})
+
+
+@contextmanager
+def watching(
+    lengths: dict[str, int],
+    study: Study,
+    functions: Sequence[OnRound],
+    trackers: Wanted,
+    hidden: bool,
+) -> Iterator[Show]:
+    """Give a progress function of (title, records) that shows bars, tells the trackers and calls
+    the user's functions; at the end of a run with its last rounds.
+    """
+    known = {name: one for name, one in by_title(study).items() if name in lengths}
+    watchers = {name: Watcher(functions, which(one), ends=False) for name, one in known.items()}
+    with bars(lengths, hidden) as shown, of_study(study, trackers, lengths) as track:
+
+        def see(name: str, records: list[Any]) -> None:
+            shown(name, records)
+            track(name, records)
+            watchers[name].progress(records)
+
+        yield see
+    for name, watcher in watchers.items():
+        watcher.finish(read_json(known[name].folder / place.RESULT).get("rounds", []))
+
+
+def which(one: Planned) -> Which:
+    """Return a run as callbacks are told of it."""
+    return Which(one.entry.label, one.entry.method, one.run.settings.seed, one.folder)
 
 
 class Comparison:

@@ -17,14 +17,16 @@ from ..engines import Prepared
 from ..errors import ConfigError
 from ..files import checkpoint, place
 from ..files.records import Progress
+from ..files.trackers import Wanted, tracked
 from ..files.tracking import together
 from ..networks import own
 from .handed import data_in, network_of
 from .method import Method, check_settings, method_of
 from .progress import Shown, bar, is_hidden
 from .result import Result
+from .trackers import wanted
 from .training import Job, carried_out
-from .watching import SHARE, Patience, Watcher, callbacks_of, rounds_by
+from .watching import SHARE, Patience, Watcher, Which, callbacks_of, keep, rounds_by
 from .words import spoken
 
 
@@ -52,6 +54,9 @@ def fit(
     progress: Shown = "auto",
     verbose: bool = False,
     port: int = 0,
+    tensorboard: bool = False,
+    mlflow: str | Path = "",
+    wandb: str = "",
     **settings: Any,
 ) -> Result:
     """Train a method and return its result: metrics, curves, personal models and a report.
@@ -73,7 +78,8 @@ def fit(
     num_classes  arrays: number of classes, if some do not occur
     standardise  arrays (N, D): each client standardises its columns, and NaN is missing
     name         what to call data that are given as objects
-    callbacks    a function of (round, numbers), or several; one that returns True ends the run
+    callbacks    a function of (round, numbers) or (round, numbers, run), or several; one that
+                 returns True ends the run
     patience     early stopping: rounds without a better one on validation samples, which are held
                  out of the training samples of training clients (setting `validation`, 0.2). The
                  rounds found are then trained on all training samples
@@ -85,6 +91,9 @@ def fit(
     progress     a bar: auto = at a terminal or in a notebook
     verbose      show the log
     port         ray and deployment: port of the SuperLink on loopback; 0 = any free one
+    tensorboard  write each round's numbers to the folder `tensorboard` of the run
+    mlflow       track in MLflow: a tracking URI, or a folder for a database of its own
+    wandb        track in Weights & Biases: the name of a project
     settings     any setting of `bayflower settings METHOD`, e.g. lr, local_epochs, head
     """
     with spoken(verbose):
@@ -92,7 +101,8 @@ def fit(
         check_settings(chosen.name, settings, tuple(inspect.signature(fit).parameters))
         if engine not in ENGINES:
             raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-        hidden, watcher = is_hidden(progress), Watcher(callbacks_of(callbacks))
+        hidden, functions = is_hidden(progress), callbacks_of(callbacks)
+        trackers = wanted(tensorboard, mlflow, wandb)
         given = shared(settings, rounds=rounds, seed=seed, device=device) | chosen.settings
         given["model"], known = network_of(given.pop("model", model), engine)
         share = given.pop("validation", SHARE) if patience is not None else None
@@ -108,11 +118,14 @@ def fit(
             most = parse(chosen.name, given).settings.rounds  # raises if a setting is invalid
             if out is not None and not (resume or overwrite):
                 refuse(folder)
+            choice: dict[str, Any] = {}
             if patience is not None:
                 limit = Patience(patience, monitor, float(share))  # type: ignore[arg-type]
-                watch = searching(chosen.name, most, hidden)
-                given = rounds_by(limit, chosen.name, given, engine, folder, watch, port)
+                watch = searching(methods.get(chosen.name).title, most, hidden)
+                given, choice = rounds_by(limit, chosen.name, given, engine, folder, watch, port)
             run = parse(chosen.name, given)
+            which = Which(chosen.label, chosen.name, run.settings.seed, folder)
+            watcher = Watcher(functions, which)
             there = place.held(folder) if resume else None
             if there is not None and there.finished and there.round >= run.settings.rounds:
                 checkpoint.to_resume(folder, run)  # raises if it is another run
@@ -122,13 +135,15 @@ def fit(
                 given=given,
                 engine=engine,
                 folder=folder,
-                watch=lambda prepared: watching(prepared, watcher, hidden),
+                watch=lambda prepared: watching(prepared, watcher, hidden, trackers, folder),
                 refuse=lambda: refuse(folder),
                 resume=there is not None,
                 overwrite=overwrite,
                 port=port,
             )
             watcher.finish(carried_out(job)["rounds"])
+            if choice:  # a run that was replaced has lost it
+                keep(folder, choice)
         return Result(folder, known, home)
 
 
@@ -162,20 +177,26 @@ def refuse(folder: Path) -> None:
 
 
 @contextmanager
-def watching(prepared: Prepared, watcher: Watcher, hidden: bool) -> Iterator[Progress]:
-    """Give a progress function that shows a bar and calls the user's functions."""
+def watching(
+    prepared: Prepared, watcher: Watcher, hidden: bool, trackers: Wanted, folder: Path
+) -> Iterator[Progress]:
+    """Give a progress function that shows a bar, tells the trackers and calls the user's
+    functions.
+    """
     title = methods.get(prepared.run.method).title
-    with bar(prepared.run.settings.rounds, title, hidden) as shown:
-        yield together(shown, watcher.progress)
+    with (
+        tracked(trackers, prepared.run, prepared.engine, folder) as track,
+        bar(prepared.run.settings.rounds, title, hidden) as shown,
+    ):
+        yield together(shown, track, watcher.progress)
 
 
-def searching(method: str, most: int, hidden: bool) -> Any:
+def searching(title: str, most: int, hidden: bool) -> Any:
     """Return a context that shows a bar while the number of rounds is sought."""
 
     @contextmanager
     def watch(see: Progress) -> Iterator[Progress]:
-        title = f"{methods.get(method).title}: number of rounds"
-        with bar(most, title, hidden) as shown:
+        with bar(most, f"{title}: number of rounds", hidden) as shown:
             yield together(shown, see)
 
     return watch

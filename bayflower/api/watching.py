@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from ..config import parse
 from ..engines import prepare, train
 from ..errors import ConfigError
-from ..files import checkpoint
+from ..files import checkpoint, place
 from ..files.atomic import read_json, write_json
 from ..files.records import CURVE, Progress
 from ..files.tracking import flat
@@ -22,12 +23,21 @@ FILE = "stopping.json"
 SHARE = 0.2  # of the training samples, for validation
 UP = {"accuracy": True, "balanced_accuracy_mean": True, "nll": False}  # whether more is better
 
-OnRound = Callable[[int, dict[str, float]], Any]
+OnRound = Callable[..., Any]
+
+
+class Which(NamedTuple):
+    """The run that a callback is told of."""
+
+    label: str  # of the method
+    method: str
+    seed: int
+    folder: Path
 
 
 def callbacks_of(given: Any) -> list[OnRound]:
-    """Return the functions of (round, numbers) that were given, as one or several; an object with a
-    function on_round counts as that.
+    """Return the functions of (round, numbers), or of (round, numbers, run), that were given, as
+    one or several; an object with a function on_round counts as that.
     """
     several = isinstance(given, Iterable) and not callable(given)
     found = [] if given is None else list(given) if several else [given]
@@ -38,16 +48,44 @@ def callbacks_of(given: Any) -> list[OnRound]:
                 "callbacks must be functions of (round, numbers), or objects with on_round, got "
                 f"{type(one).__name__}"
             )
+        if not (takes(one, 2) or takes(one, 3)):
+            raise ConfigError(
+                "callbacks must be functions of (round, numbers) or (round, numbers, run), got "
+                f"{called(one)}{inspect.signature(one)}"
+            )
     return functions
+
+
+def called(function: OnRound) -> str:
+    """Return the name of a function for an error."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def takes(function: OnRound, number: int) -> bool:
+    """Return whether a function can be called with so many arguments; one that does not tell can
+    be called with two.
+    """
+    try:
+        known = inspect.signature(function)
+    except (TypeError, ValueError):
+        return number == 2
+    try:
+        known.bind(*range(number))
+    except TypeError:
+        return False
+    return True
 
 
 class Watcher:
     """Calls functions once for each round, when its numbers are complete: its test arrives with the
-    next round. A function that returns True ends the run after that round.
+    next round. A function that returns True ends the run after that round, if the run `ends` so.
     """
 
-    def __init__(self, functions: Sequence[OnRound]) -> None:
+    def __init__(
+        self, functions: Sequence[OnRound], run: Which | None = None, ends: bool = True
+    ) -> None:
         self.functions, self.told, self.stopped = list(functions), 0, False
+        self.run, self.ends = run, ends
 
     def progress(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Tell of the rounds before the last one."""
@@ -67,7 +105,17 @@ class Watcher:
             return
         self.told = round
         numbers = {name: value for name, value in flat(record).items() if name != "round"}
-        answers = [function(round, dict(numbers)) for function in self.functions]
+        answers = [
+            function(round, dict(numbers), *(() if takes(function, 2) else (self.run,)))
+            for function in self.functions
+        ]
+        if any(answer is True for answer in answers) and not self.ends:
+            which = called(self.functions[answers.index(True)])
+            raise ConfigError(
+                f"the callback {which} returned True after round {round}, but no run of a "
+                "comparison ends early: its methods would train for unequal times; return None, "
+                "and let patience choose the rounds"
+            )
         if any(answer is True for answer in answers) and not self.stopped:
             self.stopped = True
             raise Stop(round)
@@ -126,10 +174,10 @@ def rounds_by(
     folder: Path,
     watch: Callable[[Progress], Any],
     port: int = 0,
-) -> dict[str, Any]:
-    """Return `given` with the number of rounds that validation samples choose. They are a share of
-    each training client's training samples, in a run of its own; the run that follows trains on
-    all of them. No test sample is seen. The choice is kept in `folder`.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (`given` with the number of rounds that validation samples choose, the choice as it is
+    kept in `folder`). The samples are a share of each training client's training samples, in a run
+    of its own; the run that follows trains on all of them. No test sample is seen.
     """
     patience.check()
     found = {**given, "validation": patience.share}
@@ -140,13 +188,14 @@ def rounds_by(
     given = dict(given)
     if run.training.schedule_rounds:  # a schedule keeps the length it has in the search
         given["schedule_rounds"] = run.training.schedule_rounds
-    asked = {**patience._asdict(), "most": run.settings.rounds}
+    settings = place.digest(parse(method, given), engine)
+    asked = {**patience._asdict(), "most": run.settings.rounds, "settings": settings}
     kept = read_json(folder / FILE)
     if kept.get("asked") == asked:
-        return {**given, "rounds": int(kept["best"])}
+        return {**given, "rounds": int(kept["best"])}, kept
     prepared, search = prepare(run, engine), Search(patience)
-    with tempfile.TemporaryDirectory(prefix="bayflower-") as place:
-        out = Path(place)
+    with tempfile.TemporaryDirectory(prefix="bayflower-") as temporary:
+        out = Path(temporary)
         with watch(search.progress) as progress, suppress(Stop):
             search.see(train(prepared, found, out, progress, None, port)["rounds"])
         if saved := checkpoint.read(out):  # Flower's programs show their last rounds only
@@ -157,6 +206,11 @@ def rounds_by(
             "early stopping"
         )
     content = {"asked": asked, "best": search.best, "curve": sorted(search.curve.items())}
+    keep(folder, content)
+    return {**given, "rounds": search.best}, content
+
+
+def keep(folder: Path, choice: Mapping[str, Any]) -> None:
+    """Write how the number of rounds was chosen."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FILE, json.loads(json.dumps(content)))
-    return {**given, "rounds": search.best}
+    write_json(folder / FILE, json.loads(json.dumps(choice)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +36,6 @@ from .options import (
     Verbose,
     WandbProject,
 )
-from .run import wanted
 from .terminal import bars, quiet_logs, values
 
 if TYPE_CHECKING:
@@ -99,6 +98,7 @@ def compare(
 
     Example: `bayflower compare fedmap fedavg local --dataset synthetic --rounds 50 --seeds 5`
     """
+    from ..api.trackers import wanted
     from ..study.plan import Study, of_methods, seeds_of
 
     quiet_logs(verbose)
@@ -132,6 +132,9 @@ def study(
     jobs: Jobs = None,
     overwrite: Overwrite = False,
     port: Port = 0,
+    tensorboard: TensorBoardFiles = False,
+    mlflow: MLflowTarget = "",
+    wandb: WandbProject = "",
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -141,12 +144,14 @@ def study(
     """
     from dataclasses import replace
 
+    from ..api.trackers import wanted
     from ..study.plan import read
 
     quiet_logs(verbose)
     found = read(file)
     found = replace(found, out=out or found.out, jobs=found.jobs if jobs is None else jobs)
-    done = carried_out(found, overwrite, port, None, as_json)
+    trackers = wanted(tensorboard, mlflow, wandb, found.out.name)
+    done = carried_out(found, overwrite, port, None, as_json, trackers)
     if as_json:
         print(json.dumps([result for _, result in done]))
         return
@@ -181,21 +186,13 @@ def watching(
     rounds: dict[str, int], study: Study, trackers: Wanted | None, hidden: bool
 ) -> Iterator[Callable[[str, list[Any]], None]]:
     """Give a progress function of (title, records) with bars, and each run's trackers."""
-    from ..files.trackers import tracked
-    from ..study.plan import planned
-    from ..study.runs import title
+    from ..api.trackers import of_study
 
-    with bars(rounds, hidden) as progress, ExitStack() as stack:
-        tracks: dict[str, Callable[[list[Any]], None]] = {}
-        for one in planned(study) if trackers else ():
-            if trackers and title(one) in rounds:
-                more = tracked(trackers, one.run, study.engine, one.folder)
-                tracks[title(one)] = stack.enter_context(more)
+    with bars(rounds, hidden) as progress, of_study(study, trackers, rounds) as track:
 
         def see(name: str, records: list[Any]) -> None:
             progress(name, records)
-            if name in tracks:
-                tracks[name](records)
+            track(name, records)
 
         yield see
 

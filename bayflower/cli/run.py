@@ -98,6 +98,7 @@ def run(
     Example: `bayflower run fedmap --dataset synthetic --rounds 50 --set sigma2=100 --out
     runs/first`
     """
+    from ..api.trackers import wanted
     from ..api.training import Job, carried_out
     from ..config import parse
     from ..files import place
@@ -161,20 +162,6 @@ def watching(
         bar(prepared.run.settings.rounds, title, hidden) as progress,
     ):
         yield together(progress, track)
-
-
-def wanted(tensorboard: bool, mlflow: str, wandb: str, group: str = "") -> Wanted:
-    """Return the trackers that are asked for; raise if one cannot be used."""
-    from ..files.trackers import Wanted
-
-    def write(run: Path, file: Path) -> None:
-        from ..report import write_report
-
-        write_report([run], file, "none")
-
-    found = Wanted(tensorboard, mlflow, wandb, group, write)
-    found.check()
-    return found
 
 
 def command(method: str, given: dict[str, Any], engine: str) -> list[str]:

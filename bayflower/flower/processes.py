@@ -288,7 +288,7 @@ def follow(
 
 def environment(mark: str, home: Path, engine: str, search: str | None = None) -> dict[str, str]:
     """Return the environment of Flower's programs: this process's, with the mark, and without
-    telemetry or installations. `search` is the folder of a user's network.
+    telemetry or installations. `search` has the folders of a user's network.
     """
     paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), search or ""]
     return {

@@ -174,8 +174,8 @@ def factory_of(name: str) -> Factory:
 
 
 def home(name: str) -> str | None:
-    """Return the folder that other processes must search for a network's module; None if it is
-    installed or known to Python.
+    """Return the folders that other processes must search for a network's module and for what it
+    imports, separated as in PYTHONPATH; None if the module is installed.
     """
     if not is_own(name) or name in _given:
         return None
@@ -189,7 +189,11 @@ def home(name: str) -> str | None:
     folder = path.parent.parent if path.name == "__init__.py" or path.is_dir() else path.parent
     folder = path.parent if path.is_dir() else folder
     fixed = {Path(one).resolve() for one in sysconfig.get_paths().values()}
-    return None if folder in fixed else str(folder)
+    if folder in fixed:
+        return None
+    more = [Path(one or ".").resolve() for one in sys.path if Path(one or ".").is_dir()]
+    others = [one for one in more if one not in fixed and "site-packages" not in one.parts]
+    return os.pathsep.join(dict.fromkeys(map(str, (folder, *others))))
 
 
 def made(factory: Factory, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:

@@ -22,6 +22,7 @@ from ..errors import BayflowerError
 from ..files import checkpoint, place
 from ..files.children import end_with_parent
 from ..methods import handed_on
+from ..networks.own import home
 from .plan import Planned, Study, planned
 
 MEMORY = 2**31  # bytes that a process of its own may need
@@ -208,13 +209,22 @@ def start(
     errors = tempfile.TemporaryFile()  # noqa: SIM115 (read when the process has ended)
     process = subprocess.Popen(
         [*command(one, engine), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **handed_on([one.entry.method])},
+        env=environment(one),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,
         preexec_fn=end_with_parent,
     )
     return process, errors
+
+
+def environment(one: Planned) -> dict[str, str]:
+    """Return the environment of a run's process, which finds methods and networks of one's own."""
+    found = {**os.environ, "OMP_NUM_THREADS": "1", **handed_on([one.entry.method])}
+    if search := home(str(one.entry.given.get("model", ""))):
+        known = found.get("PYTHONPATH", "").split(os.pathsep)
+        found["PYTHONPATH"] = os.pathsep.join([*filter(None, known), search])
+    return found
 
 
 def told(errors: Any) -> str:
