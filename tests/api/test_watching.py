@@ -115,3 +115,34 @@ def test_processes_of_their_own_find_the_network_and_track(tmp_path):
     for one, other in zip(apart.results, here.results, strict=True):
         same(one.result, other.result)
         assert points(one.folder / "tensorboard")["train_loss"] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # importing the libraries warns, and that is theirs
+def test_mlflow_and_wandb_have_the_runs_of_python(tmp_path, monkeypatch):
+    """The real libraries in their local modes: a database in a folder, files of offline runs."""
+    pytest.importorskip("mlflow", exc_type=ImportError)
+    pytest.importorskip("wandb", exc_type=ImportError)
+    from mlflow.tracking import MlflowClient
+
+    from bayflower.files.trackers import located
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path))
+    how = {"mlflow": tmp_path / "track", "wandb": "tries", **BRIEF}
+    one = bayflower.fit("fedmap", clients(), out=tmp_path / "one", **how)
+    both = bayflower.compare(["fedavg", "local"], clients(), out=tmp_path / "both", **how)
+    client = MlflowClient(tracking_uri=located(str(tmp_path / "track")))
+    found = client.search_runs([client.get_experiment_by_name("bayflower").experiment_id])
+    assert {(run.data.tags["method"], run.data.tags.get("group")) for run in found} == {
+        *(("fedmap", None), ("fedavg", "both"), ("local", "both"))
+    }
+    for run in found:
+        (mine,) = (r for r in (one, *both.results) if r.result["method"] == run.data.tags["method"])
+        assert run.info.status == "FINISHED"
+        assert run.data.metrics["final/personal/accuracy"] == pytest.approx(mine.accuracy)
+        history = client.get_metric_history(run.info.run_id, "train_loss")
+        want = [pytest.approx(row["train_loss"]) for row in mine.curves_rows]
+        assert [point.value for point in history] == want
+        assert len(list((mine.folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
