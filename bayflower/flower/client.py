@@ -227,7 +227,7 @@ def evaluate_reply(
         digest(state),
         *(str(head[name]) for name in ("seed", "purpose", "instructions")),
     ]
-    tests, keeps = bool(head["evaluate"]) or order is not None, head.get("keep", True) is True
+    tests, keeps = bool(head["evaluate"]), head.get("keep", True) is True
     cause = " ".join([*inputs, *([str(head["calibration"]), digest(sums)] if order else [])])
     cause += "" if tests and keeps else f" {tests} {keeps}"
     done = site.store.load_test(head["run"], site.client)

@@ -23,6 +23,7 @@ from ..methods import Method
 from ..networks.model import Anatomy
 from ..recipes import Training
 from ..rounds import schedule
+from ..rounds.calibrated import Calibrated
 from ..tree import Tensors
 from . import configs, records, wrapped
 from .calibrating import Calibrator
@@ -351,17 +352,33 @@ class Course:
             self._adopt(found[0], "aggregate_train")
         return found
 
+    def _calibrate(
+        self, calibrator: Calibrator, grid: Grid, timeout: float, retries: int
+    ) -> Calibrated | None:
+        """Return the uncertainty of all clients: those of the last test, and the others, which are
+        asked for their tables first. With keep_personal off only those of the test.
+        """
+        asked = self._now()
+        rest = [one for one in self.roster.present() if one not in asked.request.clients]
+        if rest and self.keep_personal:
+            request = asked.request._replace(clients=rest, test=False, config=ConfigRecord())
+            others = Round(self._facts(), self.form, self._half(), self.state, request)
+            others.calibrate(others.exchange(grid, timeout, retries), calibrator)
+            request = request._replace(clients=sorted({*asked.request.clients, *rest}))
+            asked = Round(self._facts(), self.form, self._half(), self.state, request)
+        found = asked.calibrated(grid, timeout, retries, calibrator)
+        self._kept = frozenset(calibrator.ones)  # models are saved with the last request
+        return found
+
     def _keep_rest(self, grid: Grid, timeout: float, retries: int) -> None:
-        """Ask every client that the last test left out to save its personal model."""
+        """Ask every client that has not saved its personal model to do so."""
         rest = [client for client in self.roster.present() if client not in self._kept]
         if not rest or not self.keep_personal:
             return
         request = Request(rest, MessageType.EVALUATE, self.journal.round, ConfigRecord(), False)
         asked = Round(self._facts(), self.form, self._half(), self.state, request)
         saved = asked.saved(asked.exchange(grid, timeout, retries))
-        self.teller.say(
-            "Personal models: %d of %d clients without a last test saved theirs", saved, len(rest)
-        )
+        self.teller.say("Personal models: %d of %d further clients saved theirs", saved, len(rest))
 
     def _leave(self) -> None:
         """End a `start` of the user's own."""

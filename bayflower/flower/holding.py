@@ -72,17 +72,18 @@ class Rule(NamedTuple):
 
 
 def asked_for(
-    settings: dict[str, Any], how: str, fraction_evaluate: float, seed: int
+    settings: dict[str, Any], how: str, asks_at_end: bool, seed: int
 ) -> tuple[DataSettings, dict[str, Any]]:
     """Return what a strategy's arguments say of calibration, and what its clients are told of it;
-    take these arguments out of `settings`.
+    take these arguments out of `settings`. `asks_at_end` says that clients get a request after the
+    last round.
     """
     found = {name: settings.pop(name) for name in CALIBRATION_SETTINGS if name in settings}
     data = DataSettings(calibration=how, **found)
-    if data.calibrated and not fraction_evaluate:
+    if data.calibrated and not asks_at_end:
         raise ConfigError(
-            "calibration needs the clients' test after the last round; set fraction_evaluate "
-            "above 0, or calibration='off'"
+            "calibration needs a request to the clients after the last round; set "
+            "keep_personal=True or fraction_evaluate above 0, or calibration='off'"
         )
     rule = Rule(data.calibration_share, data.calibration_rows, seed)
     return data, rule.told() if data.calibrated else {}

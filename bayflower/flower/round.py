@@ -293,8 +293,8 @@ class Round:
     def calibrated(
         self, grid: Grid, timeout: float, retries: int, calibrator: Calibrator
     ) -> Calibrated | None:
-        """Return the uncertainty of the clients that this round tested, after two more requests to
-        each; None if no training client could be calibrated.
+        """Return the uncertainty of the clients of this round, after two more requests to each;
+        None if no training client could be calibrated.
         """
         roster = self.facts.roster
         if not calibrator.tables or roster.common is None:

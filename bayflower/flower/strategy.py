@@ -81,7 +81,7 @@ class BayflowerStrategy(Course, Strategy):
         # what the app's run config says of local training holds unless it is given here
         settings = {**configs.named(run_config or {}, configs.RUN_CONFIG), **settings}
         self.named, self.keep_personal = frozenset(settings), keep_personal
-        asks = (calibration, fraction_evaluate, seed)
+        asks = (calibration, bool(fraction_evaluate) or keep_personal, seed)
         data, told = (parsed.data, {}) if parsed else asked_for(settings, *asks)
         self.calibrator = Calibrator(data) if data.calibrated else None
         parsed = parsed or parse(self.method, settings, among=STRATEGY_GROUPS)
@@ -173,7 +173,7 @@ class BayflowerStrategy(Course, Strategy):
         result.arrays = self._arrays()
         self._test(last, evaluate_config, grid, timeout, result)
         if self.calibrator and self.outcome:
-            found = self._now().calibrated(grid, timeout, self.retries, self.calibrator)
+            found = self._calibrate(self.calibrator, grid, timeout, self.retries)
             self.outcome = self.outcome._replace(calibrated=found, faults=tuple(self.faults))
         self._keep_rest(grid, timeout, self.retries)
         if self.progress:
@@ -225,7 +225,8 @@ class BayflowerStrategy(Course, Strategy):
         self.teller.received("aggregate_evaluate", len(found), len(asked.request.clients))
         if not asked.request.clients and (not self.fraction_evaluate or asked.handed is not None):
             return None
-        if "personal" not in views:
+        only_new = bool(new) and all(self.roster.members[c].new for c in asked.request.clients)
+        if "personal" not in views and not only_new:
             raise BayflowerError(
                 f"round {server_round}: no client could be tested; last fault: "
                 f"{self.faults[-1] if self.faults else 'no reply'}"
@@ -234,6 +235,8 @@ class BayflowerStrategy(Course, Strategy):
             raise BayflowerError(
                 f"no client could be trained in any round; last fault: {self.journal.cause()}"
             )
+        if only_new:  # no training client is in the share that was drawn
+            return None
         if self.records:
             self.records[-1].update(curve_point(views, self._now().expected().task))
         if self.evaluate_metrics_aggr_fn:

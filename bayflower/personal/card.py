@@ -21,6 +21,10 @@ NOT_CALIBRATED = (
     "Its uncertainty was not calibrated: no samples were held out (calibration=off). "
     "Probabilities are those of the network itself."
 )
+NOT_REACHED = (
+    "Its uncertainty was not calibrated: the client missed a request to calibrate after the last "
+    "round. Probabilities are those of the network itself."
+)
 OLD = (
     "The model was written by an earlier version. Its diagonal posterior made predictions worse "
     "and is no longer used; export it again for calibrated uncertainty."

@@ -112,7 +112,8 @@ def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any
     if kept.scaling:
         extras = {f"input/{n}": torch.as_tensor(v) for n, v in kept.scaling._asdict().items()}
     if kept.taken is None:
-        return extras, cards.point_only(cards.NOT_CALIBRATED)
+        missed = kept.data.held is not None
+        return extras, cards.point_only(cards.NOT_REACHED if missed else cards.NOT_CALIBRATED)
     taken: Taken = kept.taken._replace(
         fitted=to(kept.taken.fitted, "cpu"), choice=to(kept.taken.choice, "cpu")
     )

@@ -273,8 +273,67 @@ def test_arguments_of_the_strategy(tmp_path):
     assert len(strategy.outcome.calibrated.total.scores) == 3
     with pytest.raises(ConfigError, match="calibration must be one of shrunk, client, global, off"):
         strategy_of("fedmap", calibration="on")
-    with pytest.raises(ConfigError, match="set fraction_evaluate above 0, or calibration='off'"):
-        strategy_of("fedmap", calibration="shrunk", fraction_evaluate=0.0)
+    with pytest.raises(ConfigError, match="fraction_evaluate above 0, or calibration='off'"):
+        strategy_of("fedmap", calibration="shrunk", fraction_evaluate=0.0, keep_personal=False)
+
+
+@pytest.mark.parametrize("fraction", some([0.5, 0.4, 0.0], [0.4]))
+def test_every_client_is_calibrated_whatever_share_is_tested(fraction, tmp_path):
+    """The sums and each client's choice are those of a run that tests all clients; the test itself
+    is of the share alone, here of one new client. `keep_personal=False` spares the others.
+    """
+
+    def calibrated(name: str, **how):
+        nodes = contexts(range(4))
+        nodes[3].node_config["new-client"] = "true"
+        app = make_client_app("fedavg", model=Net, data=load, state=tmp_path / name)
+        strategy = strategy_of("fedavg", calibration="shrunk", run="home", **how)
+        torch.manual_seed(0)
+        initial = ArrayRecord(Net().state_dict())
+        strategy.start(InProcessGrid(app, nodes), initial, num_rounds=1, timeout=60)
+        assert strategy.faults == []
+        return strategy
+
+    def cards(name: str) -> dict[int, dict]:
+        paths = (tmp_path / name).rglob("personal/card.json")
+        found = [json.loads(path.read_text()) for path in paths]
+        return {card["client"]: card for card in found}
+
+    part = calibrated("part", fraction_evaluate=fraction, min_evaluate_nodes=1)
+    every = calibrated("every")
+    here, there = uncertainty(part), uncertainty(every)
+    assert here.keys() == there.keys()
+    assert all(torch.equal(leaf, there[name]) for name, leaf in here.items())
+    assert cards("part") == cards("every")
+    assert cards("part").keys() == set(range(4))
+    groups = (part.outcome.views, part.outcome.new_clients)
+    tested = {client for group in groups for client in group.get("personal", {})}
+    number = int(4 * fraction)
+    assert len(tested) == number
+    if number == 2:
+        calibrated("few", fraction_evaluate=fraction, min_evaluate_nodes=1, keep_personal=False)
+        assert cards("few").keys() == tested
+
+
+@pytest.mark.slow
+def test_a_client_that_misses_the_last_request_says_so_in_its_card(tmp_path):
+    app = make_client_app("fedavg", model=Net, data=load, state=tmp_path)
+
+    def lose(message: Message) -> Message | None:
+        head = message.content.get(records.HEADER) or {}
+        lost = "judge" in str(head.get("calibration", "")) and len(seen) < 1
+        seen.extend([1] * lost)
+        return None if lost else grid.ask(message)
+
+    seen: list[int] = []
+    grid = InProcessGrid(app, contexts(range(3)), lose)
+    strategy = strategy_of("fedavg", calibration="shrunk", run="home")
+    strategy.start(grid, ArrayRecord(Net().state_dict()), num_rounds=1, timeout=5)
+    found = [json.loads(path.read_text()) for path in tmp_path.rglob("personal/card.json")]
+    said = {card["client"]: card["uncertainty"]["why"] for card in found}
+    assert len(said) == 3
+    missed = [text for text in said.values() if "missed a request to calibrate" in text]
+    assert len(missed) == 1
 
 
 # -- where it cannot work --------------------------------------------------------------------------
