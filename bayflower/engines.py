@@ -13,7 +13,7 @@ import torch
 from . import methods
 from .config import ENGINES, Run
 from .data import Federation, absolute, load_federation
-from .errors import ConfigError
+from .errors import BayflowerError, ConfigError
 from .files import place
 from .files.atomic import write_json
 from .files.checkpoint import Checkpoint
@@ -117,7 +117,13 @@ def execute(
     if engine == "fused":
         from .fused.run import run_fused
 
-        return run_fused(run, federation, halves, progress, out, resume)
+        try:
+            return run_fused(run, federation, halves, progress, out, resume)
+        except torch.linalg.LinAlgError as error:
+            raise BayflowerError(
+                f"training diverged: a matrix has no decomposition "
+                f"({' '.join(str(error).split())[:120]}); lower lr or set clip_norm"
+            ) from error
     from .flower.loop import run_loop  # needs flwr, which the fused engine does not
 
     return run_loop(run, federation, halves, progress, out, resume)

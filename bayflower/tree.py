@@ -190,7 +190,10 @@ def matching(flat: Mapping[str, Tensor], template: Any) -> Any:
         if got.dtype != want.dtype:
             raise WireError(f"{name!r} has dtype {dtype_name(got)}, expected {dtype_name(want)}")
         if got.is_floating_point() and not bool(torch.isfinite(got).all()):
-            raise WireError(f"{name!r} has values that are not finite")
+            raise WireError(
+                f"{name!r} has values that are not finite; if training diverged, lower lr or set "
+                "clip_norm"
+            )
     return unflatten(type(template), flat)
 
 

@@ -78,6 +78,8 @@ def compare(
     settings   go to the methods that have them
     """
     with spoken(verbose):
+        if isinstance(methods, str | Method):
+            raise ConfigError(f"methods must be a list of methods, got {methods!r}; put it in [ ]")
         chosen = [method_of(one) for one in methods]
         if not chosen:
             raise ConfigError("methods is empty; name at least one method")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from ..data.checks import names_in
-from ..data.doors import save
+from ..data.doors import NOT_ASKED_FOR, SITES, save
 from ..data.npz import Options, is_share
 from ..data.objects import Reading, is_text, read_objects, text_of
 from ..data.source import Source
 from ..errors import ConfigError
 from ..files import place
 from ..networks import own
+from .words import in_python
 
 APART = ("ray", "deployment")  # engines whose clients are other processes
 # settings that say how data are read: used up when objects are read
@@ -88,12 +90,25 @@ def data_in(
         **read,
     )
     source = read_objects(data, Reading(options, num_classes or 0, standardise, whole))
+    told_of(source)
     if source.client is not None:
         given.setdefault("partition", "natural")
-    if source.test is not None and "test_fraction" not in given:
+    elif (
+        source.encoder is not None and site != "off" and not {"partition", "num_clients"} & {*given}
+    ):
+        raise ConfigError(
+            f"the data frame has no column called {', '.join(SITES)}, so its clients are not "
+            "known; name the column of the sites with site=, or divide the rows with num_clients="
+        )
+    asked_for = not any(NOT_ASKED_FOR in line for line in source.lines)
+    if source.test is not None and asked_for and "test_fraction" not in given:
         given["test_fraction"] = 0
     if share:
         given["test"] = str(test)
+    if wrong := [one for one in (folder, *folder.parents) if one.exists() and not one.is_dir()]:
+        raise ConfigError(
+            f"out {str(folder)!r} cannot be made: {wrong[0]} is a file; choose another"
+        )
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     path = folder / f"data-{fingerprint(source)}" / f"{place.plain(name)}.npz"
     new = not path.exists()
@@ -109,6 +124,14 @@ def data_in(
                 with suppress(OSError):
                     one.rmdir()  # only if it is empty
         raise
+
+
+def told_of(source: Source) -> None:
+    """Warn of rows and columns that were left out while reading, in one line."""
+    lines = [line for line in source.lines if not line.endswith("as asked")]
+    if lines:
+        # the caller of `fit` or `compare`, behind the context
+        warnings.warn(in_python(f"data: {'; '.join(lines)}"), UserWarning, stacklevel=5)
 
 
 def used(folder: Path, path: Path) -> bool:

@@ -14,7 +14,7 @@ OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 def in_python(text: str) -> str:
     """Return a text with options as arguments: `--target` as `target=`."""
-    return OPTION.sub(lambda found: found[1].replace("-", "_") + "=", text)
+    return OPTION.sub(lambda found: found[1].replace("-", "_") + "=", text).replace("= ", "=")
 
 
 @contextmanager

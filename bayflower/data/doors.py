@@ -27,6 +27,7 @@ from .tables import Table, frame, is_frame, is_table, read_table, stacked
 TARGETS = ("target", "label", "class", "outcome", "diagnosis", "y")
 SITES = ("site", "client", "hospital", "centre", "center", "clinic")
 MARKS = ("test", "split")
+NOT_ASKED_FOR = "it marks test rows"
 
 
 def read(
@@ -294,9 +295,7 @@ def marked(
         return labels.marks(table.columns[name], f"column {name!r} of {table.where}"), name
     for name in [one for one in table.columns if one.lower() in MARKS][:1]:
         if labels.are_marks(table.columns[name]):
-            lines.append(
-                f"column {name!r} left out: it marks test rows (use it with --test {name})"
-            )
+            lines.append(f"column {name!r} left out: {NOT_ASKED_FOR} (use it with --test {name})")
             return labels.marks(table.columns[name], name), name
     return None, None
 

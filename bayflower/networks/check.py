@@ -115,7 +115,8 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
                 )
                 reason = " ".join(str(error).split())[:200]
                 raise ConfigError(
-                    f"{where} cannot take a batch of shape {tuple(x.shape)}: {reason}"
+                    f"{where} cannot take a batch of shape {tuple(x.shape)}: {reason}; build the "
+                    f"network for samples of shape {tuple(x.shape[1:])}"
                 ) from error
         last = calls.last
         for path, what in memory(module, model).items():
@@ -141,6 +142,12 @@ def check_logits(logits: Any, x: Tensor, module: nn.Module, name: str, last: str
         raise ConfigError(
             f"layer {last!r} of model {name} gives {tuple(logits.shape)} for {len(x)} samples; "
             "it must give (samples, classes), or (samples, 1) for two classes"
+        )
+    if not bool(logits.isfinite().all()):
+        what = "the samples have" if not bool(x.isfinite().all()) else f"model {name} gives"
+        raise ConfigError(
+            f"{what} values that are not finite (NaN or infinite), tried on {len(x)} samples; "
+            "fill in missing values, and look for divisions and logarithms in forward()"
         )
     end = module.get_submodule(last) if last else module
     if isinstance(end, ENDS):

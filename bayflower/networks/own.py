@@ -225,7 +225,14 @@ def made(factory: Factory, input_shape: tuple[int, ...], num_classes: int) -> nn
             f"functools.partial({shown(factory)}, {open_ones[0]}=…). Only input_shape and "
             "num_classes are filled in"
         )
-    module = factory(**told)
+    try:
+        module = factory(**told)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        call = f"{shown(factory)}({', '.join(f'{key}={value}' for key, value in told.items())})"
+        raise ConfigError(
+            f"model {call} cannot be made ({reason}); mend this call first"
+        ) from error
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"model {shown(factory)} must return a torch.nn.Module, got {type(module).__name__}"

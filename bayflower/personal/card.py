@@ -186,7 +186,7 @@ def promise(
     whom = "of each class, a set" if by_class else "a set"
     much = "about" if how == "shrunk" else "at least"
     text = f"For {much} {coverage:.0%} of new samples {whom} holds the true class, if "
-    number = f"{sum(counts)} held-out samples"
+    number = f"{sum(counts)} held-out sample{'s' if sum(counts) != 1 else ''}"
     if how == "global":
         text += f"they are like everyone's {total} held-out samples."
     elif filled:

@@ -154,6 +154,20 @@ def spoilt(**changes):
 X, Y = clients()["Bern"]
 TWO = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 2))
 SPLIT = {name: ((x[:40], y[:40]), (x[40:], y[40:])) for name, (x, y) in clients().items()}
+
+
+def broken():
+    """Fail as a network does whose weights are missing."""
+    raise OSError("no\nweights")
+
+
+class Infinite(Net):
+    """A network that divides by zero."""
+
+    def forward(self, x):
+        return super().forward(x) / 0.0
+
+
 BAD = {
     "other columns": (
         {"a": frame((X, Y)), "b": frame((X, Y)).rename(columns={"v1": "w"})},
@@ -187,6 +201,9 @@ BAD = {
     "patience": (clients(), {"patience": 0}, "patience must be a number of rounds"),
     "a callback": (clients(), {"callbacks": [3]}, "functions of (round, numbers)"),
     "a text in a name": (clients(), {"model": "os:system(command='ls')"}, "must be named numbers"),
+    "broken": (clients(), {"model": broken}, "broken() cannot be made (OSError: no weights)"),
+    "no numbers": (clients(), {"model": Infinite}, "gives values that are not finite"),
+    "no sites": (frame((X, Y)), {}, "name the column of the sites with site=, or divide"),
     "a missing module": (clients(), {"model": "nowhere:Net"}, "cannot be imported"),
 }
 
@@ -201,6 +218,27 @@ def test_what_cannot_be_used_is_refused_in_one_line_before_anything_starts(case,
     assert "\n" not in str(error.value)
     assert "--" not in str(error.value)  # the words of Python
     assert not (tmp_path / "deep").exists()
+
+
+def test_what_is_left_out_is_said_and_a_split_is_not_used_unasked(tmp_path):
+    """Rows without a label and columns that are no inputs: one warning with the caller's line."""
+    one = pd.concat([frame(pair).assign(hospital=name) for name, pair in clients().items()])
+    one = one.assign(outcome=one.outcome.where(np.arange(180) > 1), split="train", v9="as")
+    how = {"model": "linear", "rounds": 1, "device": "cpu", "calibration": "off", "drop": "v9"}
+    with pytest.warns(UserWarning, match="left out") as seen:
+        found = bayflower.fit("local", one, **how)
+    (line,) = (str(warning.message) for warning in seen)
+    assert line == (
+        "data: 2 rows without a label in 'outcome' left out; column 'split' left out: it marks "
+        "test rows (use it with test=split)"
+    )
+    assert seen[0].filename == __file__
+    assert sum(found.metrics["num_examples"]) == 36  # a fifth of each client's samples
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file is a file; choose another"):
+        bayflower.fit("local", clients(), out=tmp_path / "file" / "run", **how)
+    with pytest.raises(ConfigError, match=r"methods must be a list of methods, got 'local'"):
+        bayflower.compare("local", clients(), **how)
 
 
 def test_a_finished_run_is_never_replaced_unasked(tmp_path):
