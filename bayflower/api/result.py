@@ -64,7 +64,10 @@ class Result:
         is its network, if that cannot be imported by its name.
         """
         with spoken():
-            found = cls(place.the_run(Path(folder)))
+            home = place.the_run(Path(folder))
+            if not (home / place.RESULT).exists():
+                raise ConfigError(f"{folder} has no finished run; give the `out` of one")
+            found = cls(home)
             if model is not None:
                 name = found.result["config"]["model"]
                 found.network = own.named(model)._replace(name=name, only_here="it was given")

@@ -65,11 +65,11 @@ def of_table(table: Table, name: str, like: Source, test: str) -> Source:
     )
 
 
-def rows(table: Table, encoder: Encoder, keep: Sequence[str] = ()) -> np.ndarray:
+def rows(table: Table, encoder: Encoder, keep: Sequence[str] | None = None) -> np.ndarray:
     """Return the inputs (N, D) of a table's rows, float64. Columns that were no inputs in training
-    are ignored; columns that training did not know must be named in `keep`.
+    are ignored; columns that training did not know must be named in `keep`, None in Python.
     """
-    known = {*(one.name for one in encoder.inputs), *encoder.ignored, *keep}
+    known = {*(one.name for one in encoder.inputs), *encoder.ignored, *(keep or ())}
     others = [name for name in table.columns if name not in known]
     missing = [one.name for one in encoder.inputs if one.name not in table.columns]
     if missing or others:
@@ -81,8 +81,8 @@ def rows(table: Table, encoder: Encoder, keep: Sequence[str] = ()) -> np.ndarray
         names = ", ".join(one.name for one in encoder.inputs[:8])
         raise ConfigError(
             f"{table.where} {' and '.join(said)}; the model needs the {len(encoder.inputs)} "
-            f"columns {names}{', …' if len(encoder.inputs) > 8 else ''}: rename or drop columns, "
-            "or name those that are no inputs with --keep"
+            f"columns {names}{', …' if len(encoder.inputs) > 8 else ''}: rename or drop columns"
+            + ("" if keep is None else ", or name those that are no inputs with --keep")
         )
     return encoder.encode(table.columns, table.where)
 
