@@ -239,7 +239,7 @@ def test_what_is_left_out_is_said_and_a_split_is_not_used_unasked(tmp_path):
         bayflower.fit("local", clients(), out=tmp_path / "file" / "run", **how)
     with pytest.raises(ConfigError, match="has no finished run; give the `out` of one"):
         bayflower.Result.load(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="also has v8; .* rename or drop columns$"):
+    with pytest.raises(ConfigError, match=r"also has v8; .* rename or drop columns$"):
         found.personal("Bern").predict(one.assign(v8=1))
     with pytest.raises(ConfigError, match=r"methods must be a list of methods, got 'local'"):
         bayflower.compare("local", clients(), **how)
