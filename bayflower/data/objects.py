@@ -17,7 +17,15 @@ from torch.utils import data as torch_data
 from ..errors import ConfigError
 from . import cells, doors, loaders
 from .checks import is_path
-from .hugging import hugging_part, is_hugging, of_hugging
+from .hugging import (
+    as_tables,
+    hugging_part,
+    is_hugging,
+    is_partitioner,
+    of_hugging,
+    of_partitioner,
+    of_splits,
+)
 from .parts import Part, Reading, array, is_array, of_parts, same_each_time, who
 from .source import Source
 from .tables import Table, frame, is_frame, stacked
@@ -27,6 +35,7 @@ FORMS = (
     "DataLoader or a data frame; one data frame with a column of sites; a Hugging Face Dataset; a "
     "Flower partitioner; the path of a file; or the name of a data set"
 )
+VALIDATION = frozenset({"validation", "valid", "val", "dev"})
 
 
 def is_text(given: Any) -> bool:
@@ -46,13 +55,27 @@ def text_of(given: Any) -> str:
 
 def read_objects(given: Any, how: Reading) -> Source:
     """Return the pooled data of some clients; their names are the keys of a dict, or 0, 1, …"""
-    if hasattr(given, "load_partition") and hasattr(given, "num_partitions"):
-        given = [given.load_partition(one) for one in range(int(given.num_partitions))]
+    if is_partitioner(given):
+        given = of_partitioner(given)
     if is_frame(given):
         return doors.of_tables([frame(given)], "table", how.options)
     if is_hugging(given):
         return of_hugging(given, how)
+    given = as_tables(given, how)
+    if (
+        isinstance(given, Mapping)
+        and "train" in given
+        and (more := sorted(VALIDATION & set(given)))
+    ):
+        raise ConfigError(
+            f"data has a part {more[0]!r} besides train; give train and test alone: early "
+            "stopping and calibration hold samples of the training part out"
+        )
     if whole_set(given):
+        if is_frame(given.get("train") if isinstance(given, Mapping) else None):
+            return of_split_frames(given, how)
+        if isinstance(given, Mapping) and all(map(is_hugging, given.values())):
+            return of_splits(given, how) if "test" in given else of_hugging(given["train"], how)
         return of_parts({"": split_of(given, "the data", how)}, how)
     if not isinstance(given, (Mapping, list, tuple)):
         raise ConfigError(f"data of type {type(given).__name__} cannot be read; give {FORMS}")
@@ -162,6 +185,23 @@ def part_of(given: Any, what: str, how: Reading) -> Part:
 
 
 # -- data frames ---------------------------------------------------------------------------------
+def of_split_frames(given: Mapping[str, Any], how: Reading) -> Source:
+    """Return the data set of a training and perhaps a test data frame, with their own sites."""
+    tables = [frame(one, f"the part {name!r}") for name, one in given.items()]
+    table = stacked(tables, "the data frames")
+    marks = [
+        int(name == "test")
+        for name, one in zip(given, tables, strict=True)
+        for _ in range(one.rows)
+    ]
+    if "test" not in given:
+        return doors.of_tables([table], "table", how.options)
+    tests = free(table, "test_rows")
+    more = {tests: cells.read(marks, tests)}
+    options = how.options._replace(test=tests)
+    return doors.of_tables([Table(table.where, {**table.columns, **more})], "table", options)
+
+
 def of_frames(clients: Mapping[str, Any], named: bool, how: Reading) -> Source:
     """Return the data set of some data frames, one a client, each perhaps with its test rows."""
     tables, sites, marks = [], [], []
