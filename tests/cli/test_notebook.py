@@ -53,3 +53,29 @@ def test_the_cells_run_in_order(tmp_path, monkeypatch):
     assert space["page"].exists()
     assert set(space["means"].index) == {"fedmap", "fedavg", "local"}
     assert space["means"]["fedmap"] > space["means"]["fedavg"]  # one model for all is not the best
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_a_real_kernel_draws_one_bar_for_each_run_and_shows_results(tmp_path):
+    """Where Jupyter is installed: a bar that ends full, and tables instead of texts."""
+    nbclient = pytest.importorskip("nbclient", exc_type=ImportError)
+    pytest.importorskip("ipykernel", exc_type=ImportError)
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    how = "'digits', model='linear', rounds=3, num_clients=3, keep=0.2, device='cpu'"
+    texts = [
+        "import bayflower",
+        f"bayflower.fit('fedmap', {how})",
+        f"bayflower.compare(['fedavg', 'local'], {how})",
+    ]
+    notebook = new_notebook(cells=[new_code_cell(text) for text in texts])
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=300, resources=where).execute()
+    _, one, both = ([dict(part) for part in cell.outputs] for cell in notebook.cells)
+    assert [part["output_type"] for part in one] == ["display_data", "execute_result"]
+    assert [part["output_type"] for part in both] == [*["display_data"] * 2, "execute_result"]
+    for part in (one[0], *both[:2]):
+        assert "<progress value=3 max=3></progress>" in part["data"]["text/html"]
+    assert "<b>fedmap on digits: 3 clients" in one[1]["data"]["text/html"]
+    assert both[2]["data"]["text/html"].count("<tr>") == 3
