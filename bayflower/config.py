@@ -25,6 +25,7 @@ from .errors import ConfigError, field_types
 from .networks.papers import check_name
 from .recipes import RECIPE
 from .recipes import Training as Training  # part of a run's settings
+from .recipes.check import reading_for
 from .settings import meanings, setting
 
 ENGINES: dict[str, str] = {
@@ -312,8 +313,8 @@ def parse(
             raise ConfigError(f"method {method!r} has no setting {key!r}; {hint}")
         group = known[name]
         chosen[group][name] = convert(name, value, field_types(kinds[group])[name])
-    made = {group: kind(**chosen[group]) for group, kind in kinds.items()}
-    made["data"] = reading_for(made["training"], made["data"], "calibration" in chosen["data"])
+    made = {group: kind(**chosen[group]) for group, kind in kinds.items() if group != "data"}
+    made["data"] = reading_for(made["training"], chosen["data"])
     run = Run(method, **{**made, "data": resolve(made["data"])})
     if run.training.task != "classification" and methods.get(method).client.needs_classes:
         raise ConfigError(f"{method} needs classes, got task={run.training.task}")
@@ -322,20 +323,6 @@ def parse(
     if among:  # a strategy learns its rounds when it is started
         return run
     return dataclasses.replace(run, training=run.training.lasting(run.settings.rounds))
-
-
-def reading_for(training: Training, data: DataSettings, asked: bool) -> DataSettings:
-    """Return how data are read for the task: numbers stay numbers, and nothing is held out for
-    calibration, which is about classes; an error if it was `asked` for.
-    """
-    if training.task == "classification":
-        return data
-    if asked and data.calibration != "off":
-        raise ConfigError(
-            f"calibration is for task=classification, got task={training.task}; set calibration=off"
-        )
-    targets = "classes" if training.task == "ordinal" else "numbers"
-    return dataclasses.replace(data, targets=targets, calibration="off")
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:

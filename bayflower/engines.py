@@ -13,6 +13,7 @@ import torch
 from . import methods
 from .config import ENGINES, Run
 from .data import Federation, absolute, load_federation
+from .data.moments import ready
 from .errors import BayflowerError, ConfigError
 from .files import place
 from .files.atomic import write_json
@@ -41,6 +42,7 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
         raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     federation = load_federation(run.data, run.settings.seed)
     halves = halves_for(run, federation)
+    federation = ready(federation, halves.client.training.input_scale)
     if is_own(run.settings.model):
         data, dtype = federation.clients[0], run.settings.torch_dtype()
         check_fit(halves.model, moved(data.x_train, torch.device("cpu"), dtype))

@@ -87,8 +87,11 @@ def data_in(
         unseen=",".join(
             one for key in ("new_sites", "leave_out") for one in names_in(str(given.get(key, "")))
         ),
+        measured=is_measured(given),
+        time=str(given.get("time", "")),
         **read,
     )
+    given.pop("time", None)  # it is in the file
     source = read_objects(data, Reading(options, num_classes or 0, standardise, whole))
     told_of(source)
     if source.client is not None:
@@ -134,6 +137,11 @@ def told_of(source: Source) -> None:
         warnings.warn(in_python(f"data: {'; '.join(lines)}"), UserWarning, stacklevel=5)
 
 
+def is_measured(settings: Mapping[str, Any]) -> bool:
+    """Return whether settings ask for a task whose targets are numbers."""
+    return settings.get("task", "classification") not in ("classification", "ordinal")
+
+
 def used(folder: Path, path: Path) -> bool:
     """Return whether a run in a folder, or below it, has data at `path` to go on with."""
     homes = {one.parent for name in place.WRITTEN[:2] for one in folder.rglob(name)}
@@ -144,7 +152,7 @@ def used(folder: Path, path: Path) -> bool:
 def fingerprint(source: Source) -> str:
     """Return twelve letters that tell these data from others."""
     seal = hashlib.blake2b(repr((source.names, source.num_classes, source.plain)).encode())
-    for part in (source.x, source.y, source.client, source.test):
+    for part in (source.x, source.y, source.client, source.test, source.time):
         if part is not None:
             seal.update(f"{part.dtype}{part.shape}".encode())
             seal.update(np.ascontiguousarray(part).data)

@@ -15,6 +15,7 @@ from .federation import (
     load_federation,
     names,
     num_classes,
+    table_of,
 )
 from .identity import Identity, called, identities, reported
 from .npz import read_npz, read_numbered
@@ -63,4 +64,5 @@ __all__ = [
     "save",
     "scaling",
     "source_of",
+    "table_of",
 ]

@@ -23,16 +23,18 @@ def read_alike(path: Path, like: Source, test: str = "") -> Source:
         return of_folder(path, like)
     if is_table(path):
         return of_table(read_table(path), path.stem, like, test)
-    options = npz.Options()
+    options = npz.Options(measured=like.measured)
     if like.images is not None:
         options = options._replace(layout=like.images.layout, white=like.images.white)
     arrays = npz.arrays_of(path, options)
-    if "y" in arrays and "num_classes" not in arrays and arrays["y"].ndim == 1:
+    if like.measured:
+        arrays.pop("num_classes", None)
+    elif "y" in arrays and "num_classes" not in arrays and arrays["y"].ndim == 1:
         found = cells.read(arrays["y"], f"y in {path}")
         arrays["y"] = matched(found, like.class_names(), f"y in {path}")
         arrays["num_classes"] = np.array(like.num_classes)
     if like.x.ndim == 2 or arrays.get("x", np.zeros(0)).dtype == np.uint8:
-        options = npz.PLAIN
+        options = npz.Options(measured=like.measured)
     if like.plain:
         arrays["plain"] = np.array(True)
     return npz.of_arrays(arrays, path.stem, str(path), options, True)
@@ -49,7 +51,12 @@ def of_table(table: Table, name: str, like: Source, test: str) -> Source:
     if encoder.target not in table.columns:
         raise ConfigError(f"{table.where} has no column {encoder.target!r} with the labels")
     where = f"column {encoder.target!r} of {table.where}"
-    y = matched(table.columns[encoder.target], like.class_names(), where)
+    if like.measured:
+        y = labels.measured(table.columns[encoder.target], where)
+        if np.isnan(y).any():
+            raise ConfigError(f"{where} has missing targets; leave those rows out")
+    else:
+        y = matched(table.columns[encoder.target], like.class_names(), where)
     marks = None
     if test in table.columns:
         marks = labels.marks(table.columns[test], f"column {test!r} of {table.where}")
@@ -62,6 +69,7 @@ def of_table(table: Table, name: str, like: Source, test: str) -> Source:
         marks,
         names=Names((), like.class_names(), encoder.columns()),
         encoder=encoder,
+        measured=like.measured,
     )
 
 

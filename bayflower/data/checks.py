@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
+from .known import KNOWN, MEASURED
 from .tables import is_table
 
 
@@ -53,4 +54,48 @@ def numeric(targets: str, dataset: str, own: bool, partition: str) -> None:
         raise ConfigError(
             f"partition must be {', '.join(BY_COUNT)} or auto for targets that are numbers, got "
             f"{partition!r}"
+        )
+
+
+def measured(dataset: str, task: str) -> None:
+    """Raise if a known data set is for another task."""
+    if (known := MEASURED.get(dataset)) and known != task:
+        raise ConfigError(f"dataset {dataset!r} is for task={known}, got task={task}")
+
+
+def domains(dataset: str, names: tuple[str, ...], partition: str, num_clients: int) -> None:
+    """Raise unless several data sets can be joined."""
+    if unknown := [name for name in names if name not in KNOWN or name in MEASURED]:
+        raise ConfigError(
+            f"dataset must be names joined by +, each one of {', '.join(KNOWN)}, got "
+            f"{unknown[0]!r} in {dataset!r}"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"dataset must name each data set once, got {dataset!r}")
+    if partition not in ("dirichlet", "natural", "iid"):
+        raise ConfigError(
+            f"partition must be dirichlet, natural or iid for several data sets, got {partition!r}"
+        )
+    if num_clients < len(names):
+        raise ConfigError(
+            f"num_clients must be at least {len(names)}, one for each data set, got "
+            f"{num_clients}; raise num_clients or name fewer data sets"
+        )
+
+
+def synthetic(partition: str, keep: float, test_fraction: float | None) -> None:
+    """Raise unless settings suit the data set `synthetic`."""
+    if partition not in ("dirichlet", "natural"):  # the default, and what it is
+        raise ConfigError(
+            f"partition must not be set for dataset 'synthetic', got {partition!r}; set "
+            "scenario instead"
+        )
+    if keep != 1:
+        raise ConfigError(
+            f"keep must be 1 for dataset 'synthetic', got {keep}; its sizes are set by scenario"
+        )
+    if test_fraction == 0:
+        raise ConfigError(
+            "test_fraction must be in (0, 1) for dataset 'synthetic', got 0; this data set "
+            "marks no samples as test"
         )

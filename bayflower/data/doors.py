@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from . import columns, labels
+from . import cells, columns, labels
 from .checks import names_in
-from .npz import Options, is_share, read_npz, read_several
+from .npz import Options, is_share, ordered, read_npz, read_several
 from .photos import of_photos
 from .source import Names, Source
 from .tables import Table, frame, is_frame, is_table, read_table, stacked
@@ -185,6 +185,12 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
             raise ConfigError(
                 f"the rows of {options.test} belong to no site; give all files a column of sites"
             )
+    time = None
+    if options.time:
+        column = table.columns[str(named(table, options.time, (), "set time="))]
+        texts = np.array([str(one) for one in column.texts])
+        numeric = bool((column.kinds == cells.IS_NUMBER).all())
+        time = ordered(column.numbers if numeric else texts, table.where)
     marks, mark = (tested, None) if tested is not None else marked(table, options, lines)
     ignored = [one for one in (target, site, mark) if one is not None]
     silent = unseen(owners, sites, marks, options)
@@ -211,6 +217,8 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
         names=Names(sites, names, encoder.columns()),
         encoder=encoder,
         lines=(*lines, *more),
+        measured=options.measured,
+        time=time if time is None else time[there],
     )
 
 
@@ -323,7 +331,10 @@ def save(source: Source, path: Path | str) -> None:
     """
     x = source.x if isinstance(source.x, np.ndarray) else source.x[np.arange(len(source.y))]
     arrays: dict[str, Any] = {"x": x, "y": source.y, "num_classes": np.array(source.num_classes)}
-    arrays["class_names"] = np.array(source.class_names())
+    if not source.measured:
+        arrays["class_names"] = np.array(source.class_names())
+    if source.time is not None:
+        arrays["time"] = source.time
     if source.client is not None:
         arrays |= {"client": source.client, "site_names": np.array(source.site_names())}
     if source.test is not None:

@@ -2,11 +2,12 @@
 
 Protocol: train and test samples of the data set are pooled, thinned to the share `keep`,
 partitioned over all clients, and each client's part is split at random (not stratified) into a
-training and a test part. With test_fraction 0 the data set's own test mark decides instead. Tables
-(and synthetic data) are standardised for each client with statistics of its own training part;
-images are as they are, or normalised (`normalise`). A share of the training part is held out for
-calibration, unless calibration is off. Which samples a client has depends on (seed, stream name)
-alone, so training longer or on another engine shifts nothing.
+training and a test part, or by time (`split`). With test_fraction 0 the data set's own test mark
+decides instead. Tables (and synthetic data) are standardised for each client with statistics of its
+own training part, or by everyone's (`moments`); images are as they are, or normalised
+(`normalise`). A share of the training part is held out for calibration, unless calibration is off.
+Which samples a client has depends on (seed, stream name) alone, so training longer or on another
+engine shifts nothing.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Federation(NamedTuple):
     partition: dict[str, Any]
     note: str  # a note to show beside the name of the data set; "" if there is none
     names: Names = Names()  # of the clients, by number, the classes and the input columns
+    # which columns of a table are 0 or 1 by construction, if everyone's numbers are to standardise
+    # the others (`moments`); None if inputs are ready
+    table: np.ndarray | None = None
 
 
 class _Layout(NamedTuple):
@@ -121,7 +125,20 @@ def load_federation(settings: DataSettings, seed: int) -> Federation:
         partition={**about["partition"], **sizes},
         note=about["note"],
         names=names(settings, seed),
+        table=table_of(settings, seed, everyone[0].x_train),
     )
+
+
+def table_of(settings: DataSettings, seed: int, x: np.ndarray) -> np.ndarray | None:
+    """Return which columns are 0 or 1 by construction, if inputs like `x` wait to be standardised
+    by everyone's numbers; None if they do not.
+    """
+    source = _layout(resolve(settings), seed).source
+    plain = source is not None and source.plain
+    if settings.scaling != "federation" or plain or x.ndim != 2:
+        return None
+    flags = None if source is None else source.flags()
+    return np.zeros(x.shape[1], bool) if flags is None else flags
 
 
 def load_client(settings: DataSettings, seed: int, client: int) -> ClientData:
@@ -297,15 +314,22 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
         indices = layout.parts[member]
         x, y = source.samples(indices), source.y[indices]
         marks = source.test[indices] if settings.fraction == 0 and source.test is not None else None
-    train, test = _split(len(y), settings.fraction, marks, rng(seed, "split", member))
-    if len(train) == 0 or len(test) == 0:
+    order = None
+    if settings.split == "time":
+        known = None if source is None else source.time
+        order = np.arange(len(y)) if known is None else np.argsort(known[indices], kind="stable")
+    draw = rng(seed, "split", member)
+    train, test = _split(len(y), settings.fraction, marks, draw, order)
+    few = settings.targets == "numbers"  # a client of one sample trains, and has no test
+    if len(train) == 0 or (len(test) == 0 and not few):
         raise ConfigError(
             f"client {client} would have {len(train)} training and {len(test)} test samples; "
             "every client needs one of each: "
             f"raise min_size, or set test_fraction above 0"
         )
     if settings.validation and client < settings.num_clients:
-        train, test = _validation(train, settings.validation, client)
+        train, test = _validation(train, settings.validation, client, few)
+    train = train[: settings.train_rows or None]
     held = train[:0]
     if settings.calibrated:
         train, held = hold_out(train, settings.calibration_share, settings.calibration_rows)
@@ -314,20 +338,32 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
 
 
 def _split(
-    size: int, fraction: float, marks: np.ndarray | None, draw: np.random.Generator
+    size: int,
+    fraction: float,
+    marks: np.ndarray | None,
+    draw: np.random.Generator,
+    ordered: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training positions, test positions), each in random order."""
-    order = draw.permutation(size)
+    """Return (training positions, test positions), each in random order; with `ordered` in that
+    order, the last ones for the test.
+    """
+    order = draw.permutation(size) if ordered is None else ordered
     if marks is not None:
         return order[~marks[order]], order[marks[order]]
     count = min(max(int(fraction * size + 0.5), 1), size - 1)
+    if ordered is not None:
+        return order[: size - count], order[size - count :]
     return order[count:], order[:count]
 
 
-def _validation(train: np.ndarray, share: float, client: int) -> tuple[np.ndarray, np.ndarray]:
+def _validation(
+    train: np.ndarray, share: float, client: int, few: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Return a client's training positions, which are in random order, as (training, validation);
-    its test part is not used.
+    its test part is not used. With `few` one sample alone is for training.
     """
+    if few and len(train) < 2:
+        return train, train[:0]
     if len(train) < 2:
         raise ConfigError(
             f"client {client} has {len(train)} training sample, too few to split off validation "

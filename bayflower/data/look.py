@@ -32,6 +32,11 @@ def in_words(source: Source) -> str:
         said = f"{rows} {images.in_words(source.images, shape_of(source))}"
     else:
         said = f"{rows} samples of shape {'×'.join(map(str, shape_of(source)))}"
+    if source.measured:
+        low, high = float(source.y.min()), float(source.y.max())
+        sites = source.site_names()
+        where = f"; {len(sites)} sites" if sites else ""
+        return f"{source.name}: {said}; targets are numbers from {low:g} to {high:g}{where}"
     known = ", ".join(classes) if len(classes) <= 5 else f"{classes[0]} … {classes[-1]}"
     sites = source.site_names()
     where = f"; {len(sites)} sites" if sites else ""
@@ -77,10 +82,14 @@ def sites(source: Source) -> list[dict[str, Any]]:
         ]
     found = []
     for name, rows in groups:
-        counts = np.bincount(source.y[rows], minlength=len(classes))
         row: dict[str, Any] = {"site": name, "rows": len(rows)}
         if source.test is not None:
             row["test"] = int(source.test[rows].sum())
+        if source.measured:
+            y = source.y[rows].reshape(len(rows), -1)[:, 0]
+            found.append({**row, "mean": float(y.mean()), "std": float(y.std())})
+            continue
+        counts = np.bincount(source.y[rows], minlength=len(classes))
         found.append({**row, **{label: int(n) for label, n in zip(classes, counts, strict=True)}})
     return found
 
@@ -104,9 +113,10 @@ def sizes(source: Source, settings: DataSettings) -> list[str]:
             )
         elif number < FEW:
             found.append(f"site {name!r} has {number} rows only: its own results say little")
-        if len(present) == 1:
+        if len(present) == 1 and not source.measured:
             found.append(f"site {name!r} has one class only, {present[0]!r}")
-    for label, count in zip(classes, np.bincount(source.y, minlength=len(classes)), strict=True):
+    counts: Any = [] if source.measured else np.bincount(source.y, minlength=len(classes))
+    for label, count in zip(classes, counts, strict=True):
         if count < FEW:
             found.append(f"class {label!r} has {count} rows only")
     if by_site and len(source.site_names()) == 1:
@@ -119,7 +129,7 @@ def rows_twice(source: Source) -> list[str]:
     if not isinstance(source.x, np.ndarray) or not len(source.y):
         return []
     flat = np.ascontiguousarray(source.x).reshape(len(source.y), -1)
-    keys = [row.tobytes() + bytes([int(y) % 256]) for row, y in zip(flat, source.y, strict=True)]
+    keys = [row.tobytes() + y.tobytes() for row, y in zip(flat, source.y, strict=True)]
     seen: dict[bytes, int] = {}
     for key in keys:
         seen[key] = seen.get(key, 0) + 1
@@ -165,7 +175,7 @@ def odd_columns(source: Source) -> list[str]:
         if whole and not flag and 2 < distinct <= CODES and len(known) > FEW:
             remedy = "one column for each" if source.encoder is None else f"categorical={name}"
             found.append(f"{name!r} has {distinct} whole numbers; if they are codes, {remedy}")
-        if tells(x, source.y) and distinct > 1:
+        if not source.measured and tells(x, source.y) and distinct > 1:
             found.append(
                 f"{name!r} alone tells the class in at least {TELLS:.0%} of the rows: does it know "
                 "the outcome?"

@@ -2,10 +2,10 @@
 
 An .npz file holds x, y and optionally test (which samples the original marks as test), client
 (natural owner, a number or a name; negative or "" = none), a 0-d num_classes, class_names,
-site_names and columns, and a 0-d plain: x is what a network sees, neither scaled nor standardised,
-and whole numbers stay so. Labels are the classes that occur, in order; with num_classes they are
-class numbers from 0. Anything (N, D) is a table, in which NaN means missing; `images` says how
-other arrays are read. Arrays of Python objects are refused: they would need pickle.
+site_names and columns, time (what orders a client's samples), and a 0-d plain: x is what a network
+sees, neither scaled nor standardised, and whole numbers stay so. Labels are the classes that occur,
+in order; with num_classes they are class numbers from 0. Anything (N, D) is a table, in which NaN
+means missing; `images` says how other arrays are read. Arrays of Python objects are refused: they would need pickle.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Options(NamedTuple):
     image_side: int = 0  # pixels that images of a folder are brought to
     unseen: str = ""  # sites whose rows decide nothing: those that are new or left out
     measured: bool = False  # whether targets are numbers, not classes
+    time: str = ""  # column (or array) that orders samples
 
 
 PLAIN = Options()
@@ -98,7 +99,9 @@ def arrays_of(path: Path, options: Options) -> dict[str, np.ndarray]:
     site = "client" if options.site in ("", "off") else options.site
     wanted = {"x": "x", "y": options.target or "y", "test": marks, "client": site}
     known = {**wanted, **{key: key for key in ALSO}}
-    found = content(path, set(known.values()))
+    found = content(path, {*known.values(), options.time or "time", "labels"})
+    if "labels" in found and found["labels"].dtype.kind == "U":
+        found.setdefault("class_names", found["labels"])
     for key, name in known.items():
         if name != key and name not in found:
             raise ConfigError(
@@ -107,7 +110,23 @@ def arrays_of(path: Path, options: Options) -> dict[str, np.ndarray]:
     there = {key: found[name] for key, name in known.items() if name in found}
     if options.site == "off":
         there.pop("client", None)
+    if (order := time_of(found, options.time, path)) is not None:
+        there["time"] = order
     return there
+
+
+def time_of(found: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray | None:
+    """Return what orders the samples: an array, or a column of x by its name; None if there is
+    none.
+    """
+    if (name or "time") in found:
+        return found[name or "time"]
+    if not name:
+        return None
+    head = [str(one) for one in found.get("columns", ())]
+    if name not in head:
+        raise ConfigError(f"{path} has no array or column {name!r} for time")
+    return np.asarray(found["x"][:, head.index(name)])
 
 
 def is_share(text: str) -> bool:
@@ -156,7 +175,8 @@ def of_arrays(
                 f"{', '.join(sorted(arrays)) or 'nothing known'}; it needs x and y"
             )
     x, y = arrays["x"], arrays["y"]
-    if y.ndim != 1 or y.dtype.kind not in "iubfU" or len(y) == 0:
+    rows = y.ndim == 1 or (options.measured and y.ndim == 2 and y.dtype.kind in "iubf")
+    if not rows or y.dtype.kind not in "iubfU" or len(y) == 0:
         raise ConfigError(
             f"y in {path} must be a non-empty vector of class numbers or names, got {y.dtype} of "
             f"shape {y.shape}"
@@ -166,7 +186,7 @@ def of_arrays(
             f"x in {path} must be numbers with a sample axis and at least one more, got {x.dtype} "
             f"of shape {x.shape}"
         )
-    for key in ("x", "test", "client"):
+    for key in ("x", "test", "client", "time"):
         if key in arrays and (len(arrays[key].shape) == 0 or len(arrays[key]) != len(y)):
             raise ConfigError(
                 f"{key} in {path} must have one entry for each of the {len(y)} labels, got shape "
@@ -175,9 +195,12 @@ def of_arrays(
     owners, sites = owners_of(arrays.get("client"), path)
     sites = texts_of(arrays, "site_names", path, len(sites)) or sites
     classes: tuple[str, ...] | None = None
-    if options.measured:
+    if options.measured and y.ndim == 2:  # several numbers a sample
+        y, number = y.astype(np.float64), 1
+    elif options.measured:
         y, number = labels.measured(cells.read(y, f"y in {path}"), f"y in {path}"), 1
-        if np.isnan(y).any():
+    if options.measured:
+        if not np.isfinite(y).all():
             raise ConfigError(f"y in {path} has missing targets; leave those samples out")
     elif numbers or "num_classes" in arrays:
         y = y.astype(np.int64) if y.dtype.kind in "iub" else whole(y, path)
@@ -189,7 +212,8 @@ def of_arrays(
             raise ConfigError(
                 f"y in {path} has {int((y < 0).sum())} missing labels; leave those samples out"
             )
-    classes = texts_of(arrays, "class_names", path, number) or classes or ()
+    if not options.measured:
+        classes = texts_of(arrays, "class_names", path, number) or classes
     found: images.Images | None
     plain = bool(arrays.get("plain", np.array(False)).any())
     if plain:
@@ -209,11 +233,26 @@ def of_arrays(
         number,
         owners,
         marks_of(arrays.get("test"), path),
-        names=Names(sites, classes, inputs),
+        names=Names(sites, classes or (), inputs),
         encoder=encoder,
         images=found,
         plain=plain,
+        measured=options.measured,
+        time=ordered(arrays.get("time"), path),
     )
+
+
+def ordered(time: np.ndarray | None, path: str) -> np.ndarray | None:
+    """Return what orders samples as numbers; texts such as dates in the order of the alphabet."""
+    if time is None:
+        return None
+    if time.ndim != 1 or time.dtype.kind not in "iubfUM":
+        raise ConfigError(f"time in {path} must be a vector of numbers or dates, got {time.dtype}")
+    if time.dtype.kind in "UM":
+        return np.unique(time, return_inverse=True)[1].reshape(-1).astype(np.float64)
+    if np.isnan(time.astype(np.float64)).any():
+        raise ConfigError(f"time in {path} has missing values; leave those samples out")
+    return time.astype(np.float64)
 
 
 def as_they_are(x: np.ndarray, where: str) -> np.ndarray:

@@ -139,19 +139,35 @@ def of_parts(clients: Mapping[str, tuple[Part, Part | None]], how: Reading) -> S
                 f"{who(name)} has samples of shape {part.x.shape[1:]}, that of client {names[0]!r} "
                 f"{parts[0].x.shape[1:]}; give all clients the same inputs"
             )
-    y, classes = numbered(parts, names, how.num_classes)
+    classes: tuple[str, ...] = ()
+    if how.options.measured:
+        y = measured(parts, names)
+    else:
+        y, classes = numbered(parts, names, how.num_classes)
     x, plain, found = inputs([part.x for part in parts], how)
     return Source(
         "data",
         x,
         y,
-        len(classes),
+        1 if how.options.measured else len(classes),
         np.concatenate(owners) if sites else None,
         np.concatenate(marks) if tested else None,
         names=Names(sites, classes),
         images=found,
         plain=plain,
+        measured=how.options.measured,
     )
+
+
+def measured(parts: Sequence[Part], names: Sequence[str]) -> np.ndarray:
+    """Return the targets of all samples as numbers, float64."""
+    for name, part in zip(names, parts, strict=True):
+        if part.y.dtype.kind not in "iubf" or not np.isfinite(part.y.astype(np.float64)).all():
+            raise ConfigError(
+                f"{who(name)} has targets that are missing or no numbers; leave those samples out, "
+                "or set task='classification'"
+            )
+    return np.concatenate([part.y.astype(np.float64) for part in parts])
 
 
 def inputs(parts: Sequence[np.ndarray], how: Reading) -> tuple[Any, bool, images.Images | None]:

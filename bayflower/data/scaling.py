@@ -41,9 +41,16 @@ def preparation(settings: DataSettings, source: Source | None, train: np.ndarray
     if train.ndim == 2:
         if settings.normalise != normalise.NONE:
             raise ConfigError(
-                "normalise is for images, and these data are a table, which every client "
-                "standardises by itself; leave it at none"
+                "normalise is for images, and these data are a table, which input_scale is for; "
+                "leave it at none"
             )
+        if settings.scaling == "none" and np.isnan(train).any():
+            raise ConfigError(
+                "input_scale=none leaves missing values in the table; fill them in, or set "
+                "input_scale=federation"
+            )
+        if settings.scaling != "client":  # everyone's numbers come later (`moments`)
+            return None
         return scaling(train, None if source is None else source.flags())
     if settings.normalise == normalise.NONE:
         return None

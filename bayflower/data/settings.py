@@ -9,30 +9,13 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..settings import setting
 from . import normalise
-from .checks import at_least, is_path, member, names_in, numeric
+from .checks import at_least, domains, is_path, member, names_in, numeric, synthetic
 from .images import LAYOUTS
+from .known import DATASETS as DATASETS
+from .known import KNOWN as KNOWN
+from .known import MEASURED, NATURAL
 from .npz import Options, is_share
 
-# name -> (samples of the original data set, torchvision's class or "" if only an .npz file works,
-# a note to show beside the name)
-KNOWN: dict[str, tuple[int, str, str]] = {
-    "mnist": (70_000, "MNIST", ""),
-    "fmnist": (70_000, "FashionMNIST", ""),
-    "cifar10": (60_000, "CIFAR10", ""),
-    "cifar100": (60_000, "CIFAR100", ""),
-    "emnist": (131_600, "EMNIST", ""),
-    "emnist47": (
-        18_800,
-        "",
-        "EMNIST-47 subset: 47 classes drawn from the test split of EMNIST ByMerge, not the "
-        "official Balanced split",
-    ),
-    "officecaltech": (2_533, "", "Office-Caltech-10 at 64x64: a stand-in for Office-31"),
-    "heart": (920, "", ""),
-    "femnist": (805_263, "", ""),
-    "celeba": (202_599, "", ""),
-}
-DATASETS = ("digits", "synthetic", *KNOWN)
 PARTITIONS = ("dirichlet", "iid", "pathological", "major-minor", "quantity", "natural")
 CLIENTS = 10  # if their number is not set and the data have no sites
 READINGS = ("r1", "r2", "r3")
@@ -42,8 +25,10 @@ SETS = ("marginal", "class")
 # how a user's own data are read, and which sites take part
 READING_SETTINGS = (
     *("target", "sites", "test", "categorical", "drop", "layout", "white", "image_side"),
-    *("new_sites", "leave_out"),
+    *("new_sites", "leave_out", "targets", "scaling", "split", "time", "train_rows"),
 )
+SPLITS = ("random", "time")
+SCALINGS = ("client", "federation", "none")
 CALIBRATION_SETTINGS = ("calibration", "calibration_share", "calibration_rows", "coverage", "sets")
 
 
@@ -64,6 +49,9 @@ class DataSettings:
     )
     targets: str = setting(
         "classes", "what the targets are: classes or numbers; `task` decides, leave it out"
+    )
+    scaling: str = setting(
+        "client", "who standardises a table's inputs; `input_scale` decides, leave it out"
     )
     sites: str = setting(
         "",
@@ -123,7 +111,11 @@ class DataSettings:
         "concentration of the Dirichlet distribution (partitions dirichlet and quantity); small = "
         "skewed",
     )
-    min_size: int = setting(10, "fewest samples a client may have, train and test together")
+    min_size: int = setting(
+        10,
+        "fewest samples a client may have, train and test together; 1 unless set where targets are "
+        "no classes",
+    )
     classes_per_client: int = setting(2, "partition=pathological: classes of each client")
     samples_per_class: int = setting(
         0, "partition=pathological: samples of each class a client has; 0 = split all samples"
@@ -144,6 +136,16 @@ class DataSettings:
         None,
         "share of each client's samples used for its test; none = 0.2 (synthetic: 0.3); 0 = the "
         "samples that the data set marks as test",
+    )
+    split: str = setting(
+        "random",
+        "which of a client's samples are its test part: random, or time (the last ones by `time`)",
+    )
+    time: str = setting(
+        "", "split=time: column or array that orders a client's samples; '' = as they stand"
+    )
+    train_rows: int = setting(
+        0, "a client trains on its first so many training samples, in the order of split; 0 = all"
     )
     validation: float = setting(
         0.0,
@@ -190,14 +192,16 @@ class DataSettings:
     def __post_init__(self) -> None:
         self._settle()
         if self.domains:
-            self._check_domains()
+            domains(self.dataset, self.domains, self.partition, self.num_clients)
         elif self.dataset not in DATASETS and not self.is_path:
             raise ConfigError(
                 f"dataset must be one of {', '.join(DATASETS)}, got {self.dataset!r}; a path to "
                 "an .npz file, a table (.csv, .parquet) or a folder of images works too"
             )
         self._check_reading()
-        numeric(self.targets, self.dataset, self.is_path, self.partition)
+        numeric(
+            self.targets, self.dataset, self.is_path or self.dataset in MEASURED, self.partition
+        )
         member("partition", self.partition, (*PARTITIONS, "auto"))
         member("major_minor_reading", self.major_minor_reading, READINGS)
         member("scenario", self.scenario, SCENARIOS)
@@ -206,9 +210,14 @@ class DataSettings:
         normalise.checked(self.normalise, self.dataset)
         at_least("num_clients", self.num_clients, 0, "; 0 means all sites, or 10")
         at_least("new_clients", self.new_clients, 0, "; 0 means that every client trains")
-        at_least(
-            "min_size", self.min_size, 2, "; a client needs one sample to train and one to test"
-        )
+        least = 2 if self.targets == "classes" else 1
+        needs = "; a client needs one sample to train and one to test" if least == 2 else ""
+        at_least("min_size", self.min_size, least, needs)
+        at_least("train_rows", self.train_rows, 0, "; 0 means all training samples")
+        member("split", self.split, SPLITS)
+        member("scaling", self.scaling, SCALINGS)
+        if self.time and self.split != "time":
+            raise ConfigError(f"time is for split=time, got split={self.split}")
         at_least("classes_per_client", self.classes_per_client, 1, "")
         at_least(
             "samples_per_class", self.samples_per_class, 0, "; 0 means that everything is split"
@@ -248,7 +257,7 @@ class DataSettings:
                 f"nuisance_variance must be at least 0 and finite, got {self.nuisance_variance}"
             )
         if self.dataset == "synthetic":
-            self._check_synthetic()
+            synthetic(self.partition, self.keep, self.test_fraction)
         if self.dataset == "digits" and self.partition == "natural":
             raise ConfigError(
                 "partition must not be 'natural' for dataset 'digits', which has no natural "
@@ -266,6 +275,7 @@ class DataSettings:
         """
         if self.partition == "auto" and (not self.is_path or self._plain_npz):
             usual = "dirichlet" if self.targets == "classes" else "iid"
+            usual = "natural" if self.dataset in NATURAL else usual
             object.__setattr__(self, "partition", usual)
         by_site = self.partition in ("auto", "natural")
         if (self.new_sites or self.leave_out) and self.partition == "dirichlet" and self.is_path:
@@ -293,7 +303,8 @@ class DataSettings:
         if self.white is not None and not 0 <= self.white < math.inf:
             raise ConfigError(f"white must be at least 0 and finite, got {self.white}")
         if not self.is_path:
-            for name in ("target", "sites", "test", "categorical", "drop"):
+            own = ("sites", "test", "categorical", "drop")
+            for name in own if self.dataset in MEASURED else ("target", *own):
                 if getattr(self, name) and not (name == "test" and is_share(self.test)):
                     raise ConfigError(
                         f"{name} is for your own data, a file or a folder; dataset "
@@ -324,7 +335,7 @@ class DataSettings:
 
     def options(self) -> Options:
         """Return how a user's own data are to be read."""
-        names = ("target", "test", "categorical", "drop", "layout", "white", "image_side")
+        names = ("target", "test", "categorical", "drop", "layout", "white", "image_side", "time")
         unseen = ",".join(filter(None, [self.new_sites, self.leave_out]))
         return Options(
             site=self.sites,
@@ -337,43 +348,6 @@ class DataSettings:
     def domains(self) -> tuple[str, ...]:
         """Return the names of the data sets if there are several; () for one."""
         return tuple(self.dataset.split("+")) if "+" in self.dataset and not self.is_path else ()
-
-    def _check_domains(self) -> None:
-        names = self.domains
-        if unknown := [name for name in names if name not in KNOWN]:
-            raise ConfigError(
-                f"dataset must be names joined by +, each one of {', '.join(KNOWN)}, got "
-                f"{unknown[0]!r} in {self.dataset!r}"
-            )
-        if len(set(names)) < len(names):
-            raise ConfigError(f"dataset must name each data set once, got {self.dataset!r}")
-        if self.partition not in ("dirichlet", "natural", "iid"):
-            raise ConfigError(
-                "partition must be dirichlet, natural or iid for several data sets, got "
-                f"{self.partition!r}"
-            )
-        if self.num_clients < len(names):
-            raise ConfigError(
-                f"num_clients must be at least {len(names)}, one for each data set, got "
-                f"{self.num_clients}; raise num_clients or name fewer data sets"
-            )
-
-    def _check_synthetic(self) -> None:
-        if self.partition not in ("dirichlet", "natural"):  # the default, and what it is
-            raise ConfigError(
-                f"partition must not be set for dataset 'synthetic', got {self.partition!r}; set "
-                "scenario instead"
-            )
-        if self.keep != 1:
-            raise ConfigError(
-                f"keep must be 1 for dataset 'synthetic', got {self.keep}; its sizes are set by "
-                "scenario"
-            )
-        if self.test_fraction == 0:
-            raise ConfigError(
-                "test_fraction must be in (0, 1) for dataset 'synthetic', got 0; this data set "
-                "marks no samples as test"
-            )
 
     @property
     def calibrated(self) -> bool:

@@ -36,7 +36,7 @@ class Source:
 
     name: str
     x: Any  # (N, ...): an array, or an object that can be indexed like one
-    y: np.ndarray  # (N,) int64
+    y: np.ndarray  # (N,) int64, or float64 if they are numbers
     num_classes: int
     client: np.ndarray | None = None  # (N,) int64 natural owner, negative = none
     test: np.ndarray | None = None  # (N,) bool
@@ -49,6 +49,8 @@ class Source:
     lines: tuple[str, ...] = ()  # what else was done while reading, a sentence each
     # x is what a network sees, float32 or int64: it is neither scaled nor standardised
     plain: bool = False
+    measured: bool = False  # targets are numbers (float64), not classes
+    time: np.ndarray | None = None  # (N,) float64 that orders a client's samples
 
     def flags(self) -> np.ndarray | None:
         """Return which columns of a table are 0 or 1 by construction and are not standardised;
@@ -67,7 +69,9 @@ class Source:
         }
 
     def class_names(self) -> tuple[str, ...]:
-        """Return the name of each class; its number where the data have no name."""
+        """Return the name of each class; its number where the data have no name; () of numbers."""
+        if self.measured:
+            return ()
         return self.names.classes or tuple(map(str, range(self.num_classes)))
 
     def owners(self) -> list[int]:

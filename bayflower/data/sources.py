@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
+from . import posteriordb
 from .doors import paths_of, read_path
 from .folders import FOLDERS, folder_of, read_folder
 from .npz import read_npz
@@ -58,7 +59,9 @@ def load_source(settings: DataSettings) -> Source:
     path = Path(settings.data_dir) / f"{settings.dataset}.npz"
     folder = folder_of(settings.dataset, settings.data_dir)
     if path.exists():
-        source = read_npz(path, numbers=True)
+        source = read_npz(path, settings.options(), numbers=True)
+    elif (file := posteriordb.file_of(settings.dataset, settings.data_dir)) is not None:
+        source = posteriordb.read(file, settings.dataset)
     else:
         source = (
             Source("", *read_folder(settings.dataset, folder))

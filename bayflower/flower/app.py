@@ -28,6 +28,7 @@ from ..data import (
     load_client,
     num_classes,
     source_of,
+    table_of,
 )
 from ..errors import BayflowerError, ConfigError
 from ..files import checkpoint, journal, place
@@ -329,6 +330,7 @@ def site_of(context: Context) -> Site:
         origin,
         prepare,
         partial(source_of, source),
+        table_of(source, run.settings.seed, data.train.x.cpu().numpy()),
     )
 
 

@@ -31,7 +31,7 @@ from ..rounds import solo
 from ..tree import Tensors, digest, flatten, to, unflatten
 from ..wire.hello import facts_of, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
-from . import calibrating, records
+from . import calibrating, inputs, records
 from .saved import flat_tallies, numbers_of_test, reply_records, test_records
 
 log = logging.getLogger("bayflower")
@@ -58,6 +58,8 @@ class Site(NamedTuple):
     # the preprocessing of raw rows, for the personal model
     scaling: Callable[[], Scaling | None] | None = None
     source: Callable[[], Source | None] | None = None  # the data set; None = the user's own code
+    # which columns are 0 or 1 by construction, if everyone's numbers are to standardise the others
+    table: Any = None
 
 
 def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> ClientApp:
@@ -70,7 +72,9 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     def query(message: Message, context: Context) -> Message:
         site = site_of(context)
         known = site.data.train, site.data.test, site.origin, records.asks(message, "labels")
-        facts = to_header(facts_of(site.model, *known, sums=records.asks(message, "sums")))
+        table = site.table if records.asks(message, "inputs") else None
+        sums = records.asks(message, "sums")
+        facts = to_header(facts_of(site.model, *known, sums=sums, table=table))
         head = records.make_header(client=site.client, new=site.new, **facts)
         return Message(RecordDict({records.HEADER: head}), reply_to=message)
 
@@ -101,6 +105,7 @@ def answer(message: Message, site: Site, work: Reply) -> Message:
             f"{str(head['round'])[:80]!r} and {str(head['purpose'])[:80]!r}"
         )
     started = time.perf_counter()
+    site = inputs.ready(site, told(str(head["method"]), str(head["instructions"]))[1])
     fields = {"run": head["run"], "round": head["round"], "client": site.client}
     try:
         content = (TOGETHER.get() or alone)(message, head, site, work)

@@ -19,7 +19,7 @@ from ..config import Limits, Training
 from ..contract import ServerHalf
 from ..errors import BayflowerError
 from ..files.journal import Journal
-from ..recipes.check import checked, questions, resolved, standardised
+from ..recipes.check import SUMS, checked, questions, resolved, sums_of, told
 from ..recipes.labels import together
 from ..wire.hello import ClientInfo, Summary, agreed, disagreement, summary
 from . import bounds
@@ -50,7 +50,7 @@ class Roster:
     ) -> None:
         self.limits, self.journal, self.header = limits, journal, dict(header or {})
         self.asked: dict[str, Any] = questions(training)  # further keys of the first question
-        self.target_sums: list[tuple[float, ...]] = []  # of each training client
+        self.sums: dict[str, list[Any]] = {name: [] for name in SUMS}  # of each training client
         self.label_counts: list[int] = []  # of all training clients when the run began
         self.history = NodeHistory(limits.ask_again_seconds)
         self.members: dict[int, Member] = {}
@@ -108,7 +108,7 @@ class Roster:
         """Return the settings of training that clients are told, which suit their data."""
         assert self.common is not None
         known = checked(training, self.common.input_shape, self.common.num_classes)
-        return standardised(resolved(known, self.label_counts), self.target_sums)
+        return told(resolved(known, self.label_counts), self.sums)
 
     def notices(self, client: int) -> dict[str, Any]:
         """Return the extra keys of a client's header: what all are told, the last accepted round,
@@ -288,7 +288,7 @@ class Roster:
             "unused": sorted(self.unused),
             "accepted": {str(client): round for client, round in sorted(self.accepted.items())},
             **({"label_counts": self.label_counts} if self.label_counts else {}),
-            **({"target_sums": self.target_sums} if any(self.target_sums) else {}),
+            **{name: some for name, some in self.sums.items() if any(some)},
         }
 
     def remember(self, memory: Mapping[str, Any]) -> Change:
@@ -303,7 +303,7 @@ class Roster:
         self.unused = set(memory["unused"])
         self.accepted = {int(client): int(round) for client, round in memory["accepted"].items()}
         self.label_counts = list(memory.get("label_counts", self.label_counts))
-        self.target_sums = list(memory.get("target_sums", self.target_sums))
+        self.sums = {name: list(memory.get(name, some)) for name, some in self.sums.items()}
         self.returned = self.left & here
         self.left -= here
         absent = sorted(self.admitted - here - self.left)
@@ -318,7 +318,7 @@ class Roster:
         """Add up the labels that the training clients reported; nothing unless all did."""
         known = [self.members[client].facts.label_counts for client in self.training()]
         self.label_counts = together(known) if known and all(known) else []
-        self.target_sums = [self.members[client].facts.target_sums for client in self.training()]
+        self.sums = sums_of([self.members[client].facts for client in self.training()])
 
     def _unknown(self, nodes: set[int]) -> list[int]:
         """Return the nodes to query: not known, not given up, and not claiming a client that is

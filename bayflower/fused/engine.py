@@ -237,7 +237,7 @@ class Fused:
         for view in self.half.views():
             key = ("test", view, purpose, len(chosen))
             if key not in self.stacked_passes:
-                longest, few = int(self.stack.test_sizes.max()), TEST_SAMPLES // len(chosen)
+                longest, few = max(int(self.stack.test_sizes.max()), 1), TEST_SAMPLES // len(chosen)
                 piece = solo.CHUNK if noise else min(TEST_PIECE, max(few, 1))
                 self.stacked_passes[key] = StackedPass(
                     self._tally(view),

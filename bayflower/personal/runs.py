@@ -12,6 +12,7 @@ import torch
 
 from ..config import Run, parse
 from ..data import (
+    ClientData,
     Scaling,
     Source,
     called,
@@ -25,7 +26,9 @@ from ..data import (
     read_numbered,
     rng,
     source_of,
+    table_of,
 )
+from ..data.moments import apply, read_scaling
 from ..errors import ConfigError
 from ..files import checkpoint, place
 from ..files.atomic import read_json
@@ -88,13 +91,23 @@ def export_one(
 ) -> dict[str, Any]:
     """Write the personal model of one client of an opened run; return its card."""
     settings, seed = opened.run.data, opened.run.settings.seed
-    data = load_client(settings, seed, client)
+    data, known = ready_client(opened, load_client(settings, seed, client))
     samples = solo.samples(data, torch.device("cpu"), opened.run.settings.torch_dtype())
     state = None if client >= settings.num_clients else client_state(opened, client)
-    known = client_scaling(settings, seed, client)
     found = kept(opened, client, samples, state, known, settings.dataset)
     words = called(names(settings, seed), client)
     return keep(into, described(found._replace(**words), source_of(settings)), formats)
+
+
+def ready_client(opened: Opened, data: ClientData) -> tuple[ClientData, Scaling | None]:
+    """Return a client's data as its network sees them, and how they were prepared."""
+    settings, seed = opened.run.data, opened.run.settings.seed
+    if table_of(settings, seed, data.x_train) is None:
+        return data, client_scaling(settings, seed, data.client)
+    text = opened.halves.client.training.input_scale
+    held = None if data.x_held is None else apply(text, data.x_held)
+    data = data._replace(x_train=apply(text, data.x_train), x_test=apply(text, data.x_test))
+    return data._replace(x_held=held), read_scaling(text)
 
 
 def export_all(
@@ -181,6 +194,8 @@ def personalise(
     if settings.calibrated:
         train, held = hold_out(train, settings.calibration_share, settings.calibration_rows)
     known = preparation(settings, source, source.samples(train))
+    if table_of(settings, opened.run.settings.seed, source.samples(train[:1])) is not None:
+        known = read_scaling(opened.halves.client.training.input_scale)
     dtype = opened.run.settings.torch_dtype()
 
     def batch(rows: Any) -> Batch:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from ..data import DataSettings
+from ..data.checks import measured
+from ..data.moments import together as together_inputs
 from ..errors import ConfigError
 from ..tasks.numbers import standardising
 from .labels import FEDERATION, balanced, given
 from .settings import Training
+
+CALIBRATED = ("classification",)  # tasks whose models can be calibrated
+SUMS = ("target_sums", "input_sums")  # what clients report of targets and inputs, if asked
 
 
 def checked(training: Training, input_shape: Sequence[int], classes: int) -> Training:
@@ -37,11 +44,38 @@ def checked(training: Training, input_shape: Sequence[int], classes: int) -> Tra
     return training
 
 
+def reading_for(training: Training, given: Mapping[str, Any]) -> DataSettings:
+    """Return how data are read for the task, from the settings of data that were given."""
+    known, task = {**given, "scaling": training.scaling}, training.task
+    if given.get("scaling", training.scaling) != training.scaling:
+        raise ConfigError("scaling follows from input_scale; set input_scale instead")
+    measured(str(given.get("dataset", "")), task)
+    if task == "classification":
+        return DataSettings(**known)
+    if task != "ordinal":
+        known["targets"] = "numbers"
+        known.setdefault("min_size", 1)
+    if task not in CALIBRATED:
+        if known.get("calibration", "off") != "off":
+            raise ConfigError(
+                f"calibration is for task={' and '.join(CALIBRATED)}, got task={task}; set "
+                "calibration=off"
+            )
+        known["calibration"] = "off"
+    return DataSettings(**known)
+
+
 def questions(training: Training | None) -> dict[str, bool]:
-    """Return what clients are asked besides the usual: counts of labels, or sums of targets."""
+    """Return what clients are asked besides the usual: counts of labels, sums of targets, sums of
+    inputs.
+    """
     if training is None:
         return {}
-    wanted = {"labels": training.class_weights == FEDERATION, "sums": training.standardises}
+    wanted = {
+        "labels": training.class_weights == FEDERATION,
+        "sums": training.standardises,
+        "inputs": training.scaling == "federation" and not training.scales_by_numbers,
+    }
     return {name: True for name, asked in wanted.items() if asked}
 
 
@@ -58,6 +92,33 @@ def standardised(training: Training, sums: Sequence[Sequence[float]]) -> Trainin
         )
     mean, std = standardising(sums)
     return replace(training, target_scale=f"{mean!r},{std!r}")
+
+
+def scaled(training: Training, sums: Sequence[Sequence[float]]) -> Training:
+    """Return the settings with everyone's means and standard deviations of a table's columns, from
+    each client's sums (n, …, Σ x, …, Σ x², …). Clients that report none have no table.
+    """
+    if training.scaling != "federation" or training.scales_by_numbers:
+        return training
+    if not any(len(one) for one in sums):
+        return replace(training, input_scale="none")
+    if len({len(one) for one in sums}) > 1:
+        raise ConfigError(
+            "input_scale=federation needs every client's sums of inputs, and not all reported "
+            "them; install the same version of Bayflower on all, or set input_scale=none"
+        )
+    return replace(training, input_scale=together_inputs(sums))
+
+
+def sums_of(facts: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return what clients reported of targets and inputs, by name."""
+    every = [one._asdict() for one in facts]
+    return {name: [one[name] for one in every] for name in SUMS}
+
+
+def told(training: Training, sums: Mapping[str, Sequence[Sequence[float]]]) -> Training:
+    """Return the settings with everyone's numbers, from what clients reported (`SUMS`)."""
+    return scaled(standardised(training, sums["target_sums"]), sums["input_sums"])
 
 
 def resolved(training: Training, counts: Sequence[int] | None) -> Training:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from ..contract import Phase
+from ..data.moments import read_scaling
 from ..errors import ConfigError, check_choices
 from ..maths.optim import Optimizer, OptimizerName
 from ..settings import setting
@@ -106,11 +107,19 @@ class Training:
         "regression: networks see (y − mean)/std, of everyone's training targets (federation), of "
         "numbers given as MEAN,STD, or none",
     )
+    input_scale: str = setting(
+        "auto",
+        "tables: columns are standardised by each client's own training rows (client), by "
+        "everyone's (federation: clients send sums, no rows), by numbers given as "
+        "MEAN,…/STD,…, or not (none); auto = client for classes, else federation",
+    )
 
     def __post_init__(self) -> None:
         self.make_optimizer()
         check_choices(self)
         self.make_task(2)
+        if self.scales_by_numbers:
+            read_scaling(self.input_scale)
         if self.task != "classification":
             for name in ("mixup", "label_smoothing", "class_weights"):
                 if getattr(self, name) != RECIPE_OFF[name]:
@@ -154,6 +163,20 @@ class Training:
     def standardises(self) -> bool:
         """Return whether targets wait for everyone's mean and standard deviation."""
         return self.task == "regression" and self.target_scale == "federation"
+
+    @property
+    def scaling(self) -> str:
+        """Return who standardises a table's columns: client, federation or none; numbers that are
+        given stand for the federation.
+        """
+        if self.input_scale == "auto":
+            return "client" if self.task == "classification" else "federation"
+        return "federation" if self.scales_by_numbers else self.input_scale
+
+    @property
+    def scales_by_numbers(self) -> bool:
+        """Return whether the columns' means and standard deviations are known."""
+        return self.input_scale not in ("auto", "client", "federation", "none")
 
     def make_task(self, size: int) -> Task:
         """Return the task for `size` classes; before everyone's moments are known, without them."""

@@ -11,9 +11,11 @@ from .. import methods
 from ..config import Run
 from ..contract import ClientHalf, ServerHalf
 from ..data import Federation
+from ..data.moments import sums_of
+from ..errors import ConfigError
 from ..networks.model import Model
 from ..networks.papers import build
-from ..recipes.check import checked, resolved, standardised
+from ..recipes.check import checked, resolved, scaled, standardised
 from ..recipes.labels import FEDERATION, counted, together
 from ..tasks.numbers import moments
 from ..tree import Tensors
@@ -39,7 +41,29 @@ def halves_for(run: Run, federation: Federation) -> Halves:
     sums = None
     if run.training.standardises:
         sums = [moments(data.y_train.tolist()) for data in federation.clients]
-    return make_halves(run, federation.input_shape, classes, label_counts=counts, sums=sums)
+    check_targets(run.training.task, federation)
+    return make_halves(
+        run,
+        federation.input_shape,
+        classes,
+        label_counts=counts,
+        sums=sums,
+        input_sums=sums_of(federation),
+    )
+
+
+def check_targets(task: str, federation: Federation) -> None:
+    """Raise if targets cannot be those of the task."""
+    if task != "counts":
+        return
+    for data in (*federation.clients, *federation.new_clients):
+        for y in (data.y_train, data.y_test):
+            if bool(((y < 0) | (y != y.round())).any()):
+                wrong = y[(y < 0) | (y != y.round())][0]
+                raise ConfigError(
+                    f"task=counts needs whole numbers from 0, client {data.client} has {wrong:g}; "
+                    "set task=regression, or name another column with --target"
+                )
 
 
 def make_halves(
@@ -49,10 +73,11 @@ def make_halves(
     model: Model | None = None,
     label_counts: Sequence[int] | None = None,
     sums: Sequence[Sequence[float]] | None = None,
+    input_sums: Sequence[Sequence[float]] | None = None,
 ) -> Halves:
     """Return the halves of `run.method` on `model`; without it, on the one named in the settings.
-    `label_counts` and `sums` (of targets) are those of the training clients, where they are here;
-    elsewhere clients are told what they need.
+    `label_counts`, `sums` (of targets) and `input_sums` are those of the training clients, where
+    they are here; elsewhere clients are told what they need.
     """
     row = methods.get(run.method)
     training = checked(run.training, input_shape, num_classes)
@@ -60,6 +85,8 @@ def make_halves(
         training = resolved(training, label_counts)
     if sums is not None:
         training = standardised(training, sums)
+    if input_sums is not None:
+        training = scaled(training, input_sums)
     task = training.make_task(num_classes)
     if model is None:
         model = build(

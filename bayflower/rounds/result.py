@@ -62,7 +62,12 @@ def result(
         outcome.calibrated, run.data.calibration, run.data.coverage
     )
     name_rows(known, *final.values(), *(uncertainty or {}).values())
-    remarks = [halves.client.remark(), diverged(outcome.rounds), *outcome.remarks]
+    remarks = [
+        halves.client.remark(),
+        untested(federation),
+        diverged(outcome.rounds),
+        *outcome.remarks,
+    ]
     content = {
         "method": run.method,
         "dataset": federation.dataset,
@@ -89,6 +94,17 @@ def result(
         "remark": "; ".join(filter(None, remarks)) or None,
     }
     return dict(finite(content))
+
+
+def untested(federation: Federation | Summary) -> str | None:
+    """Return a line on clients that have no test samples."""
+    sizes = federation.partition.get("test_sizes", [])
+    if not (none := sizes.count(0)):
+        return None
+    return (
+        f"{none} of {len(sizes)} clients have too few samples for a test: they train and get a "
+        "model, and no metric counts them"
+    )
 
 
 def diverged(rounds: Sequence[Mapping[str, Any]]) -> str | None:

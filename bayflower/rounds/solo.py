@@ -140,7 +140,7 @@ def test(
                 part = Batch(*(tensor[start : start + CHUNK] for tensor in data))
                 probs = half.predict(view, state, broadcast, part.x, noise)
                 parts.append(half.model.task.tally(probs, part.y, part.mask))
-            tally = parts[0]
+            tally = parts[0] if parts else half.model.task.zero()
             for part_tally in parts[1:]:
                 tally = metrics.add(tally, part_tally)
             result[view] = map_tree(lambda leaf: leaf.cpu(), tally)

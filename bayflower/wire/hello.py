@@ -14,7 +14,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..data import Names, reported
+from ..data.moments import input_sums
 from ..errors import BayflowerError, WireError
 from ..networks.model import Anatomy, Batch, Model
 from ..recipes.labels import counted
@@ -43,6 +46,8 @@ class ClientInfo(NamedTuple):
     tied: Mapping[str, str] = {}
     # (n, Σ y, Σ y²) of training targets that are numbers, if the server asked for sums
     target_sums: tuple[float, ...] = ()
+    # (n, …, Σ x, …, Σ x², …) of a table's columns, if the server asked for inputs
+    input_sums: tuple[float, ...] = ()
 
 
 class Summary(NamedTuple):
@@ -65,9 +70,10 @@ def facts_of(
     origin: Mapping[str, Any],
     labels: bool = False,
     sums: bool = False,
+    table: np.ndarray | None = None,
 ) -> ClientInfo:
     """Return what a client reports before the first round; with `labels` its counts of them, with
-    `sums` those of its targets.
+    `sums` those of its targets, with `table` those of its inputs.
     """
     return ClientInfo(
         model.anatomy,
@@ -79,6 +85,7 @@ def facts_of(
         tuple(counted(train.y, model.num_classes).tolist()) if labels else (),
         model.further_names,
         moments(train.y.tolist()) if sums else (),
+        input_sums(train.x.cpu().numpy(), table) if table is not None else (),
     )
 
 
@@ -93,7 +100,14 @@ def to_header(facts: ClientInfo) -> dict[str, Any]:
         "origin": json.dumps(facts.origin),
         **({"label_counts": json.dumps(list(facts.label_counts))} if facts.label_counts else {}),
         **({"tied": json.dumps(dict(facts.tied))} if facts.tied else {}),
-        **({"target_sums": json.dumps(list(facts.target_sums))} if facts.target_sums else {}),
+        **{
+            name: json.dumps(list(some))
+            for name, some in (
+                ("target_sums", facts.target_sums),
+                ("input_sums", facts.input_sums),
+            )
+            if some
+        },
     }
 
 
@@ -133,6 +147,12 @@ def from_header(head: Mapping[str, Any]) -> ClientInfo:
     if sums and not (real and len(sums) == 3 and sums[0] == head["train_size"] and sums[2] >= 0):
         raise WireError(f"target_sums must be (n, Σ y, Σ y²), got {str(sums)[:80]}")
     anatomy = text_to_anatomy(head.get("anatomy"))
+    columns = parsed(head, "input_sums", list) if "input_sums" in head else []
+    real = all(isinstance(one, float) and math.isfinite(one) for one in columns)
+    if columns and not (real and len(columns) == 3 * shape[0] and len(shape) == 1):
+        raise WireError(
+            f"input_sums must be (n, Σ x, Σ x²) of {shape} columns, got {str(columns)[:80]}"
+        )
     return ClientInfo(
         anatomy,
         tuple(shape),
@@ -143,6 +163,7 @@ def from_header(head: Mapping[str, Any]) -> ClientInfo:
         tuple(counts),
         tied_names(head, anatomy),
         tuple(sums),
+        tuple(columns),
     )
 
 
