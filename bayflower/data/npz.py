@@ -5,7 +5,8 @@ An .npz file holds x, y and optionally test (which samples the original marks as
 site_names and columns, time (what orders a client's samples), and a 0-d plain: x is what a network
 sees, neither scaled nor standardised, and whole numbers stay so. Labels are the classes that occur,
 in order; with num_classes they are class numbers from 0. Anything (N, D) is a table, in which NaN
-means missing; `images` says how other arrays are read. Arrays of Python objects are refused: they would need pickle.
+means missing; `images` says how other arrays are read. Arrays of Python objects
+are refused: they would need pickle.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ from ..errors import WireError
 from ..rounds import deciding, uncertain
 from ..rounds.calibrated import Calibrated, One, Taken, tests_of
 from ..rounds.deciding import Held
-from ..rounds.uncertain import Fitted, Judged, Uncertain
+from ..rounds.uncertain import Judged, Uncertain
+from ..tasks import Task
 from ..tree import Tensors, flatten, matching, unflatten
 
 STAGES = ("hold", "score", "judge")
@@ -70,9 +71,9 @@ class Begun(NamedTuple):
     """What a client needs again in the next request: its adapted state, posteriors and tables."""
 
     adapted: Any
-    known: Uncertain
-    fitted: Fitted
-    own: Held
+    known: Any  # Uncertain, or Spread where targets are numbers
+    fitted: Any
+    own: Any
 
 
 class Memory:
@@ -186,11 +187,13 @@ def from_vector(vector: Tensor, kinds: Mapping[str, Any]) -> Chosen:
 class Calibrator:
     """What the server collects over the three requests."""
 
+    stages: tuple[str, ...] = STAGES
+
     def __init__(self, settings: DataSettings) -> None:
         self.settings, self.stage = settings, STAGES[0]
         self.tables: dict[int, Tensors] = {}  # rows, raw and table by training client
         self.scores: dict[int, Tensors] = {}  # scores and doubts by training client
-        self.ones: dict[int, One] = {}
+        self.ones: dict[int, Any] = {}
         self.kinds: dict[str, tuple[str, str]] = {}
 
     def order(self) -> str:
@@ -198,7 +201,15 @@ class Calibrator:
         s = self.settings
         return Order(self.stage, s.calibration, s.coverage, s.sets).text()
 
-    def hear(self, flat: Tensors, client: int, new: bool, sizes: Any, num_classes: int) -> None:
+    def hear(
+        self,
+        flat: Tensors,
+        client: int,
+        new: bool,
+        sizes: Any,
+        num_classes: int,
+        task: Task | None = None,
+    ) -> None:
         """Take a client's reply; raise if it is impossible for a client of these `sizes`."""
         if self.stage == "hold":
             self._check_tables(flat)
@@ -213,14 +224,18 @@ class Calibrator:
 
     def close(self) -> None:
         """End a stage. Tables of another shape than most clients' are left out of the sums."""
-        if self.stage == "hold" and self.tables:
-            shapes = Counter(tuple(one["table"].shape) for one in self.tables.values())
-            usual = shapes.most_common(1)[0][0]
-            self.tables = {
-                client: one for client, one in self.tables.items() if one["table"].shape == usual
-            }
+        if self.stage == "hold":
+            self._usual("table")
         if self.stage != STAGES[-1]:
             self.stage = STAGES[STAGES.index(self.stage) + 1]
+
+    def _usual(self, name: str) -> None:
+        """Leave tables out whose array `name` has another shape than most clients'."""
+        shapes = Counter(tuple(one[name].shape) for one in self.tables.values())
+        usual = shapes.most_common(1)[0][0] if shapes else ()
+        self.tables = {
+            client: one for client, one in self.tables.items() if one[name].shape == usual
+        }
 
     def sums(self) -> Tensors:
         """Return everyone's sums so far."""
@@ -229,7 +244,7 @@ class Calibrator:
             found |= uncertain.added(list(self.scores.values()))
         return found
 
-    def result(self, new: set[int], num_classes: int) -> Calibrated | None:
+    def result(self, new: set[int], num_classes: int) -> Any:
         """Return the uncertainty of all clients that answered; None if there is none."""
         clients = {client: one for client, one in self.ones.items() if client not in new}
         if not clients:

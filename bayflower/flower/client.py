@@ -31,7 +31,7 @@ from ..rounds import solo
 from ..tree import Tensors, digest, flatten, to, unflatten
 from ..wire.hello import facts_of, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
-from . import calibrating, inputs, records
+from . import calibrating, inputs, records, spreading
 from .saved import flat_tallies, numbers_of_test, reply_records, test_records
 
 log = logging.getLogger("bayflower")
@@ -247,13 +247,17 @@ def evaluate_reply(
         adapted = solo.adapt(half, state, broadcast, site.data.train, head["purpose"], **keys)
     views: dict[str, Any] = {}
     said: Tensors = {}
-    taken = None
+    taken: Any = None
     if tests and (order is None or order.stage == "hold"):
         views = ready[1] if ready else solo.test(half, adapted, broadcast, site.data.test, **keys)
     if order is not None:
         ours = {"seed": keys["seed"], "client": site.client}
-        begun = begun or calibrating.begin(order, half, adapted, broadcast, site.data)
-        said, taken = calibrating.answer(order, half, begun, site.data, sums, **ours)
+        if half.model.task.classes:
+            begun = begun or calibrating.begin(order, half, adapted, broadcast, site.data)
+            said, taken = calibrating.answer(order, half, begun, site.data, sums, **ours)
+        else:
+            begun = begun or spreading.begin(half, adapted, broadcast, site.data)
+            said, taken = spreading.answer(order, begun, site.data, sums)
         if taken is None:  # another request will follow
             calibrating.MEMORY.keep(key, begun)
     if keeps and isinstance(site.store, DiskStore) and (order is None or taken):

@@ -301,7 +301,7 @@ class Round:
             return None
         if not any(int(one["rows"]) for one in calibrator.tables.values()):
             self.facts.journal.fault(NOTHING_HELD)
-        for _ in range(2):
+        for _ in calibrator.stages[1:]:
             calibrator.close()
             request = self.request._replace(test=False, config=ConfigRecord())
             request = request._replace(order=calibrator.order(), sums=calibrator.sums())
@@ -316,7 +316,9 @@ class Round:
         assert common is not None
         try:
             flat = records.arrays(reply, records.CALIBRATION)
-            calibrator.hear(flat, client, member.new, member.facts, common.num_classes)
+            task = self.facts.training.make_task(common.num_classes)
+            known = (member.new, member.facts, common.num_classes, task)
+            calibrator.hear(flat, client, *known)
         except Exception as error:  # as above
             self.fault(reply, error)
 

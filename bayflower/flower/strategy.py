@@ -23,11 +23,11 @@ from ..files.journal import Journal
 from ..files.records import Outcome, Progress, RoundRecord, curve_point
 from ..rounds import schedule
 from . import configs, hooks, records, watching
-from .calibrating import Calibrator
 from .course import Course, MetricsFn
 from .holding import asked_for
 from .logs import Teller
 from .roster import Membership, Roster
+from .spreading import calibrator_for
 from .whole import refuse
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # Flower's kind of function
@@ -83,8 +83,9 @@ class BayflowerStrategy(Course, Strategy):
         self.named, self.keep_personal = frozenset(settings), keep_personal
         asks = (calibration, bool(fraction_evaluate) or keep_personal, seed)
         data, told = (parsed.data, {}) if parsed else asked_for(settings, *asks)
-        self.calibrator = Calibrator(data) if data.calibrated else None
         parsed = parsed or parse(self.method, settings, among=STRATEGY_GROUPS)
+        task = parsed.training.task
+        self.calibrator = calibrator_for(data, task) if data.calibrated else None
         self.training, self.options, self.limits = parsed.training, parsed.options, parsed.limits
         self.fraction_train, self.min_train_nodes = fraction_train, min_train_nodes
         self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..networks.model import Batch, Model
+from ..tasks import Task
 from ..tree import Tensors
 
 DRAWS = 64  # of the logits
@@ -84,6 +85,27 @@ def see(logits: Tensor, inputs: Tensor, phi: Tensor, batch: Batch, num_classes: 
         onehot.sum(0),
         onehot.T @ features,
         (features.square() * weight[:, None]).sum(0),
+    )
+
+
+def see_task(task: Task, out: Tensor, phi: Tensor, batch: Batch) -> Seen:
+    """Return what a batch adds for another likelihood: H is the expected second derivative of
+    −log p(y|f) by the network's own outputs (the generalised Gauss–Newton matrix). There are no
+    classes.
+    """
+    weight, phi = batch.mask.double(), phi.double()
+    size = task.network
+    hessian = task.curvature(out.double(), batch.y, weight)[..., :size, :size]
+    weighted = phi * weight[:, None]
+    slope = hessian.diagonal(dim1=1, dim2=2) * weight[:, None]
+    return Seen(
+        weight.sum(),
+        phi.new_zeros(0, 0) if phi.shape[1] > LARGEST else weighted.T @ phi,
+        (hessian * weight[:, None, None]).sum(0),
+        slope.T @ phi.square(),
+        phi.new_zeros(0),
+        phi.new_zeros(0, phi.shape[1]),
+        phi.new_zeros(phi.shape[1]),
     )
 
 
@@ -234,6 +256,17 @@ def offsets(
         return root[None] * noise[:, None, :]
     root = ((phi @ tensors["in"]).square() @ tensors["inverse"]).clamp(min=0).sqrt()
     return (root[None] * noise[:, None, :]) @ tensors["out"].T
+
+
+def variances(kind: str, tensors: Tensors, phi: Tensor) -> Tensor:
+    """Return the variance (N, C) of each output that a posterior of the last layer gives; `phi` is
+    what the layer gets, with the bias's 1 (`with_bias`).
+    """
+    wide = phi.double()
+    if kind == "diagonal":
+        return wide.square() @ tensors["std"].double().square().mT
+    along = (wide @ tensors["in"].double()).square() @ tensors["inverse"].double()
+    return along @ tensors["out"].double().square().mT
 
 
 @lru_cache(maxsize=16)

@@ -15,6 +15,8 @@ def last_layer(model: Model) -> str | None:
     if it has no trainable weight of its own (frozen, tied, or the network itself).
     """
     outputs = {model.num_classes, 1} if model.num_classes == 2 else {model.num_classes}
+    if not model.task.classes:
+        outputs = {model.task.network}
     found = [
         name
         for name, module in model.module_for(False).named_modules()
@@ -32,15 +34,22 @@ def forward_last(
     if layer is None:
         return model.forward(params, buffers, x, train=False)[0], None
     seen: list[tuple[Tensor, Tensor]] = []
+    whole: list[Tensor] = []  # the network's output, before a task's extra parameters
 
     def look(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         seen.append((args[0], out))
 
-    handle = model.module_for(False).get_submodule(layer).register_forward_hook(look)
+    def end(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        whole.append(out)
+
+    module = model.module_for(False)
+    handles = [module.get_submodule(layer).register_forward_hook(look)]
+    handles.append(module.register_forward_hook(end))
     try:
         logits, _ = model.forward(params, buffers, x, train=False)
     finally:
-        handle.remove()
-    if len(seen) != 1 or seen[0][1] is not logits or seen[0][0].ndim != 2:
+        for handle in handles:
+            handle.remove()
+    if len(seen) != 1 or seen[0][1] is not whole[-1] or seen[0][0].ndim != 2:
         return logits, None
     return logits, seen[0][0]

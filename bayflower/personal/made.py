@@ -29,17 +29,23 @@ from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.calibrated import TEST, Taken
 from ..rounds.solo import numbers
+from ..rounds.spread import Taken as SpreadTaken
+from ..rounds.spread import take_home
 from ..rounds.uncertain import affine
+from ..tasks.saved import from_json, to_json
 from ..tree import Tensors, to
 from . import card as cards
+from . import spreadcard
 from .network import NARROW, Ready
 from .program import Program, exported
+from .spreading import ReadyNumbers
 
 log = logging.getLogger("bayflower")
 FORMAT, FIRST = "bayflower-personal-2", "bayflower-personal-1"
 FORMATS = ("safetensors", "pt2", "onnx")
 # samples with which an exported file is tested; a number that is unlikely among a network's shapes
 TRY = 5
+LEVEL = 0.9  # of intervals of a model without calibration
 
 
 class Kept(NamedTuple):
@@ -58,8 +64,8 @@ class Kept(NamedTuple):
     new: bool = False
     scaling: Scaling | None = None
     dataset: str = ""
-    taken: Taken | None = None  # its calibrated uncertainty; None if calibration is off
-    tally: metrics.Tally | None = None  # of the personal model on the test data, where it is known
+    taken: Any = None  # its calibrated uncertainty; None if calibration is off
+    tally: Any = None  # of the personal model on the test data, where it is known
     pixels: bool = False  # whether training images were uint8, scaled to (x/255 − 0.5)/0.5
     columns: tuple[str, ...] = ()  # names of a table's input columns, where they are known
     reading: dict[str, Any] | None = None  # how the data were read (`Source.reading`)
@@ -75,6 +81,9 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
     half, train = kept.half, kept.data.train
     params, buffers = numbers(half, kept.state, kept.broadcast, train.x[:1])
     network = half.model.module(params, buffers).eval().cpu()
+    if not half.model.task.classes and kept.taken is None:  # a client's own spread, uncalibrated
+        known = (kept.state, kept.broadcast, kept.data, None, "off", LEVEL)
+        kept = kept._replace(taken=take_home(half, *known))
     extras, uncertainty = surroundings(kept, network)
     made = card(kept, network, uncertainty)
     # the card is written last: with it the model is complete
@@ -100,6 +109,10 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
 def assembled(network: nn.Module, extras: Tensors, card: dict[str, Any]) -> Ready:
     """Return the network with what the files have about it."""
     found = card["uncertainty"]
+    if said := card.get("task"):
+        known, level = found["posterior"], found["intervals"]["level"]
+        kind, layer = known["kind"] if known else "", card["network"]["last_layer"]
+        return ReadyNumbers(network, extras, kind, layer, from_json(said), level)
     kind = found["posterior"]["kind"] if found["posterior"] else ""
     return Ready(network, extras, kind, card["network"]["last_layer"], tuple(found["alarms"]))
 
@@ -111,6 +124,11 @@ def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any
     extras: Tensors = {}
     if kept.scaling:
         extras = {f"input/{n}": torch.as_tensor(v) for n, v in kept.scaling._asdict().items()}
+    task = kept.half.model.task
+    if not task.classes:
+        assert isinstance(kept.taken, SpreadTaken)
+        extras |= spreadcard.extras_of(kept.taken, task)
+        return extras, spreadcard.block(kept.taken, task, kept.client)
     if kept.taken is None:
         missed = kept.data.held is not None
         return extras, cards.point_only(cards.NOT_REACHED if missed else cards.NOT_CALIBRATED)
@@ -152,8 +170,10 @@ def thresholds(taken: Taken) -> Tensors:
     return {f"alarms/{name}": value.double() for name, value in taken.choice.alarms.items()}
 
 
-def layer(taken: Taken | None) -> str | None:
+def layer(taken: Any) -> str | None:
     """Return the last layer, None if what it gets is not the features of the uncertainty."""
+    if isinstance(taken, SpreadTaken):
+        return taken.layer if taken.one.choice.posterior else None
     return taken.layer if taken is not None and taken.fitted.classes is not None else None
 
 
@@ -163,16 +183,13 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
     row = methods.get(kept.method)
     summary = tested(kept)
     classes = half.model.num_classes
-    result = (
-        {key: summary[key] for key in ("num_examples", "accuracy", "balanced_accuracy", "nll")}
-        if summary
-        else None
-    )
-    calibration = (
-        {key: summary[key] for key in ("ece", "ece_allclass", "mce", "reliability")}
-        if summary
-        else None
-    )
+    task = half.model.task
+    ours = ("num_examples", "accuracy", "balanced_accuracy", "nll")
+    result = {key: summary[key] for key in ours} if summary and task.classes else None
+    if not task.classes:
+        result = spreadcard.metrics_of(summary)
+    theirs = ("ece", "ece_allclass", "mce", "reliability")
+    calibration = {key: summary[key] for key in theirs} if summary and task.classes else None
     held = 0 if kept.data.held is None else len(kept.data.held.y)
     return {
         "format": FORMAT,
@@ -186,6 +203,7 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
         "seed": kept.seed,
         "never_trained": kept.new,
         "model": half.views()["personal"],
+        **({} if task.classes else {"task": to_json(task), "units": units(kept)}),
         "network": {
             "name": half.model.name,
             "recipe": half.model.recipe or None,
@@ -210,7 +228,11 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
             "num_train": len(train.y),
             "num_held_out": held,
             "num_test": len(test.y),
-            "train_per_class": torch.bincount(train.y, minlength=classes).tolist(),
+            **(
+                {"train_per_class": torch.bincount(train.y, minlength=classes).tolist()}
+                if task.whole
+                else {"targets": spreadcard.targets_of(train.y)}
+            ),
         },
         "metrics": result,
         "calibration": calibration,
@@ -231,6 +253,9 @@ def tested(kept: Kept) -> dict[str, Any] | None:
     """
     if not len(kept.data.test.y):
         return None
+    task = kept.half.model.task
+    if not task.classes:
+        return task.summarise({kept.client: kept.taken.one.judged["calibrated"]})
     if kept.taken is not None and TEST in kept.taken.one.judged:
         return cards.delivered(kept.client, kept.taken)
     tally = kept.tally
@@ -239,6 +264,14 @@ def tested(kept: Kept) -> dict[str, Any] | None:
         found = solo.test(kept.half, kept.state, kept.broadcast, kept.data.test, **keys)
         tally = found["personal"]
     return metrics.summarise({kept.client: tally})
+
+
+def units(kept: Kept) -> str:
+    """Return in words what predictions are measured in."""
+    table = (kept.reading or {}).get("table") or {}
+    name = table.get("target")
+    column = f" (column {name!r})" if name else ""
+    return f"predictions and intervals are in the units of the training targets{column}"
 
 
 def inputs(kept: Kept) -> str:

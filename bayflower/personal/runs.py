@@ -35,8 +35,8 @@ from ..files.atomic import read_json
 from ..files.store import DiskStore
 from ..fused.bank import DiskBank
 from ..networks.model import Batch
-from ..rounds import solo
-from ..rounds.calibrated import load_total, take_home
+from ..rounds import solo, spread
+from ..rounds.calibrated import load_spread, load_total, take_home
 from ..rounds.halves import Halves, halves_for
 from ..tree import Tensors, flatten, take, unflatten
 from .made import FORMAT, Kept, batch_of, keep
@@ -179,7 +179,7 @@ def personalise(
     like, client = source_of(settings), settings.total_clients
     classes = opened.halves.model.num_classes
     source = read_numbered(data, classes) if like is None else read_alike(data, like, settings.test)
-    if int(source.y.max()) >= classes:
+    if not source.measured and int(source.y.max()) >= classes:
         raise ConfigError(
             f"{data} has label {int(source.y.max())}; the federation's models know {classes} "
             f"classes, 0…{classes - 1}"
@@ -202,7 +202,7 @@ def personalise(
         x = source.samples(rows)
         return batch_of(
             torch.as_tensor(known.apply(x) if known else x).to(dtype),
-            torch.as_tensor(source.y[rows]),
+            solo.targets(source.y[rows], torch.device("cpu"), dtype),
         )
 
     samples = solo.Samples(batch(train), batch(test), batch(held) if len(held) else None)
@@ -244,15 +244,21 @@ def kept(
     )
     before = half.init(*initial) if state is None else unflatten(half.state_type, state)
     keys: dict[str, Any] = {"seed": settings.seed, "client": client, "round": round}
-    taken = None
+    taken: Any = None
     with solo.one_thread():
         adapted = solo.adapt(
             half, before, broadcast, samples.train, "new" if state is None else "finetune", **keys
         )
-        if opened.run.data.calibrated:
-            total = load_total(opened.folder)
-            end = (half, adapted, broadcast, samples, total, opened.run.data)
-            taken = take_home(*end, seed=settings.seed, client=client)
+        if not half.model.task.classes:
+            data = opened.run.data
+            how = data.calibration if data.calibrated else "off"
+            total = load_spread(opened.folder)
+            end = (half, adapted, broadcast, samples, total, how, data.coverage)
+            taken = spread.take_home(*end)
+        elif opened.run.data.calibrated:
+            known_sums = load_total(opened.folder)
+            parts = (half, adapted, broadcast, samples, known_sums, opened.run.data)
+            taken = take_home(*parts, seed=settings.seed, client=client)
     return Kept(
         opened.run.method,
         half,

@@ -16,7 +16,7 @@ from ..tasks.numbers import standardising
 from .labels import FEDERATION, balanced, given
 from .settings import Training
 
-CALIBRATED = ("classification",)  # tasks whose models can be calibrated
+CALIBRATED = ("classification", "regression")  # tasks whose models can be calibrated
 SUMS = ("target_sums", "input_sums")  # what clients report of targets and inputs, if asked
 
 

@@ -19,6 +19,7 @@ from ..files.atomic import load_tensors, save_tensors
 from ..networks.model import Batch, Model
 from ..networks.parts import looks_up
 from ..tree import flatten, unflatten
+from . import spread
 from .deciding import ALARMS, Choice, Held, alike, whole
 from .solo import Samples
 from .uncertain import (
@@ -113,9 +114,19 @@ def take_home(
     )
 
 
-def save_total(folder: Path, found: Calibrated) -> None:
+def save_total(folder: Path, found: Any) -> None:
     """Write everyone's sums, from which personal models are calibrated later."""
-    save_tensors(folder / FILE, flatten(found.total), {"format": FORMAT})
+    kind = FORMAT if isinstance(found, Calibrated) else spread.FORMAT
+    save_tensors(folder / FILE, flatten(found.total), {"format": kind})
+
+
+def load_spread(folder: Path) -> spread.Held | None:
+    """Return everyone's sums of a run whose targets are numbers; None if it was not calibrated."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    what = "everyone's sums of calibration"
+    return unflatten(spread.Held, load_tensors(path, spread.FORMAT, what)[0])
 
 
 def load_total(folder: Path) -> Held | None:

@@ -16,9 +16,11 @@ from ..config import Run
 from ..data import Federation, Identity, identities
 from ..files.atomic import finite
 from ..files.records import Outcome
+from ..tasks.saved import to_json
 from ..wire.hello import Summary
 from .calibrated import block as block_of
 from .halves import Halves
+from .spread import block as spread_block
 
 
 def result(
@@ -58,7 +60,8 @@ def result(
     settings = run.settings
     known = clients_of(federation, settings.seed)
     device = settings.torch_device()
-    uncertainty = outcome.calibrated and block_of(
+    about = block_of if task.classes else spread_block
+    uncertainty = outcome.calibrated and about(
         outcome.calibrated, run.data.calibration, run.data.coverage
     )
     name_rows(known, *final.values(), *(uncertainty or {}).values())
@@ -83,6 +86,7 @@ def result(
         "clients": [one._asdict() for one in known],
         "classes": list(federation.names.classes) or None,
         "columns": list(federation.names.columns) or None,
+        "task": to_json(task),
         "model": {"name": halves.model.name, "parameters": halves.model.num_parameters},
         "versions": versions(),
         "config": run.flat(),

@@ -20,6 +20,7 @@ from . import measures
 from .measures import LEVELS, Judged
 from .task import Task
 
+LARGEST_SIZE = 1e9  # of a negative binomial distribution: then it is a Poisson distribution
 MOST = 1024  # counts up to this are told apart in scores and intervals
 
 
@@ -44,7 +45,9 @@ class Poisson(Task):
         return None
 
     def point_nll(self, f: Tensor, a: Tensor | None, y: Tensor) -> Tensor:
-        """Return −log p(y) at log mean f."""
+        """Return −log p(y) at log mean f; with a log size a of the negative binomial."""
+        if a is not None:
+            return negative_binomial(f, a, y)
         return f.exp() - y * f + torch.lgamma(y + 1)
 
     def curvature(self, out: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -54,6 +57,18 @@ class Poisson(Task):
     def predict(self, out: Tensor) -> Tensor:
         """Return the mean."""
         return out.exp()
+
+    def widened(self, out: Tensor, variance: Tensor) -> Tensor:
+        """Return (mean, size) of the negative binomial distribution with the mean and variance of
+        the counts whose log mean is Gaussian: a rate μ with E μ = e^{f + v/2}, E μ² = e^{2f + 2v}.
+        """
+        f, v = out[..., 0], variance[..., 0].to(out.dtype)
+        mean, second = torch.exp(f + v / 2), torch.exp(2 * f + 2 * v)
+        over = torch.expm1(v) * mean.square()  # variance of the rate
+        if (a := self.log_size(out)) is not None:
+            over = over + second * torch.exp(-a)
+        size = mean.square() / over.clamp(min=1e-12)
+        return torch.stack([mean, size.clamp(max=LARGEST_SIZE)], -1)
 
     def mean(self, prediction: Tensor) -> Tensor:
         """Return the mean."""
@@ -65,14 +80,30 @@ class Poisson(Task):
 
     def distribution(self, prediction: Tensor) -> Tensor:
         """Return F(0), …, F(MOST) (B, MOST + 1), float64."""
-        every = torch.arange(MOST + 1, dtype=torch.float64, device=prediction.device)
-        logs = prediction.double().clamp(min=1e-300).log()
-        size = logs[..., 1:2] if prediction.shape[-1] > 1 else None
-        return torch.exp(-self.point_nll(logs[..., :1], size, every)).cumsum(-1).clamp(max=1.0)
+        known = prediction.double().clamp(min=1e-300)
+        before = torch.arange(MOST, dtype=torch.float64, device=prediction.device)
+        mean = known[..., :1]
+        # log p(k + 1) − log p(k), so that no logarithm of a Gamma function is needed
+        if prediction.shape[-1] > 1:
+            size = known[..., 1:2]
+            first = -size * torch.log1p(mean / size)
+            steps = torch.log(before + size) + torch.log(mean / (mean + size))
+        else:
+            first, steps = -mean, mean.log()
+        steps = steps - torch.log(before + 1)
+        logs = torch.cat([first, first + steps.cumsum(-1)], -1)
+        return logs.exp().cumsum(-1).clamp(max=1.0)
 
     def sample(self, prediction: Tensor, generator: torch.Generator) -> Tensor:
         """Return a count for each prediction."""
+        if prediction.shape[-1] > 1:
+            return self.through(prediction, generator)
         return torch.poisson(prediction[..., 0], generator=generator)
+
+    def through(self, prediction: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a count for each prediction, through the distribution function."""
+        share = torch.rand(prediction.shape[:-1], generator=generator, dtype=torch.float64)
+        return (self.distribution(prediction) < share[..., None]).sum(-1).to(prediction.dtype)
 
     # -- metrics -----------------------------------------------------------------------------------
     def zero(self) -> measures.Numbers:
@@ -115,6 +146,13 @@ class Poisson(Task):
         return measures.summarise(tallies, 1.0, counts=True)
 
 
+def negative_binomial(f: Tensor, a: Tensor, y: Tensor) -> Tensor:
+    """Return −log p(y) at log mean f and log size a."""
+    r, both = a.exp(), torch.logaddexp(f, a)
+    choose = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
+    return -choose - r * (a - both) - y * (f - both)
+
+
 @dataclass(frozen=True)
 class NegativeBinomial(Poisson):
     """A count that varies more than a Poisson's. Prediction: (mean, size)."""
@@ -126,13 +164,6 @@ class NegativeBinomial(Poisson):
     def log_size(self, out: Tensor) -> Tensor:
         """Return a."""
         return out[..., 1]
-
-    def point_nll(self, f: Tensor, a: Tensor | None, y: Tensor) -> Tensor:
-        """Return −log p(y) at log mean f and log size a."""
-        assert a is not None
-        r, both = a.exp(), torch.logaddexp(f, a)
-        choose = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
-        return -choose - r * (a - both) - y * (f - both)
 
     def curvature(self, out: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         """Return I, which is diagonal; the sum for a goes up to MOST."""
@@ -147,5 +178,4 @@ class NegativeBinomial(Poisson):
         """Return a Poisson count whose rate is drawn from a Gamma distribution, through the
         distribution function.
         """
-        share = torch.rand(prediction.shape[:-1], generator=generator, dtype=torch.float64)
-        return (self.distribution(prediction) < share[..., None]).sum(-1).to(prediction.dtype)
+        return self.through(prediction, generator)

@@ -33,6 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def result(method: str, engine: str, data: Path, **settings: Any) -> dict[str, Any]:
     usual = {"dataset": str(data), "partition": "natural", "rounds": 3, "lr": 0.02, "seed": 1}
+    usual |= {"calibration": "off", "input_scale": "client"}
     return run_to_result(prepare(parse(method, {**usual, **settings}), engine))
 
 
@@ -91,7 +92,7 @@ def test_what_needs_classes_is_refused_in_one_line(data: Path) -> None:
     numbers = {"dataset": str(data), "partition": "natural", "task": "regression"}
     for method, more, said in (
         ("pfedvmp", {}, "needs classes"),
-        ("fedavg", {"calibration": "client"}, "calibration is for task=classification"),
+        ("fedavg", {"task": "counts", "calibration": "client"}, "calibration is for task=class"),
         ("fedavg", {"partition": "dirichlet"}, "partition must be"),
         ("fedavg", {"dataset": "digits", "partition": "iid"}, "has classes"),
         ("fedavg", {"label_smoothing": 0.1}, "label_smoothing is for"),
