@@ -221,7 +221,7 @@ class Comparison:
         """Return one row for each tested model of each run with what it cost, as a data frame."""
         return table(self.table_rows, "table")
 
-    def verdicts(self, metric: str = "accuracy", model: str = "personal") -> list[Verdict]:
+    def verdicts(self, metric: str = "auto", model: str = "personal") -> list[Verdict]:
         """Return what the runs say: which methods differ beyond noise, and who gains and loses."""
         return verdicts(group(self._found), metric, model)
 
@@ -237,25 +237,30 @@ class Comparison:
     def __repr__(self) -> str:
         runs: dict[str, list[float]] = {}
         for one in self.results:
-            runs.setdefault(one.folder.parent.name, []).append(one.accuracy)
+            runs.setdefault(one.folder.parent.name, []).append(one.leading[1])
+        name, share = self.results[0].leading[0], self.results[0].leading[0] == "accuracy"
         said = ", ".join(
-            f"{label} {sum(found) / len(found):.1%}" + f" ({len(found)} seeds)" * (len(found) > 1)
+            (f"{label} {mean:.1%}" if share else f"{label} {mean:.4f}")
+            + f" ({len(found)} seeds)" * (len(found) > 1)
             for label, found in runs.items()
+            for mean in [sum(found) / len(found)]
         )
-        return f"<Comparison of {len(self.results)} runs: mean accuracy {said}, in {self.folder}>"
+        return f"<Comparison of {len(self.results)} runs: mean {name} {said}, in {self.folder}>"
 
     def _repr_html_(self) -> str:
+        keys: tuple[str, ...] = ("accuracy", "balanced_accuracy", "nll", "ece")
+        heads: tuple[str, ...] = ("accuracy %", "balanced %", "NLL", "ECE")
+        if self.results[0].leading[0] != "accuracy":
+            keys = ("rmse", "nll", "crps", "coverage_90")
+            heads = ("RMSE", "NLL", "CRPS", "in 90 % intervals, %")
         rows = [
             (
                 f"{one.folder.parent.name}, seed {one.result['seed']}",
-                *(
-                    one.result["final"]["personal"].get(key)
-                    for key in ("accuracy", "balanced_accuracy", "nll", "ece")
-                ),
+                *(one.result["final"]["personal"].get(key) for key in keys),
             )
             for one in self.results
         ]
-        columns = ("personal models", "accuracy %", "balanced %", "NLL", "ECE")
+        columns = ("personal models", *heads)
         words = [line for one in self.verdicts() for line in one.words] if len(rows) > 1 else []
         said = "".join(f"<li>{escape(line)}</li>" for line in words)
         return f"<div>{html_table(columns, rows)}<ul>{said}</ul></div>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -15,8 +16,9 @@ from ..files.atomic import write_json
 from ..files.tracking import flat as numbers_of
 from ..networks import own
 from ..report import flat, write_report
-from ..report.collect import Found, load
+from ..report.collect import Found, Group, load
 from ..report.text import BLOCKS, number, percent
+from ..report.verdict import leading
 from .words import spoken
 
 if TYPE_CHECKING:
@@ -101,7 +103,19 @@ class Result:
     @property
     def accuracy(self) -> float:
         """Return the personal models' accuracy on the clients' test samples."""
-        return float(self.result["final"]["personal"]["accuracy"])
+        name, value = self.leading
+        if name != "accuracy":
+            raise ConfigError(f"this run has no classes; its {name} is in result.leading")
+        return value
+
+    @property
+    def leading(self) -> tuple[str, float]:
+        """Return the metric by which runs of this task are compared, and its value: accuracy, or
+        the RMSE of numbers.
+        """
+        block = self.result["final"]["personal"]
+        name = leading([Group("", (self.found,))])
+        return name, float(block[name]) if block.get(name) is not None else math.nan
 
     @cached_property
     def found(self) -> Found:
@@ -195,8 +209,12 @@ class Result:
         result, rounds = self.result, len(self.result["rounds"])
         return (
             f"<Result of {result['method']} on {result['dataset']}: {result['num_clients']} "
-            f"clients, {rounds} rounds, accuracy {self.accuracy:.1%}, in {self.folder}>"
+            f"clients, {rounds} rounds, {self._shown()}, in {self.folder}>"
         )
+
+    def _shown(self) -> str:
+        name, value = self.leading
+        return f"{name} {value:.1%}" if name == "accuracy" else f"{name.upper()} {value:.4f}"
 
     def _repr_html_(self) -> str:
         result, final = self.result, self.result["final"]
@@ -204,22 +222,26 @@ class Result:
             f"{result['method']} on {result['dataset']}: {result['num_clients']} clients, "
             f"{len(result['rounds'])} rounds, seed {result['seed']}, engine {result['engine']}"
         )
+        keys: tuple[str, ...] = ("accuracy", "balanced_accuracy", "nll")
+        heads: tuple[str, ...] = ("accuracy %", "balanced %", "NLL")
+        if self.leading[0] != "accuracy":
+            keys, heads = ("rmse", "nll", "crps"), ("RMSE", "NLL", "CRPS")
         models = [
-            (title, *(final[view].get(key) for key in ("accuracy", "balanced_accuracy", "nll")))
+            (title, *(final[view].get(key) for key in keys))
             for view, title in BLOCKS.items()
             if final.get(view)
         ]
-        columns = ("model", "accuracy %", "balanced %", "NLL")
+        columns = ("model", *heads)
         some = final["personal"]["per_client"]
         each = [
-            (row.get("name") or row["client"], *(row.get(k) for k in ("accuracy", "nll")))
+            (row.get("name") or row["client"], *(row.get(k) for k in (keys[0], "nll")))
             for row in some[:MOST]
         ]
         more = f"<p>… and {len(some) - MOST} more clients</p>" if len(some) > MOST else ""
         return (
             f"<div><b>{escape(head)}</b>{html_table(columns, models)}"
             f"<details><summary>clients</summary>"
-            f"{html_table(('client', 'accuracy %', 'NLL'), each)}{more}</details>"
+            f"{html_table(('client', heads[0], 'NLL'), each)}{more}</details>"
             f"<small>{escape(str(self.folder))}</small></div>"
         )
 

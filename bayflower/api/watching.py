@@ -15,13 +15,17 @@ from ..engines import prepare, train
 from ..errors import ConfigError
 from ..files import checkpoint, place
 from ..files.atomic import read_json, write_json
-from ..files.records import CURVE, Progress
+from ..files.records import Progress
 from ..files.tracking import flat
 from .training import Stop
 
 FILE = "stopping.json"
 SHARE = 0.2  # of the training samples, for validation
-UP = {"accuracy": True, "balanced_accuracy_mean": True, "nll": False}  # whether more is better
+# whether more is better
+UP = {
+    **{"accuracy": True, "balanced_accuracy_mean": True, "nll": False},
+    **{"rmse": False, "crps": False, "deviance": False},
+}
 
 OnRound = Callable[..., Any]
 
@@ -134,7 +138,7 @@ class Patience(NamedTuple):
         if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:
             raise ConfigError(f"patience must be a number of rounds from 1, got {self.rounds!r}")
         if self.monitor not in UP:
-            raise ConfigError(f"monitor must be one of {', '.join(CURVE)}, got {self.monitor!r}")
+            raise ConfigError(f"monitor must be one of {', '.join(UP)}, got {self.monitor!r}")
         if not 0 < self.share < 1:
             raise ConfigError(f"validation must be a share in (0, 1), got {self.share}")
 
@@ -185,6 +189,14 @@ def rounds_by(
     if engine in ("fused", "loop"):
         found["checkpoint_every"] = 0
     run = parse(method, found)
+    known = run.training.make_task(2).curve
+    if patience.monitor not in known:
+        if patience.monitor != "accuracy":
+            raise ConfigError(
+                f"monitor must be one of {', '.join(known)} for task={run.training.task}, got "
+                f"{patience.monitor!r}"
+            )
+        patience = patience._replace(monitor="nll")  # what a task without classes has
     given = dict(given)
     if run.training.schedule_rounds:  # a schedule keeps the length it has in the search
         given["schedule_rounds"] = run.training.schedule_rounds

@@ -94,10 +94,8 @@ def data(
 def network(model: Any) -> str:
     """Return a network in words."""
     inputs = "×".join(map(str, model.recipe["input_shape"]))
-    return (
-        f"{model.name}, inputs {inputs}, {model.num_classes} classes, "
-        f"{model.num_parameters:,} weights"
-    )
+    what = f"{model.num_classes} classes" if model.task.whole else model.task.name
+    return f"{model.name}, inputs {inputs}, {what}, {model.num_parameters:,} weights"
 
 
 def announce(prepared: Prepared, as_json: bool) -> None:

@@ -91,6 +91,8 @@ def export_everyone(
         "coverage",
         "uses",
     )
+    if any("rmse" in one for one in rows):
+        columns = ("client", "new", "tested", "rmse", "nll_point", "nll", "coverage", "uses")
     if any(one["site"] for one in rows):
         columns = ("client", "site", *columns[1:])
     if not as_json:
@@ -103,7 +105,10 @@ def row(card: dict[str, Any], now: bool) -> dict[str, Any]:
     tests = (card["uncertainty"]["tests"] or {}).get("test", {})
     calibrated, numbers = tests.get("calibrated", {}), card["metrics"] or {}
     point = tests.get("point", {}).get("nll", numbers.get("nll"))
+    measured = "task" in card and card["task"]["likelihood"] != "cumulative"
+    covered = calibrated.get("coverage_90" if measured else "coverage")
     return {
+        **({"rmse": numbers.get("rmse")} if measured else {}),
         "client": card["client"],
         "site": card.get("site"),
         "model": f"client-{card['client']}",
@@ -113,7 +118,7 @@ def row(card: dict[str, Any], now: bool) -> dict[str, Any]:
         "accuracy": numbers.get("accuracy"),
         "nll_point": point,
         "nll": numbers.get("nll"),
-        "coverage": calibrated.get("coverage"),
+        "coverage": covered,
         "uses": card["uncertainty"]["used"],
     }
 
@@ -129,7 +134,7 @@ def shown(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3f}" if name.startswith("nll") else f"{value:.1%}"
+        return f"{value:.3f}" if name.startswith(("nll", "rmse")) else f"{value:.1%}"
     return "–" if value is None else str(value)
 
 
@@ -186,7 +191,9 @@ def show(card: dict[str, Any], into: Path, target: Path, as_json: bool) -> None:
         print(json.dumps(card))
         return
     print(f"{who(card)}, {card['title']}: {card['model']}")
-    if card["metrics"]:
+    if "task" in card:
+        show_numbers(card)
+    elif card["metrics"]:
         numbers, ece = card["metrics"], card["calibration"]["ece"]
         tests = (card["uncertainty"]["tests"] or {}).get("test", {})
         before = f" (point {tests['point']['nll']:.3f})" if tests else ""
@@ -197,6 +204,22 @@ def show(card: dict[str, Any], into: Path, target: Path, as_json: bool) -> None:
     print(f"uncertainty: {card['uncertainty']['why']}")
     if card["uncertainty"]["sets"]:
         print(f"sets: {card['uncertainty']['sets']['promise']}")
+    if "intervals" in card["uncertainty"]:
+        print(f"intervals: {card['uncertainty']['intervals']['promise']}")
     for kind, said in card["files"].items():
         print(f"{kind}: {target / said if said == f'model.{kind}' else said}")
     print(f"card: {target / 'card.json'}")
+
+
+def show_numbers(card: dict[str, Any]) -> None:
+    """Print how a model of numbers, counts or ordered classes did, and its units."""
+    known = card["metrics"]
+    print(f"task: {card['task']['name']}, {card['task']['likelihood']}; {card['units']}")
+    if not known:
+        print("it was not tested: the client has too few samples")
+        return
+    names = ("rmse", "mae", "nll", "crps", "deviance", "accuracy")
+    said = [f"{name.upper()} {known[name]:.4g}" for name in names if known.get(name) is not None]
+    if "coverage_90" in known:
+        said.append(f"{known['coverage_90']:.1%} in 90 % intervals")
+    print(f"on {known['num_examples']} test samples: {', '.join(said)}")

@@ -37,6 +37,10 @@ def predict(
             "its set does not hold exactly one class"
         ),
     ] = None,
+    level: Annotated[
+        float | None,
+        typer.Option(help="models of numbers and counts: level of the intervals [0.9]"),
+    ] = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(help="column of the table that is copied to the output, such as an id"),
@@ -46,7 +50,8 @@ def predict(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write labels, calibrated probabilities, sets, abstention and alarms for new samples.
+    """Write labels, calibrated probabilities, sets, abstention and alarms for new samples; of
+    numbers and counts mean, lower and upper end of an interval.
 
     Example: `bayflower predict models/client-3 new.csv --out scores.csv`
     """
@@ -58,6 +63,12 @@ def predict(
         raise ConfigError(f"{out} exists; choose another --out, or add --overwrite")
     model = load_personal(folder)
     x, kept = samples(data, model.card, keep or [])
+    if "task" in model.card:
+        if abstain is not None:
+            raise ConfigError("abstain is for models of classes; leave it out")
+        return predict_numbers(model, x, kept, out, level or 0.9, as_json)
+    if level is not None:
+        raise ConfigError("level is for models of numbers and counts; leave it out")
     found = model.uncertainty(x, abstain)
     drift = drifted(found.alarms, model.card["uncertainty"]["alarms"])
     write_text(out, scores(found, kept))
@@ -82,6 +93,46 @@ def predict(
     print(f"sets: {found.promise}")
     if drift.warning:
         print(f"warning: {drift.warning}")
+    print(f"scores: {out}")
+
+
+def predict_numbers(
+    model: Any, x: Any, kept: dict[str, list[str]], out: Path, level: float, as_json: bool
+) -> None:
+    """Write mean, lower and upper for each sample; of ordered classes also probabilities."""
+    from ..files.atomic import write_text
+
+    found = model.uncertainty(x, level)
+    names = (model.card.get("reading") or {}).get("classes") or []
+    columns: dict[str, list[str]] = dict(kept)
+    if model.task.whole:
+        shares = model.predict_proba(x)
+        known = names or [str(k) for k in range(shares.shape[1])]
+        columns["label"] = [known[int(one)] for one in found.mean]
+        columns |= {
+            f"p_{name}": [f"{one:.6g}" for one in shares[:, k]] for k, name in enumerate(known)
+        }
+        columns |= {
+            name: [known[int(one)] for one in ends]
+            for name, ends in (("lower", found.lower), ("upper", found.upper))
+        }
+    else:
+        for name in ("mean", "lower", "upper"):
+            columns[name] = [f"{one:.6g}" for one in getattr(found, name)]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    write_text(out, file.getvalue())
+    width = float((found.upper - found.lower).mean())
+    said: dict[str, Any] = {"samples": len(found.mean), "level": level, "mean_width": width}
+    said |= {"promise": found.promise, "units": model.card["units"], "out": str(out)}
+    if as_json:
+        print(json.dumps(said))
+        return
+    print(f"{len(found.mean)} samples: {level:.0%} intervals of width {width:.4g} on average")
+    print(f"intervals: {found.promise}")
+    print(f"units: {model.card['units']}")
     print(f"scores: {out}")
 
 

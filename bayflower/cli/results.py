@@ -33,9 +33,10 @@ def results(
         str,
         typer.Option(
             help="what to compare: accuracy, balanced_accuracy, nll, ece; for two classes auroc, "
-            "sensitivity, specificity"
+            "sensitivity, specificity; for numbers rmse, mae, nll, crps, deviance; auto = accuracy "
+            "or rmse"
         ),
-    ] = "accuracy",
+    ] = "auto",
     model: Annotated[
         str,
         typer.Option(
@@ -51,7 +52,7 @@ def results(
     """
     from ..report import flat
     from ..report.collect import group, read
-    from ..report.verdict import verdicts
+    from ..report.verdict import leading, verdicts
 
     found = read(folders)
     if rows not in ("clients", "runs"):
@@ -60,7 +61,7 @@ def results(
     if out is not None:
         flat.write(out, table)
     groups = group(found)
-    if not any(one.values("accuracy", model) for one in groups):
+    if not any(one.values(leading([one]), model) for one in groups):
         raise ConfigError(f"no run has a test of {model!r}; see `final` in docs/results-file.md")
     if as_json:
         said = [one.as_json() for one in verdicts(groups, metric, model)]
@@ -72,7 +73,7 @@ def results(
     show_groups(groups, metric, model)
 
 
-def show_groups(groups: list[Group], metric: str = "accuracy", model: str = "personal") -> None:
+def show_groups(groups: list[Group], metric: str = "auto", model: str = "personal") -> None:
     """Print a table and a verdict for each set of groups that share their data."""
     from ..report.text import verdict_table
     from ..report.verdict import verdicts

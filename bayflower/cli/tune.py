@@ -53,9 +53,10 @@ def tune(
         str,
         typer.Option(
             help="what to optimise on the validation data: accuracy, accuracy_mean, "
-            "balanced_accuracy_mean or nll"
+            "balanced_accuracy_mean or nll; of numbers rmse, mae, nll, crps or deviance; auto = "
+            "accuracy, of numbers nll"
         ),
-    ] = "accuracy",
+    ] = "auto",
     validation: Annotated[
         float,
         typer.Option(help="share of each training client's training data used for validation"),

@@ -87,7 +87,8 @@ def sites(source: Source) -> list[dict[str, Any]]:
             row["test"] = int(source.test[rows].sum())
         if source.measured:
             y = source.y[rows].reshape(len(rows), -1)[:, 0]
-            found.append({**row, "mean": float(y.mean()), "std": float(y.std())})
+            numbers = {"mean": round(float(y.mean()), 4), "std": round(float(y.std()), 4)}
+            found.append({**row, **numbers})
             continue
         counts = np.bincount(source.y[rows], minlength=len(classes))
         found.append({**row, **{label: int(n) for label, n in zip(classes, counts, strict=True)}})

@@ -13,10 +13,10 @@ import numpy as np
 from ..config import parse
 from ..data import load_federation
 from ..errors import BayflowerError, ConfigError
-from . import board, figures, numbers, page, panels, special, twoclass, uncertainty
+from . import board, figures, measured, numbers, page, panels, special, twoclass, uncertainty
 from .collect import DATA, Found, Group, brief, group, read, same_data, title, unequal
 from .glossary import glossary
-from .verdict import verdict
+from .verdict import Verdict, verdict
 
 FEATURES = ("auto", "all", "none")
 
@@ -63,7 +63,11 @@ def made(groups: Sequence[Group], features: str, data_dir: str, say: Callable[[s
         sections = sections_of(some, features, data_dir, say)
         parts.append(page.Part(*described(some, short), sections))
         shown += [(short, one) for one in some]
-    calibrated = any(run.result.get("uncertainty") for one in groups for run in one.runs)
+    calibrated = any(
+        run.result.get("uncertainty") and "accuracy" in run.result["final"]["personal"]
+        for one in groups
+        for run in one.runs
+    )
     two = any(twoclass.of_group(one) for one in groups)
     end = [("Glossary", glossary(calibrated, two)), ("Runs and versions", numbers.origins(shown))]
     about = ", ".join(names) if len(names) < 5 else f"{len(names)} data sets"
@@ -118,6 +122,8 @@ def sections_of(
     at most SHOWN groups, so more groups make more pictures in the same sections.
     """
     found = verdict(some)
+    if measured.is_measured(some):
+        return sections_of_numbers(some, found)
     states, notes = special.from_states(some, features, say, data_dir)
     text = "".join(f"<p class=soft>{escape(note)}</p>" for note in notes)
 
@@ -138,6 +144,27 @@ def sections_of(
         ("What the methods show", page.figures([*each(special.over_rounds), *states]) + text),
         ("Data", page.figures([panels.partition(first, class_counts(first, data_dir))])),
         ("Tables", numbers.tables(some) + uncertainty.tables(some)),
+        ("Settings", numbers.settings(some, unequal(some))),
+    ]
+
+
+def sections_of_numbers(some: Sequence[Group], found: Verdict) -> list[tuple[str, str]]:
+    """Return the sections of groups whose targets are numbers or counts."""
+    parts = [some[i : i + figures.SHOWN] for i in range(0, len(some), figures.SHOWN)]
+
+    def each(*draw: Callable[[Sequence[Group]], list[figures.Figure]]) -> list[figures.Figure]:
+        return [one for part in parts for make in draw for one in make(part)]
+
+    people = each(lambda part: measured.gains(part, found), measured.sites)
+    return [
+        ("Verdict", board.section(some, found)),
+        ("Sites", page.figures(people)),
+        ("Trust", measured.section(some, each(measured.pits))),
+        ("Cost", page.figures(each(panels.costs))),
+        ("Over rounds", page.figures(each(measured.curves))),
+        ("What the methods show", page.figures(each(special.over_rounds))),
+        ("Data", page.figures([panels.partition(some[0].runs[0], None)])),
+        ("Tables", measured.tables(some)),
         ("Settings", numbers.settings(some, unequal(some))),
     ]
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from . import twoclass, uncertainty
+from . import measured, twoclass, uncertainty
 from .collect import Group, unequal
 from .page import items
 from .text import size
@@ -42,6 +42,12 @@ def section(groups: Sequence[Group], found: Verdict) -> str:
     elif found.rivals:
         lines = [f"Over {one.base}: {told(found, one)}." for one in found.rivals[: 2 * LINES]]
         rows.append((f"{found.rivals[0].title} leads by", lines))
+    if measured.is_measured(groups):
+        said = [measured.trusted(group) for group in leading]
+        rows.append(("Can the intervals be trusted?", said))
+        rows.append(("What it costs", [cost(group) for group in leading]))
+        rows.append(("Caveats", caveats(groups, found)))
+        return verdict_of(rows, found)
     two = [text for group in leading if (text := twoclass.in_words(group))]
     if two:
         blind = twoclass.blind(leading[0])
@@ -57,6 +63,11 @@ def section(groups: Sequence[Group], found: Verdict) -> str:
     )
     rows.append(("What it costs", [cost(group) for group in leading]))
     rows.append(("Caveats", caveats(groups, found)))
+    return verdict_of(rows, found)
+
+
+def verdict_of(rows: Sequence[tuple[str, list[str]]], found: Verdict) -> str:
+    """Return the first screen: the answer, and rows of reasons."""
     text = "".join(
         f"<dt>{escape(head)}</dt><dd>{items(lines)}</dd>" for head, lines in rows if lines
     )

@@ -21,6 +21,10 @@ TOTALS = (
     *("balanced_accuracy_mean", "nll", "ece", "ece_allclass", "mce", "mce_allclass"),
     *("fairness_std", "fairness_cv", "worst_client_accuracy"),
 )
+OF_NUMBERS = (
+    *("rmse", "mae", "nll", "crps", "deviance"),
+    *("coverage_50", "width_50", "coverage_90", "width_90"),
+)
 KINDS = (".csv", ".parquet", ".json")
 
 Row = dict[str, Any]
@@ -59,9 +63,21 @@ def two_classes(runs: Sequence[Found]) -> tuple[str, ...]:
     return TWO if any("scores" in run.result["final"]["personal"] for run in runs) else ()
 
 
+def kept(runs: Sequence[Found], columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of runs: those of classes where some run has them, and of numbers."""
+    blocks = [run.result["final"]["personal"] for run in runs]
+    if all("accuracy" in block for block in blocks):
+        return tuple(columns)
+    every = [*columns, *(name for name in OF_NUMBERS if name not in columns)]
+    return tuple(
+        name for name in every if any(name in block for block in blocks) or name == "num_examples"
+    )
+
+
 def of_clients(runs: Sequence[Found]) -> list[Row]:
     """Return one row for each client of each tested model."""
-    rows, settings, columns = [], differing(runs), (*NUMBERS, *two_classes(runs))
+    rows, settings = [], differing(runs)
+    columns = kept(runs, (*NUMBERS, *two_classes(runs)))
     for run in runs:
         for view, block in run.result["final"].items():
             if not block or view == "after":  # `personal` under a second name
@@ -84,7 +100,8 @@ def of_clients(runs: Sequence[Found]) -> list[Row]:
 
 def of_runs(runs: Sequence[Found]) -> list[Row]:
     """Return one row for each tested model of each run, with what the run cost."""
-    rows, settings, columns = [], differing(runs), (*TOTALS, *two_classes(runs))
+    rows, settings = [], differing(runs)
+    columns = kept(runs, (*TOTALS, *two_classes(runs)))
     for run in runs:
         rounds = run.result["rounds"]
         cost = {

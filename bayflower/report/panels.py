@@ -109,10 +109,9 @@ def partition(run: Found, counts: Sequence[Sequence[int]] | None) -> Figure:
         for client, size in enumerate(sizes):
             text = f"{run.name(client)}: {size} training samples"
             rows.bar(0.0, size, rows.at(client, -0.8), rows.at(client, 0.8), 0, text)
-        words = (
-            "Training samples of each client. Which classes they have is not known here: the data "
-            "are not at hand."
-        )
+        words = "Training samples of each client."
+        if "accuracy" in run.result["final"]["personal"]:
+            words += " Which classes they have is not known here: the data are not at hand."
         return Figure(f"The partition: {name}", rows.svg(), words)
     most = max((value for row in counts for value in row), default=1) or 1
     classes = len(counts[0])

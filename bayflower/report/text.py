@@ -86,16 +86,70 @@ def result_table(result: dict[str, Any]) -> Table:
     return grid
 
 
+COVERAGE = ("coverage_50", "width_50", "coverage_90", "width_90")
+
+
 def numbers_table(result: dict[str, Any], title: str) -> Table:
     """Return the final block of a result whose targets are no classes: a row a model."""
     grid = bare_table(title, f"{result['engine']} engine, {result['device']}")
-    known = ("rmse", "mae", "nll", "crps", "deviance", "coverage_90", "width_90")
+    known = ("rmse", "mae", "nll", "crps", "deviance", *COVERAGE)
     keys = [key for key in known if key in result["final"]["personal"]]
     for column in ("model", *keys):
         grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     for name, block in result["final"].items():
         if block:
             grid.add_row(BLOCKS.get(name, name), *(number(block[key]) for key in keys))
+    return grid
+
+
+NUMBERS = (
+    *(("rmse", "RMSE", number), ("mae", "MAE", number), ("nll", "NLL", number)),
+    *(("crps", "CRPS", number), ("deviance", "dev.", number)),
+    *(("coverage_50", "in 50 %", percent), ("coverage_90", "in 90 %", percent)),
+    ("width_90", "width", number),
+)
+
+
+def numbers_comparison(results: list[dict[str, Any]], title: str) -> Table:
+    """Return one row a method whose targets are numbers: the personal model, and what it cost."""
+    block = results[0]["final"]["personal"]
+    columns = [one for one in NUMBERS if one[0] in block]
+    grid = bare_table(
+        title,
+        "personal models, last round; lower is better; in 50 %, in 90 %: share of samples in these "
+        "intervals, width: of 90 % intervals; up, down: bytes a round; s: seconds",
+    )
+    for column in ("method", *(words for _, words, _ in columns), "up", "down", "s"):
+        grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    best = min(result["final"]["personal"]["rmse"] or 0.0 for result in results)
+    for result in results:
+        one, rounds = result["final"]["personal"], result["rounds"]
+        costs = [sum(r[key] for r in rounds) / len(rounds) for key in ("bytes_up", "bytes_down")]
+        grid.add_row(
+            result["method"],
+            *(show(one.get(key)) for key, _, show in columns),
+            *map(size, costs),
+            f"{sum(r['seconds'] for r in rounds):.1f}",
+            style="bold" if one["rmse"] == best else "",
+        )
+    return grid
+
+
+def numbers_uncertainty(said: dict[str, Any]) -> Table:
+    """Return the uncertainty of personal models of numbers: a row a form."""
+    rows = said["clients"]["per_client"]
+    used = sum(row["posterior"] is not None for row in rows)
+    grid = bare_table(
+        f"intervals, calibrated on {said['rows']} held-out samples ({said['calibration']})",
+        f"a posterior is used by {used} of {len(rows)} clients; calibrated: conformal intervals; "
+        "in 50 %, in 90 %: share of test samples in these intervals",
+    )
+    keys = [one for one in NUMBERS if one[0] in said["clients"]["forms"]["point"]]
+    for column in ("form", *(words for _, words, _ in keys)):
+        grid.add_column(column, justify="left" if column == "form" else "right", no_wrap=True)
+    for form, name in FORMS.items():
+        if block := said["clients"]["forms"].get(form):
+            grid.add_row(name, *(show(block.get(key)) for key, _, show in keys))
     return grid
 
 
@@ -113,6 +167,8 @@ def uncertainty_table(result: dict[str, Any]) -> Table | None:
     said = result.get("uncertainty")
     if not said:
         return None
+    if "task" in said:
+        return numbers_uncertainty(said)
     rows, promise = said["clients"]["per_client"], 100 * said["coverage"]
     used = sum(row["posterior"] is not None for row in rows)
     grid = bare_table(
@@ -142,8 +198,8 @@ def uncertainty_table(result: dict[str, Any]) -> Table | None:
 def uncertainty_comparison(results: list[dict[str, Any]]) -> Table | None:
     """Return one row a method: the point and the calibrated model; None without calibration."""
     known = [result for result in results if result.get("uncertainty")]
-    if not known:
-        return None
+    if not known or "task" in known[0]["uncertainty"]:
+        return numbers_calibrated(known) if known else None
     said = known[0]["uncertainty"]
     grid = bare_table(
         f"uncertainty, calibrated on {said['rows']} held-out samples ({said['calibration']})",
@@ -168,6 +224,26 @@ def uncertainty_comparison(results: list[dict[str, Any]]) -> Table | None:
     return grid
 
 
+def numbers_calibrated(known: list[dict[str, Any]]) -> Table:
+    """Return one row a method of numbers: the point and the calibrated model."""
+    said = known[0]["uncertainty"]
+    grid = bare_table(
+        f"intervals, calibrated on {said['rows']} held-out samples ({said['calibration']})",
+        "point → calibrated; in 90 %: share of test samples in 90 % intervals; width: of those",
+    )
+    keys = ("nll", "crps", "coverage_90", "width_90")
+    wanted = [one for one in NUMBERS if one[0] in keys]
+    for column in ("method", *(words for _, words, _ in wanted), "posterior"):
+        grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for result in known:
+        clients = result["uncertainty"]["clients"]
+        point, shown = clients["forms"]["point"], clients["forms"]["calibrated"]
+        used = sum(row["posterior"] is not None for row in clients["per_client"])
+        cells = [f"{show(point[key])} → {show(shown[key])}" for key, _, show in wanted]
+        grid.add_row(result["method"], *cells, f"{used} of {len(clients['per_client'])}")
+    return grid
+
+
 def comparison_table(results: list[dict[str, Any]]) -> Table:
     """Return one row a method: the personal model, and what it cost."""
     first = results[0]
@@ -175,6 +251,8 @@ def comparison_table(results: list[dict[str, Any]]) -> Table:
         f"{first['dataset']}, {first['num_clients']} clients, {len(first['rounds'])} rounds, "
         f"seed {first['seed']}"
     )
+    if "accuracy" not in first["final"]["personal"]:
+        return numbers_comparison(results, title)
     words = (
         "personal models, last round; % but for NLL and CV; bal.: balanced accuracy, mean "
         "over clients; worst client; aECE: over all"
@@ -220,6 +298,16 @@ def comparison_table(results: list[dict[str, Any]]) -> Table:
     return grid
 
 
+OF_CLASSES = (
+    ("worst", "worst_client_accuracy", 100, 1),
+    *(("NLL", "nll", 1, 3), ("ECE", "ece", 100, 1)),
+)
+OF_NUMBERS = (
+    ("worst", "worst_client_rmse", 1, 3),
+    *(("NLL", "nll", 1, 3), ("CRPS", "crps", 1, 3), ("in 90 %", "coverage_90", 100, 1)),
+)
+
+
 def verdict_table(found: Verdict, groups: Sequence[Group], view: str = "personal") -> Table:
     """Return one row a method: means over seeds, and the paired difference to local training."""
     metric, by_title = METRICS[found.metric], {group.title: group for group in groups}
@@ -234,7 +322,10 @@ def verdict_table(found: Verdict, groups: Sequence[Group], view: str = "personal
     if against:
         words += f"; − local: paired difference in {metric.unit}, 95 % interval, p"
     grid = bare_table(title, f"{metric.words}: mean over clients; worst client; {words}")
-    heads = ["method", metric.words, "worst", "NLL", "ECE", *(["− local", "p"] if against else [])]
+    classes = "accuracy" in one["final"]["personal"]
+    columns = OF_CLASSES if classes else OF_NUMBERS
+    more = [words for words, *_ in columns]
+    heads = ["method", metric.words, *more, *(["− local", "p"] if against else [])]
     for column in heads:
         first = column == "method"  # it may be long: settings that differ are part of it
         grid.add_column(
@@ -251,11 +342,7 @@ def verdict_table(found: Verdict, groups: Sequence[Group], view: str = "personal
             f"{factor * statistics.fmean(values):.{digits}f}"
             if (values := group.values(key, view))
             else "–"
-            for key, factor, digits in (
-                ("worst_client_accuracy", 100, 1),
-                ("nll", 1, 3),
-                ("ece", 100, 1),
-            )
+            for _, key, factor, digits in columns
         ]
         if against:
             cells += list(differing(found, against.get(name)))

@@ -36,7 +36,12 @@ METRICS = {
     "auroc": Metric("AUROC", "points", 100, 1, 1),
     "sensitivity": Metric("sensitivity", "points", 100, 1, 1),
     "specificity": Metric("specificity", "points", 100, 1, 1),
+    "rmse": Metric("RMSE", "units of the target", 1, 3, -1),
+    "mae": Metric("MAE", "units of the target", 1, 3, -1),
+    "crps": Metric("CRPS", "units of the target", 1, 3, -1),
+    "deviance": Metric("deviance", "nats", 1, 3, -1),
 }
+LEADING = ("accuracy", "rmse", "nll")  # the first that runs have is what they are compared by
 
 
 class Compared(NamedTuple):
@@ -101,13 +106,21 @@ class Verdict(NamedTuple):
         }
 
 
+def leading(groups: Sequence[Group], metric: str = "auto") -> str:
+    """Return the metric by which runs are compared: auto is accuracy, or RMSE of numbers."""
+    if metric != "auto":
+        return metric
+    block = groups[0].first["final"]["personal"]
+    return next((one for one in (*LEADING, *METRICS) if one in block), "accuracy")
+
+
 def verdicts(
-    groups: Sequence[Group], metric: str = "accuracy", view: str = "personal"
+    groups: Sequence[Group], metric: str = "auto", view: str = "personal"
 ) -> list[Verdict]:
     """Return a verdict for each set of groups that share their data; `view` says which models on
     which clients: a block of result.json's "final".
     """
-    if metric not in METRICS:
+    if metric not in ("auto", *METRICS):
         raise ConfigError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
     sets: list[list[Group]] = []
     for one in groups:
@@ -119,8 +132,9 @@ def verdicts(
     return [verdict(some, metric, view) for some in sets]
 
 
-def verdict(groups: Sequence[Group], metric: str = "accuracy", view: str = "personal") -> Verdict:
+def verdict(groups: Sequence[Group], metric: str = "auto", view: str = "personal") -> Verdict:
     """Return what groups on the same data say."""
+    metric = leading(groups, metric)
     sign = METRICS[metric].sign
     numbers = {group.title: group.by_client(metric, view) for group in groups}
     numbers = {title: values for title, values in numbers.items() if values}

@@ -29,6 +29,10 @@ SCORES: dict[str, Literal["maximize", "minimize"]] = {
     "accuracy_mean": "maximize",
     "balanced_accuracy_mean": "maximize",
     "nll": "minimize",
+    "rmse": "minimize",
+    "mae": "minimize",
+    "crps": "minimize",
+    "deviance": "minimize",
 }
 
 
@@ -40,11 +44,15 @@ class Search:
 
     settings: Mapping[str, Any]
     trials: int = 20
-    metric: str = "accuracy"
+    metric: str = "auto"  # accuracy; of numbers and counts the NLL
     validation: float = 0.2
     seeds: int = 1
 
     def __post_init__(self) -> None:
+        task = self.settings.get("task", "classification")
+        if self.metric == "auto":
+            numbers = task in ("regression", "counts")
+            object.__setattr__(self, "metric", "nll" if numbers else "accuracy")
         if self.metric not in SCORES:
             raise ConfigError(f"metric must be one of {', '.join(SCORES)}, got {self.metric!r}")
         if not 0 < self.validation < 1:
