@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .. import methods
@@ -40,7 +41,9 @@ def halves_for(run: Run, federation: Federation) -> Halves:
         counts = together([counted(y, classes).tolist() for y in labels])
     sums = None
     if run.training.standardises:
-        sums = [moments(data.y_train.tolist()) for data in federation.clients]
+        # of the targets as clients have them, on every engine
+        kind = np.float64 if run.settings.dtype == "float64" else np.float32
+        sums = [moments(data.y_train.astype(kind).tolist()) for data in federation.clients]
     check_targets(run.training.task, federation)
     return make_halves(
         run,
