@@ -20,6 +20,7 @@ from ..data.checks import names_in
 from ..data.doors import NOT_ASKED_FOR, SITES, save
 from ..data.npz import Options, is_share
 from ..data.objects import Reading, is_text, read_objects, text_of
+from ..data.outcomes import kind_of
 from ..data.source import Source
 from ..errors import ConfigError
 from ..files import place
@@ -87,7 +88,7 @@ def data_in(
         unseen=",".join(
             one for key in ("new_sites", "leave_out") for one in names_in(str(given.get(key, "")))
         ),
-        measured=is_measured(given),
+        kind=kind_of(str(given.get("task", "classification"))),
         time=str(given.get("time", "")),
         **read,
     )
@@ -135,11 +136,6 @@ def told_of(source: Source) -> None:
     if lines:
         # the caller of `fit` or `compare`, behind the context
         warnings.warn(in_python(f"data: {'; '.join(lines)}"), UserWarning, stacklevel=5)
-
-
-def is_measured(settings: Mapping[str, Any]) -> bool:
-    """Return whether settings ask for a task whose targets are numbers."""
-    return settings.get("task", "classification") not in ("classification", "ordinal")
 
 
 def used(folder: Path, path: Path) -> bool:

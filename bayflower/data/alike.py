@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
-from . import cells, labels, npz, photos
+from . import cells, labels, npz, outcomes, photos
 from .cells import IS_MISSING, Column
 from .columns import Encoder
 from .source import Names, Source
@@ -23,7 +23,7 @@ def read_alike(path: Path, like: Source, test: str = "") -> Source:
         return of_folder(path, like)
     if is_table(path):
         return of_table(read_table(path), path.stem, like, test)
-    options = npz.Options(measured=like.measured)
+    options = npz.Options(kind=like.kind)
     if like.images is not None:
         options = options._replace(layout=like.images.layout, white=like.images.white)
     arrays = npz.arrays_of(path, options)
@@ -34,7 +34,7 @@ def read_alike(path: Path, like: Source, test: str = "") -> Source:
         arrays["y"] = matched(found, like.class_names(), f"y in {path}")
         arrays["num_classes"] = np.array(like.num_classes)
     if like.x.ndim == 2 or arrays.get("x", np.zeros(0)).dtype == np.uint8:
-        options = npz.Options(measured=like.measured)
+        options = npz.Options(kind=like.kind)
     if like.plain:
         arrays["plain"] = np.array(True)
     return npz.of_arrays(arrays, path.stem, str(path), options, True)
@@ -51,7 +51,12 @@ def of_table(table: Table, name: str, like: Source, test: str) -> Source:
     if encoder.target not in table.columns:
         raise ConfigError(f"{table.where} has no column {encoder.target!r} with the labels")
     where = f"column {encoder.target!r} of {table.where}"
-    if like.measured:
+    if like.kind in ("times", "labels"):
+        usual = like.class_names() or outcomes.columns_of("", [*table.columns], like.kind, where)
+        y, there = outcomes.of_columns([table.columns[one] for one in usual], like.kind, where)
+        if len(there) < len(y):
+            raise ConfigError(f"{where} has missing targets; leave those rows out")
+    elif like.measured:
         y = labels.measured(table.columns[encoder.target], where)
         if np.isnan(y).any():
             raise ConfigError(f"{where} has missing targets; leave those rows out")
@@ -69,7 +74,7 @@ def of_table(table: Table, name: str, like: Source, test: str) -> Source:
         marks,
         names=Names((), like.class_names(), encoder.columns()),
         encoder=encoder,
-        measured=like.measured,
+        kind=like.kind,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from .known import KNOWN, MEASURED
+from .outcomes import KINDS
 from .tables import is_table
 
 
@@ -44,15 +45,15 @@ BY_COUNT = ("natural", "iid", "quantity")  # partitions that need no classes
 
 
 def numeric(targets: str, dataset: str, own: bool, partition: str) -> None:
-    """Raise if targets are to be numbers and the data set or the partition needs classes."""
-    member("targets", targets, ("classes", "numbers"))
+    """Raise if targets are to be no classes and the data set or the partition needs classes."""
+    member("targets", targets, KINDS)
     if targets == "classes":
         return
     if not own:
         raise ConfigError(f"dataset {dataset!r} has classes; leave task=classification")
     if partition not in ("auto", *BY_COUNT):
         raise ConfigError(
-            f"partition must be {', '.join(BY_COUNT)} or auto for targets that are numbers, got "
+            f"partition must be {', '.join(BY_COUNT)} or auto for targets that are no classes, got "
             f"{partition!r}"
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from . import cells, columns, labels
+from . import cells, columns, labels, outcomes
 from .checks import names_in
 from .npz import Options, is_share, ordered, read_npz, read_several
 from .photos import of_photos
@@ -41,6 +41,7 @@ def read(
     layout: str = "auto",
     white: float | None = None,
     image_side: int = 0,
+    kind: str = "classes",
 ) -> Source:
     """Return a user's data as a pooled `Source`.
 
@@ -57,8 +58,11 @@ def read(
     layout       of images: auto, NHW, NHWC, NCHW or flat
     white        value of a white pixel; 0 = images are taken as they are
     image_side   side in pixels that images of a folder are brought to
+    kind         what targets are: classes, numbers, times (target="TIME,EVENT") or labels
+                 (target="a,b,c")
     """
-    options = Options(target, site, str(test), categorical, drop, layout, white, image_side)
+    given = (target, site, str(test), categorical, drop, layout, white, image_side)
+    options = Options(*given, kind=kind)
     if is_frame(data):
         return of_tables([frame(data)], "table", options)
     if isinstance(data, (str, Path)):
@@ -139,7 +143,14 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
     several = len(tables) > 1
     table = stacked(tables, f"the {len(tables)} files of {name}") if several else tables[0]
     rows, tested = [one.rows for one in tables], None
-    target = named(table, options.target, TARGETS, "target")
+    kind, several_columns = options.kind, options.kind in ("times", "labels")
+    target: str | None
+    if several_columns:
+        goals = outcomes.columns_of(options.target, list(table.columns), kind, table.where)
+        target = goals[0]
+    else:
+        target = named(table, options.target, TARGETS, "target")
+        goals = [target or ""]
     if target is None:
         raise ConfigError(
             f"{table.where} has no column called {', '.join(TARGETS)}; name the column of the "
@@ -156,12 +167,15 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
                 f"{table.where} has no column {options.test!r} to mark test samples, and there is "
                 "no such table; give a column, a file or a share"
             )
-    if target == (site := site_of(table, options, several, target)):
+    if (site := site_of(table, options, several, target)) in goals:
         raise ConfigError(f"target and site are both {target!r}; give two columns")
     lines = []
     where = f"column {target!r} of {table.where}"
     names: tuple[str, ...] = ()
-    if options.measured:
+    if several_columns:
+        y, there = outcomes.of_columns([table.columns[one] for one in goals], kind, where)
+        names = tuple(goals) if kind == "labels" else ()
+    elif kind == "numbers":
         y = labels.measured(table.columns[target], where)
         there = np.flatnonzero(~np.isnan(y))
     else:
@@ -192,7 +206,7 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
         numeric = bool((column.kinds == cells.IS_NUMBER).all())
         time = ordered(column.numbers if numeric else texts, table.where)
     marks, mark = (tested, None) if tested is not None else marked(table, options, lines)
-    ignored = [one for one in (target, site, mark) if one is not None]
+    ignored = [one for one in (*goals, site, mark) if one is not None]
     silent = unseen(owners, sites, marks, options)
     deciding = there if silent is None else there[~silent[there]]
     encoder, more = encoded(table, owners, deciding, ignored, options)
@@ -211,13 +225,13 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
         name,
         x,
         y[there],
-        1 if options.measured else len(names),
+        len(names) or 1,
         owners if sites else None,
         marks if marks is None else marks[there],
         names=Names(sites, names, encoder.columns()),
         encoder=encoder,
         lines=(*lines, *more),
-        measured=options.measured,
+        kind=options.kind,
         time=time if time is None else time[there],
     )
 
@@ -331,7 +345,7 @@ def save(source: Source, path: Path | str) -> None:
     """
     x = source.x if isinstance(source.x, np.ndarray) else source.x[np.arange(len(source.y))]
     arrays: dict[str, Any] = {"x": x, "y": source.y, "num_classes": np.array(source.num_classes)}
-    if not source.measured:
+    if source.class_names():
         arrays["class_names"] = np.array(source.class_names())
     if source.time is not None:
         arrays["time"] = source.time

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ConfigError
-from . import cells, columns, images, labels
+from . import cells, columns, images, labels, outcomes
 from .source import Names, Source
 
 ALSO = ("num_classes", "class_names", "site_names", "columns", "encoding", "images", "plain")
@@ -39,8 +39,13 @@ class Options(NamedTuple):
     white: float | None = None  # value of a white pixel
     image_side: int = 0  # pixels that images of a folder are brought to
     unseen: str = ""  # sites whose rows decide nothing: those that are new or left out
-    measured: bool = False  # whether targets are numbers, not classes
+    kind: str = "classes"  # what the targets are (`outcomes.KINDS`)
     time: str = ""  # column (or array) that orders samples
+
+    @property
+    def measured(self) -> bool:
+        """Return whether targets are no classes."""
+        return self.kind != "classes"
 
 
 PLAIN = Options()
@@ -176,8 +181,9 @@ def of_arrays(
                 f"{', '.join(sorted(arrays)) or 'nothing known'}; it needs x and y"
             )
     x, y = arrays["x"], arrays["y"]
-    rows = y.ndim == 1 or (options.measured and y.ndim == 2 and y.dtype.kind in "iubf")
-    if not rows or y.dtype.kind not in "iubfU" or len(y) == 0:
+    several, numbers_too = options.kind in ("times", "labels"), options.kind == "numbers"
+    rows = y.ndim == 1 or (numbers_too and y.ndim == 2 and y.dtype.kind in "iubf")
+    if not several and (not rows or y.dtype.kind not in "iubfU" or len(y) == 0):
         raise ConfigError(
             f"y in {path} must be a non-empty vector of class numbers or names, got {y.dtype} of "
             f"shape {y.shape}"
@@ -196,9 +202,12 @@ def of_arrays(
     owners, sites = owners_of(arrays.get("client"), path)
     sites = texts_of(arrays, "site_names", path, len(sites)) or sites
     classes: tuple[str, ...] | None = None
-    if options.measured and y.ndim == 2:  # several numbers a sample
+    if several:
+        y = outcomes.of_array(y, options.kind, path)
+        number = y.shape[1] if options.kind == "labels" else 1
+    elif numbers_too and y.ndim == 2:  # several numbers a sample
         y, number = y.astype(np.float64), 1
-    elif options.measured:
+    elif numbers_too:
         y, number = labels.measured(cells.read(y, f"y in {path}"), f"y in {path}"), 1
     if options.measured:
         if not np.isfinite(y).all():
@@ -213,7 +222,7 @@ def of_arrays(
             raise ConfigError(
                 f"y in {path} has {int((y < 0).sum())} missing labels; leave those samples out"
             )
-    if not options.measured:
+    if options.kind in ("classes", "labels"):
         classes = texts_of(arrays, "class_names", path, number) or classes
     found: images.Images | None
     plain = bool(arrays.get("plain", np.array(False)).any())
@@ -238,7 +247,7 @@ def of_arrays(
         encoder=encoder,
         images=found,
         plain=plain,
-        measured=options.measured,
+        kind=options.kind,
         time=ordered(arrays.get("time"), path),
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from ..errors import ConfigError
-from . import cells, doors, images, labels, loaders, npz
+from . import cells, doors, images, labels, loaders, npz, outcomes
 from .source import Names, Source
 from .tables import is_frame
 
@@ -140,7 +140,10 @@ def of_parts(clients: Mapping[str, tuple[Part, Part | None]], how: Reading) -> S
                 f"{parts[0].x.shape[1:]}; give all clients the same inputs"
             )
     classes: tuple[str, ...] = ()
-    if how.options.measured:
+    if (kind := how.options.kind) in ("times", "labels"):
+        whole = np.concatenate([part.y for part in parts])
+        y = outcomes.of_array(whole, kind, "the data")
+    elif how.options.measured:
         y = measured(parts, names)
     else:
         y, classes = numbered(parts, names, how.num_classes)
@@ -149,13 +152,13 @@ def of_parts(clients: Mapping[str, tuple[Part, Part | None]], how: Reading) -> S
         "data",
         x,
         y,
-        1 if how.options.measured else len(classes),
+        len(classes) or (y.shape[1] if kind == "labels" else 1),
         np.concatenate(owners) if sites else None,
         np.concatenate(marks) if tested else None,
         names=Names(sites, classes),
         images=found,
         plain=plain,
-        measured=how.options.measured,
+        kind=how.options.kind,
     )
 
 

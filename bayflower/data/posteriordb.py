@@ -87,7 +87,7 @@ def read(path: Path, dataset: str) -> Source:
         1 if form.measured else 2,
         client.reshape(-1).astype(np.int64),
         names=Names(tuple(map(str, names)), (), tuple(form.columns.values())),
-        measured=form.measured,
+        kind="numbers" if form.measured else "classes",
     )
 
 

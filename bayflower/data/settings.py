@@ -45,10 +45,10 @@ class DataSettings:
     target: str = setting(
         "",
         "your own data: column of the labels; '' = the one called target, label, class, outcome, "
-        "diagnosis or y",
+        "diagnosis or y; task=survival: TIME,EVENT; task=labels: several, with commas",
     )
     targets: str = setting(
-        "classes", "what the targets are: classes or numbers; `task` decides, leave it out"
+        "classes", "what targets are: classes, numbers, times or labels; `task` decides"
     )
     scaling: str = setting(
         "client", "who standardises a table's inputs; `input_scale` decides, leave it out"
@@ -340,7 +340,7 @@ class DataSettings:
         return Options(
             site=self.sites,
             unseen=unseen,
-            measured=self.targets == "numbers",
+            kind=self.targets,
             **{name: getattr(self, name) for name in names},
         )
 

@@ -49,8 +49,13 @@ class Source:
     lines: tuple[str, ...] = ()  # what else was done while reading, a sentence each
     # x is what a network sees, float32 or int64: it is neither scaled nor standardised
     plain: bool = False
-    measured: bool = False  # targets are numbers (float64), not classes
+    kind: str = "classes"  # what the targets are (`outcomes.KINDS`)
     time: np.ndarray | None = None  # (N,) float64 that orders a client's samples
+
+    @property
+    def measured(self) -> bool:
+        """Return whether targets are no classes."""
+        return self.kind != "classes"
 
     def flags(self) -> np.ndarray | None:
         """Return which columns of a table are 0 or 1 by construction and are not standardised;
@@ -70,7 +75,7 @@ class Source:
 
     def class_names(self) -> tuple[str, ...]:
         """Return the name of each class; its number where the data have no name; () of numbers."""
-        if self.measured:
+        if self.kind not in ("classes", "labels"):
             return ()
         return self.names.classes or tuple(map(str, range(self.num_classes)))
 

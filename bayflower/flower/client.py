@@ -249,7 +249,8 @@ def evaluate_reply(
     said: Tensors = {}
     taken: Any = None
     if tests and (order is None or order.stage == "hold"):
-        views = ready[1] if ready else solo.test(half, adapted, broadcast, site.data.test, **keys)
+        parts = (site.data.test, site.data.train)
+        views = ready[1] if ready else solo.test(half, adapted, broadcast, *parts, **keys)
     if order is not None:
         ours = {"seed": keys["seed"], "client": site.client}
         if half.model.task.classes:
@@ -316,7 +317,7 @@ def tested(
     """Return the tally of every view after the adaptation for `purpose`."""
     keys = {"seed": seed, "client": client, "round": round}
     adapted = solo.adapt(half, state, broadcast, site.data.train, purpose, **keys)
-    return solo.test(half, adapted, broadcast, site.data.test, **keys)
+    return solo.test(half, adapted, broadcast, site.data.test, site.data.train, **keys)
 
 
 def make_half(method: str, instructions: str, model: Model) -> ClientHalf:

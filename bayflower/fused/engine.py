@@ -198,7 +198,7 @@ class Fused:
     # -- tests ------------------------------------------------------------------------------------
     def test(
         self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose
-    ) -> dict[str, dict[int, metrics.Tally]]:
+    ) -> dict[str, dict[int, Any]]:
         """Return every view's tally of every client in `chosen`,
         after the adaptation of `purpose`.
         """
@@ -206,7 +206,7 @@ class Fused:
 
     def adapted_test(
         self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose
-    ) -> tuple[Any, dict[str, dict[int, metrics.Tally]]]:
+    ) -> tuple[Any, dict[str, dict[int, Any]]]:
         """Return the stacked states after the adaptation of `purpose`, and their `test`."""
         states = self.bank.take(chosen)
         if self.half.phases(purpose):
@@ -222,35 +222,37 @@ class Fused:
 
     def _test_together(
         self, chosen: list[int], states: Any, broadcast: Any, round: int, purpose: Purpose
-    ) -> dict[str, dict[int, metrics.Tally]]:
+    ) -> dict[str, dict[int, Any]]:
         noise = self._predict_noise(chosen, round)
         shared = (
             broadcast
             if self.per_client
             else map_tree(lambda leaf: leaf.expand(len(chosen), *leaf.shape), broadcast)
         )
-        rows, counts = (
-            self.stack.index(chosen),
-            self.stack.test_sizes[[self.stack.row[client] for client in chosen]],
-        )
-        result: dict[str, dict[int, metrics.Tally]] = {}
+        own, task = [self.stack.row[client] for client in chosen], self.half.model.task
+        passes = {"test": (task.tally, self.stack.test, self.stack.test_sizes)}
+        if task.tallies_training:
+            passes["train"] = (task.tally_training, self.stack.train, self.stack.sizes)
+        result: dict[str, dict[int, Any]] = {}
         for view in self.half.views():
-            key = ("test", view, purpose, len(chosen))
-            if key not in self.stacked_passes:
-                longest, few = max(int(self.stack.test_sizes.max()), 1), TEST_SAMPLES // len(chosen)
-                piece = solo.CHUNK if noise else min(TEST_PIECE, max(few, 1))
-                self.stacked_passes[key] = StackedPass(
-                    self._tally(view),
-                    self.stack.test,
-                    longest,
-                    len(chosen),
-                    piece,
-                    self.graphs,
-                    adopt=False,
-                )
-            found = to(
-                self.stacked_passes[key].run(rows, counts, states, shared, noise).total, "cpu"
-            )
+            found: Any = None
+            for kind, (tally, data, sizes) in passes.items():
+                key = (kind, view, purpose, len(chosen))
+                if key not in self.stacked_passes:
+                    longest, few = max(int(sizes.max()), 1), TEST_SAMPLES // len(chosen)
+                    piece = solo.CHUNK if noise else min(TEST_PIECE, max(few, 1))
+                    self.stacked_passes[key] = StackedPass(
+                        self._tally(view, tally),
+                        data,
+                        longest,
+                        len(chosen),
+                        piece,
+                        self.graphs,
+                        adopt=False,
+                    )
+                args = (self.stack.index(chosen), sizes[own], states, shared, noise)
+                part = to(self.stacked_passes[key].run(*args).total, "cpu")
+                found = part if found is None else metrics.add(found, part)
             result[view] = {
                 client: map_tree(lambda leaf, place=place: leaf[place].clone(), found)
                 for place, client in enumerate(chosen)
@@ -259,8 +261,8 @@ class Fused:
 
     def _test_one_by_one(
         self, chosen: list[int], states: Any, broadcast: Any, round: int
-    ) -> dict[str, dict[int, metrics.Tally]]:
-        result: dict[str, dict[int, metrics.Tally]] = {view: {} for view in self.unstacked.views()}
+    ) -> dict[str, dict[int, Any]]:
+        result: dict[str, dict[int, Any]] = {view: {} for view in self.unstacked.views()}
         for place, client in enumerate(chosen):
             own = take(broadcast, place) if self.per_client else broadcast
             with solo.one_thread():
@@ -269,6 +271,7 @@ class Fused:
                     take(states, place),
                     own,
                     self.stack.alone(client, test=True),
+                    self.stack.alone(client),
                     seed=self.seed,
                     client=client,
                     round=round,
@@ -277,14 +280,10 @@ class Fused:
                 result[view][client] = tally
         return result
 
-    def _tally(self, view: str) -> Any:
+    def _tally(self, view: str, tally: Callable[..., Any]) -> Any:
         def one(state: Any, broadcast: Any, noise: Any, batch: Batch) -> Survey:
-            return Survey(
-                self.half.model.task.tally(
-                    self.half.predict(view, state, broadcast, batch.x, noise), batch.y, batch.mask
-                ),
-                {},
-            )
+            said = self.half.predict(view, state, broadcast, batch.x, noise)
+            return Survey(tally(said, batch.y, batch.mask), {})
 
         return one
 

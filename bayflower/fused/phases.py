@@ -63,7 +63,8 @@ def ragged(
     x = torch.cat([moved(x, device, dtype) for x, _ in parts])
     y = torch.cat([targets(y, device, dtype) for _, y in parts])
     if not len(y):
-        x, y = x.new_zeros(1, *x.shape[1:]), y.new_zeros(1)  # a target for padded indices
+        # a target for padded indices
+        x, y = (tensor.new_zeros(1, *tensor.shape[1:]) for tensor in (x, y))
     size = torch.tensor(sizes, device=device)
     return Ragged(x, y, (size.cumsum(0) - size).clamp(max=len(y) - 1), size, dtype)
 

@@ -288,8 +288,9 @@ class Model:
 
     @cached_property
     def coupled(self) -> bool:
-        """Return whether samples of a training batch influence each other (BatchNorm)."""
-        return any(isinstance(module, COUPLING) for module in self._train.modules())
+        """Return whether samples of a training batch influence each other (BatchNorm, Cox)."""
+        layers = self._train.modules()
+        return self.task.coupled or any(isinstance(module, COUPLING) for module in layers)
 
     @property
     def draws(self) -> bool | None:

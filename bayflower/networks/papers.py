@@ -215,6 +215,13 @@ NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 }
 
 
+def without_shift(made: Callable[[], nn.Module]) -> nn.Module:
+    """Return the network without the bias of its head."""
+    module = made()
+    module.get_submodule("head").register_parameter("bias", None)
+    return module
+
+
 def build(
     name: str,
     input_shape: tuple[int, ...],
@@ -254,7 +261,10 @@ def build(
         outputs = task.network
         if name.startswith("mlp"):
             network = partial(mlp, norm=name == "mlp-bn", single=False)
-    model = Model(lambda: network(input_shape, outputs), num_classes, name, task=task)
+    made = partial(network, input_shape, outputs)
+    if task is not None and task.shifts:
+        made = partial(without_shift, made)
+    model = Model(made, num_classes, name, task=task)
     model.recipe = {**recipe, "name": name}
     return model
 

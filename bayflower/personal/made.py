@@ -261,7 +261,8 @@ def tested(kept: Kept) -> dict[str, Any] | None:
     tally = kept.tally
     if tally is None:
         keys: dict[str, int] = {"seed": kept.seed, "client": kept.client, "round": kept.round}
-        found = solo.test(kept.half, kept.state, kept.broadcast, kept.data.test, **keys)
+        test, train = kept.data.test, kept.data.train
+        found = solo.test(kept.half, kept.state, kept.broadcast, test, train, **keys)
         tally = found["personal"]
     return metrics.summarise({kept.client: tally})
 

@@ -11,8 +11,10 @@ import torch
 from ..data import DataSettings
 from ..data.checks import measured
 from ..data.moments import together as together_inputs
+from ..data.outcomes import kind_of
 from ..errors import ConfigError
 from ..tasks.numbers import standardising
+from ..tasks.times import quantiles
 from .labels import FEDERATION, balanced, given
 from .settings import Training
 
@@ -53,7 +55,7 @@ def reading_for(training: Training, given: Mapping[str, Any]) -> DataSettings:
     if task == "classification":
         return DataSettings(**known)
     if task != "ordinal":
-        known["targets"] = "numbers"
+        known["targets"] = kind_of(task)
         known.setdefault("min_size", 1)
     if task not in CALIBRATED:
         if known.get("calibration", "off") != "off":
@@ -81,10 +83,19 @@ def questions(training: Training | None) -> dict[str, bool]:
 
 def standardised(training: Training, sums: Sequence[Sequence[float]]) -> Training:
     """Return the settings with everyone's mean and standard deviation of the targets, from each
-    client's sums (n, Σ y, Σ y²).
+    client's sums (n, Σ y, Σ y²), or with quantiles of everyone's event times, from histograms.
     """
     if not training.standardises:
         return training
+    if training.task == "survival":
+        if not sums or not all(len(one) % 2 for one in sums):
+            raise ConfigError(
+                "edges=federation needs every client's histogram of event times, and not all "
+                "reported it; install the same version of Bayflower on all, or give times"
+            )
+        edges = quantiles(sums, training.num_intervals)
+        text = ",".join(repr(edge) for edge in edges)
+        return replace(training, edges=text, intervals=0)
     if not sums or not all(len(one) == 3 for one in sums):
         raise ConfigError(
             "target_scale=federation needs every client's sums of targets, and not all reported "

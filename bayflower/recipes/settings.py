@@ -16,7 +16,7 @@ from .augment import Augmentation
 from .labels import given
 from .rates import Kind, Schedule
 
-Predicted = Literal["classification", "regression", "counts", "ordinal"]
+Predicted = Literal["classification", "regression", "counts", "ordinal", "survival", "labels"]
 Noise = Literal["known", "global", "input"]
 RECIPE_OFF = {"mixup": 0.0, "label_smoothing": 0.0, "class_weights": "none"}
 
@@ -88,12 +88,13 @@ class Training:
     # -- what is predicted -------------------------------------------------------------------------
     task: Predicted = setting(
         "classification",
-        "what is predicted: classification, regression (a number), counts, or ordinal (classes "
-        "in an order)",
+        "what is predicted: classification, regression (a number), counts, ordinal (classes in an "
+        "order), survival (the time to an event), or labels (several, each true or not)",
     )
     likelihood: str = setting(
         "auto",
-        "regression: gaussian or student-t; counts: poisson or negative-binomial; auto = the first",
+        "regression: gaussian or student-t; counts: poisson or negative-binomial; survival: hazard "
+        "(discrete times) or cox; auto = the first",
     )
     noise: Noise = setting(
         "global",
@@ -114,12 +115,26 @@ class Training:
         "MEAN,…/STD,…, or not (none); auto = client for classes, else federation",
     )
 
+    intervals: int = setting(
+        0, "survival: number of intervals of time; 0 = 20 for likelihood=hazard, 50 for cox"
+    )
+    edges: str = setting(
+        "federation",
+        "survival: ends of the intervals: quantiles of everyone's event times (federation), or "
+        "rising times as 365,730,1825",
+    )
+    horizon: float = setting(
+        0.0, "survival: time at which calibration is judged, by the nearest end; 0 = the middle end"
+    )
+
     def __post_init__(self) -> None:
         self.make_optimizer()
         check_choices(self)
         self.make_task(2)
         if self.scales_by_numbers:
             read_scaling(self.input_scale)
+        if self.intervals and self.edges != "federation":
+            raise ConfigError(f"give intervals or edges, not both; got intervals={self.intervals}")
         if self.task != "classification":
             for name in ("mixup", "label_smoothing", "class_weights"):
                 if getattr(self, name) != RECIPE_OFF[name]:
@@ -136,6 +151,7 @@ class Training:
             ("warmup_steps", 0),
             ("crop_padding", 0),
             ("cutout", 0),
+            ("intervals", 0),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -161,8 +177,17 @@ class Training:
     # -- targets -----------------------------------------------------------------------------------
     @property
     def standardises(self) -> bool:
-        """Return whether targets wait for everyone's mean and standard deviation."""
+        """Return whether the task waits for sums of everyone's targets: their mean and standard
+        deviation, or quantiles of event times.
+        """
+        if self.task == "survival":
+            return self.edges == "federation"
         return self.task == "regression" and self.target_scale == "federation"
+
+    @property
+    def num_intervals(self) -> int:
+        """Return the number of intervals of time."""
+        return self.intervals or (50 if self.likelihood == "cox" else 20)
 
     @property
     def scaling(self) -> str:
@@ -190,6 +215,8 @@ class Training:
             dof=self.dof,
             location=location,
             scale=scale,
+            edges=given_edges(self.edges, self.num_intervals),
+            horizon=self.horizon,
         )
 
     # -- samples -----------------------------------------------------------------------------------
@@ -274,6 +301,20 @@ def given_scale(text: str) -> tuple[float, float]:
             f"target_scale must be federation, none or MEAN,STD with a positive STD, got {text!r}"
         )
     return mean, std
+
+
+def given_edges(text: str, number: int) -> tuple[float, ...]:
+    """Return the times that a setting gives; 1, …, number where it names the rule."""
+    if text == "federation":
+        return tuple(float(place) for place in range(1, number + 1))
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (math.nan,)
+    rising = all(a < b for a, b in zip((0.0, *found), found, strict=False))
+    if not rising or not math.isfinite(found[-1]):
+        raise ConfigError(f"edges must be federation or rising times above 0, got {text!r}")
+    return found
 
 
 PLAIN = ("optimizer", "lr", "momentum", "weight_decay", "clip_norm", "batch_size")

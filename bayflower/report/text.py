@@ -87,13 +87,18 @@ def result_table(result: dict[str, Any]) -> Table:
 
 
 COVERAGE = ("coverage_50", "width_50", "coverage_90", "width_90")
+# metrics of tasks other than classes, in the order of a table
+SHOWN = (
+    *("rmse", "mae", "nll", "crps", "deviance", *COVERAGE),
+    *("c_index", "c_index_uno", "integrated_brier", "calibration_error"),
+    *("macro_auroc", "macro_auprc", "micro_auroc", "micro_auprc"),
+)
 
 
 def numbers_table(result: dict[str, Any], title: str) -> Table:
     """Return the final block of a result whose targets are no classes: a row a model."""
     grid = bare_table(title, f"{result['engine']} engine, {result['device']}")
-    known = ("rmse", "mae", "nll", "crps", "deviance", *COVERAGE)
-    keys = [key for key in known if key in result["final"]["personal"]]
+    keys = [key for key in SHOWN if key in result["final"]["personal"]]
     for column in ("model", *keys):
         grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     for name, block in result["final"].items():

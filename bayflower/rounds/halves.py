@@ -18,7 +18,7 @@ from ..networks.model import Model
 from ..networks.papers import build
 from ..recipes.check import checked, resolved, scaled, standardised
 from ..recipes.labels import FEDERATION, counted, together
-from ..tasks.numbers import moments
+from ..tasks.choice import target_sums
 from ..tree import Tensors
 
 
@@ -43,7 +43,9 @@ def halves_for(run: Run, federation: Federation) -> Halves:
     if run.training.standardises:
         # of the targets as clients have them, on every engine
         kind = np.float64 if run.settings.dtype == "float64" else np.float32
-        sums = [moments(data.y_train.astype(kind).tolist()) for data in federation.clients]
+        sums = [
+            target_sums(run.training.task, data.y_train.astype(kind)) for data in federation.clients
+        ]
     check_targets(run.training.task, federation)
     return make_halves(
         run,

@@ -118,9 +118,19 @@ def adapt(
 
 
 def test(
-    half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int
+    half: ClientHalf,
+    state: Any,
+    broadcast: Any,
+    data: Batch,
+    train: Batch | None,
+    *,
+    seed: int,
+    client: int,
+    round: int,
 ) -> dict[str, Any]:
-    """Return the tally of every view on `data`."""
+    """Return the tally of every view on `data`, and on the training samples if the task counts
+    those too.
+    """
     shapes = half.noise("predict", CHUNK)
     noise = batches.noise(
         shapes,
@@ -135,12 +145,16 @@ def test(
     result = {}
     with torch.no_grad(), seeded(seed, client, round):
         for view in half.views():
-            parts = []
-            for start in range(0, len(data.y), CHUNK):
-                part = Batch(*(tensor[start : start + CHUNK] for tensor in data))
-                probs = half.predict(view, state, broadcast, part.x, noise)
-                parts.append(half.model.task.tally(probs, part.y, part.mask))
-            tally = parts[0] if parts else half.model.task.zero()
+            parts, task = [], half.model.task
+            passes = [(task.tally, data)]
+            if task.tallies_training and train is not None:
+                passes.append((task.tally_training, train))
+            for tally_of, samples in passes:
+                for start in range(0, len(samples.y), CHUNK):
+                    part = Batch(*(tensor[start : start + CHUNK] for tensor in samples))
+                    probs = half.predict(view, state, broadcast, part.x, noise)
+                    parts.append(tally_of(probs, part.y, part.mask))
+            tally = parts[0] if parts else task.zero()
             for part_tally in parts[1:]:
                 tally = metrics.add(tally, part_tally)
             result[view] = map_tree(lambda leaf: leaf.cpu(), tally)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ..errors import ConfigError
 from .classes import Classification, Ordinal
 from .counts import NegativeBinomial, Poisson
 from .labels import SeveralLabels
-from .numbers import Gaussian, Noise, StudentT
+from .numbers import Gaussian, Noise, StudentT, moments
 from .survival import Cox, Hazards
 from .task import Task
+from .times import histogram
 
 # task: (what it is, its likelihoods, the usual one first)
 TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -48,6 +50,7 @@ def make(
     location: float = 0.0,
     scale: float = 1.0,
     edges: tuple[float, ...] = (),
+    horizon: float = 0.0,
 ) -> Task:
     """Return the task of these settings; `size` is the number of classes or labels."""
     kind = likelihood_of(task, likelihood)
@@ -60,9 +63,11 @@ def make(
             return Gaussian(noise, noise_std, location, scale)
         return StudentT(noise, noise_std, location, scale, dof)
     if kind in ("hazard", "cox"):
+        if not 0 <= horizon < math.inf:
+            raise ConfigError(f"horizon must be a time from 0, got {horizon}")
         if not edges or any(b <= a for a, b in zip((0.0, *edges), edges, strict=False)):
             raise ConfigError(f"edges must be rising times above 0, got {edges}")
-        return Hazards(edges) if kind == "hazard" else Cox(edges)
+        return Hazards(edges, horizon) if kind == "hazard" else Cox(edges, horizon)
     if kind in ("cumulative", "bernoulli", "softmax") and size < 1:
         raise ConfigError(f"task={task} needs at least one class or label, got {size}")
     return {
@@ -72,3 +77,10 @@ def make(
         "poisson": Poisson,
         "negative-binomial": NegativeBinomial,
     }[kind]()
+
+
+def target_sums(task: str, y: Any) -> tuple[float, ...]:
+    """Return the sums of one client's training targets that everyone's settings may need: moments
+    of numbers, or a histogram of event times.
+    """
+    return histogram(y.tolist()) if task == "survival" else moments(y.tolist())

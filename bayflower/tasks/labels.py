@@ -135,7 +135,7 @@ def shown(t: Labelled) -> dict[str, Any]:
     return {
         "num_examples": int(t.num_examples),
         "nll": rate(float(t.nll), int(t.num_examples)),
-        "accuracy": rate(int(t.correct.sum()), known),
+        "label_accuracy": rate(int(t.correct.sum()), known),
         "macro_auroc": average([area(scores) for scores in t.scores]),
         "macro_auprc": average([precision_area(scores) for scores in t.scores]),
         "micro_auroc": area(every),

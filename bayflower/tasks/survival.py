@@ -3,19 +3,24 @@
 
     edges e_1 < … < e_K of intervals (e_{k−1}, e_k], e_0 = 0; h_k the probability of an event in
     interval k if there was none before; S_k = Π_{i≤k} (1 − h_i)
+    h_k = σ(f_k + c), c such that f = 0 means S_K = ½ and equal hazards
 
     discrete    −log p = −event · log h_j − Σ_{i<j} log(1 − h_i),  j the interval of the time;
                 I = diag(h_i (1 − h_i)) over the intervals at risk
     Cox         −event · (f − log Σ_{l at risk} e^{f_l}), Breslow's form of ties, within a batch;
                 I_jj = Σ_i event_i p_ij (1 − p_ij),  p_ij = e^{f_j} / Σ_{l at risk at t_i} e^{f_l}
+    Breslow     H_k = Σ_{j≤k} d_j / R_j,  S_k = exp(−H_k e^f);  d_j everyone's events in interval j,
+                R_j = Σ_l e^{f_l} × (the share of interval j for which l is at risk)
 
 Who is at risk at t: those with time ≥ t. A censored time counts the intervals it has completed. Cox
-needs batches of many samples (the loss couples them) and clients that differ in their baselines
-keep their own: the risk sets are a client's. `breslow` gives the baseline from additive sums.
+needs batches of many samples (the loss couples them): risk sets are those of a client's batch. Its
+networks have no bias in the last layer, which no loss would see. d and R are sums over training
+samples, which clients add for a common baseline; for times on the edges it is Breslow's own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -25,18 +30,32 @@ import torch
 from torch import Tensor, nn
 
 from ..metrics import GRID, LARGEST_NLL, add, on_grid
-from .labels import rate
+from . import censored
+from .censored import NEAR, SCORES, Parts
 from .task import Task
 
-SCORES = 64  # bins of the risk, for the concordance
+LARGEST_SCORE = 13.0  # of Cox's model, where e^score is summed
 
 
 class Events(NamedTuple):
-    """What is counted on test samples."""
+    """What is counted on test samples (`censored.py`)."""
 
     num_examples: Tensor
     nll: Tensor
-    table: Tensor  # (2, K + 1, 64) samples by event, interval of the time, and bin of the risk
+    table: Tensor
+    early: Tensor
+    late: Tensor
+    near: Tensor
+    said: Tensor
+
+
+class Scores(NamedTuple):
+    """What is counted for Cox's model: the table of test samples, and d and R of training ones."""
+
+    num_examples: Tensor
+    table: Tensor
+    events: Tensor  # (K,)
+    at_risk: Tensor  # (K,)
 
 
 @dataclass(frozen=True)
@@ -44,6 +63,7 @@ class Hazards(Task):
     """Discrete times with a logit of the hazard in every interval. Prediction: S_1, …, S_K."""
 
     edges: tuple[float, ...]
+    horizon: float = 0.0  # time at which calibration is judged; 0 = the middle edge
 
     name = "survival"
     target = (2,)
@@ -54,10 +74,14 @@ class Hazards(Task):
         """Return one logit an interval."""
         return len(self.edges)
 
+    @property
+    def start(self) -> float:
+        """Return c: the logit of 1 − 2^(−1/K)."""
+        return math.log(math.expm1(math.log(2) / len(self.edges)))
+
     def interval(self, y: Tensor) -> Tensor:
         """Return the number of the interval of each time; K beyond the last edge."""
-        edges = torch.tensor(self.edges, dtype=torch.float64, device=y.device)
-        return (y[..., 0, None].double() > edges).sum(-1)
+        return (y[..., 0, None].double() > on_device(self.edges, y.device)).sum(-1)
 
     def at_risk(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return (intervals survived, the interval of the event), as 0 and 1 (B, K)."""
@@ -67,17 +91,18 @@ class Hazards(Task):
     def nll(self, out: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         """Return −log p(y)."""
         survived, event = self.at_risk(y)
-        logs = nn.functional.logsigmoid
+        logs, out = nn.functional.logsigmoid, out + self.start
         return -(logs(-out) * survived + logs(out) * event).sum(-1)
 
     def curvature(self, out: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         """Return I."""
         survived, event = self.at_risk(y)
+        out = out + self.start
         return torch.diag_embed(torch.sigmoid(out) * torch.sigmoid(-out) * (survived | event))
 
     def predict(self, out: Tensor) -> Tensor:
         """Return the survival function at the edges."""
-        return torch.exp(nn.functional.logsigmoid(-out).cumsum(-1))
+        return torch.exp(nn.functional.logsigmoid(-out - self.start).cumsum(-1))
 
     def mean(self, prediction: Tensor) -> Tensor:
         """Return the expected time within the last edge: Σ_k S_{k−1} (e_k − e_{k−1})."""
@@ -99,11 +124,18 @@ class Hazards(Task):
         return ends[(prediction > share[..., None]).sum(-1)]
 
     # -- metrics -----------------------------------------------------------------------------------
+    @property
+    def judged_at(self) -> int:
+        """Return the number of the edge that is nearest to the horizon."""
+        if not self.horizon:
+            return (len(self.edges) - 1) // 2
+        return min(range(len(self.edges)), key=lambda k: abs(self.edges[k] - self.horizon))
+
     def risk(self, prediction: Tensor) -> Tensor:
         """Return the risk in [0, 1] that orders samples: 1 − the mean of S."""
         return 1 - prediction.mean(-1)
 
-    def test_nll(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    def test_nll(self, prediction: Tensor, y: Tensor) -> Tensor:
         """Return −log p(y) from the survival function."""
         tiny = torch.finfo(prediction.dtype).tiny
         curve = torch.cat([torch.ones_like(prediction[..., :1]), prediction], -1)
@@ -113,85 +145,94 @@ class Hazards(Task):
         event = (y[..., 1] > 0) & (place < len(self.edges))
         return -torch.where(event, here - after, here).clamp(min=tiny).log()
 
-    def zero(self) -> Events:
-        """Return the tally of no samples."""
-        n = torch.zeros((), dtype=torch.int64)
-        return Events(n, n.double(), torch.zeros(2, len(self.edges) + 1, SCORES).long())
+    def table(self, risk: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        """Return samples by event, interval and bin of the risk."""
+        bins = (risk * SCORES).long().clamp(0, SCORES - 1)
+        shape = (2, len(self.edges) + 1, SCORES)
+        return censored.counted(self.interval(y), y[..., 1] > 0, bins, mask != 0, shape)
 
-    def tally(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Events:
-        """Return the tally."""
-        used = mask != 0
-        known = torch.nan_to_num(prediction.double(), nan=0.5)
-        nll = self.test_nll(known, y, mask).clamp(max=LARGEST_NLL)
-        place = self.interval(y)
-        risk = (self.risk(known) * SCORES).long().clamp(0, SCORES - 1)
-        cell = (y[..., 1] > 0).long() * (len(self.edges) + 1) * SCORES + place * SCORES + risk
-        every = torch.arange(2 * (len(self.edges) + 1) * SCORES, device=y.device)
-        table = ((cell[:, None] == every) & used[:, None]).sum(0)
+    def zero(self) -> Any:
+        """Return the tally of no samples."""
+        n, k = torch.zeros((), dtype=torch.int64), len(self.edges)
+        table, close = torch.zeros(2, k + 1, SCORES).long(), torch.zeros(2, k + 1, NEAR).long()
+        squares = torch.zeros(k, k, dtype=torch.float64)
+        return Events(n, n.double(), table, squares, squares[0], close, squares.new_zeros(NEAR))
+
+    def tally(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Any:
+        """Return the tally; what is not finite counts as a curve of ½."""
+        used, known = mask != 0, torch.nan_to_num(prediction.double(), nan=0.5).clamp(0, 1)
+        nll = self.test_nll(known, y).clamp(max=LARGEST_NLL)
+        place, event = self.interval(y), y[..., 1] > 0
+        every = torch.arange(len(self.edges), device=y.device)
+        here = (place[:, None] == every) & (event & used)[:, None]
+        squares, rest = (
+            on_grid(part).double() / GRID for part in (known.square(), (1 - known).square())
+        )
+        risk = 1 - known[..., self.judged_at]
+        bins, shape = censored.near(risk), (2, len(self.edges) + 1, NEAR)
         return Events(
             used.sum(),
             (on_grid(nll) * used).sum().double() / GRID,
-            table.reshape(2, len(self.edges) + 1, SCORES),
+            self.table(self.risk(known), y, mask),
+            torch.triu(here.double().mT @ squares),
+            (rest * ((place[:, None] > every) & used[:, None])).sum(0),
+            censored.counted(place, event, bins, used, shape),
+            censored.one_hot(bins, NEAR).mT @ (on_grid(risk).double() / GRID * used),
         )
 
     def possible(self, tally: Any) -> bool:
         """Return whether a tally can have come from samples."""
         number = int(tally.num_examples)
+        sums = (tally.early, tally.late, tally.said)
         return (
             0 <= number < 2**40
-            and bool((tally.table >= 0).all())
-            and int(tally.table.sum()) == number
+            and all(bool((one >= 0).all()) for one in (tally.table, tally.near, *sums))
+            and int(tally.table.sum()) == int(tally.near.sum()) == number
+            and all(bool((one <= number).all()) for one in sums)
             and abs(float(tally.nll)) <= LARGEST_NLL * number
         )
+
+    def parts(self, tally: Any, pooled: Any) -> tuple[Parts, float]:
+        """Return (what is judged, Σ −log p) of some samples; `pooled` are those of everyone."""
+        return Parts(*tally[2:]), float(tally.nll)
 
     def summarise(self, tallies: Mapping[int, Any]) -> dict[str, Any]:
         """Return the block METRICS of a result; `c_index` compares all samples, of whatever
         client, `c_index_within` only those of the same client.
         """
         clients = [(client, tallies[client]) for client in sorted(tallies)]
-        seen = [(client, t) for client, t in clients if int(t.num_examples) > 0]
-        pooled = reduce(add, (t for _, t in seen)) if seen else self.zero()
-        pairs = [concordance(t.table) for _, t in seen]
+        pooled = reduce(add, (t for _, t in clients)) if clients else self.zero()
+
+        def of(tally: Any) -> dict[str, Any]:
+            return censored.shown(*self.parts(tally, pooled), self.edges, self.judged_at)
+
+        parts, _ = self.parts(pooled, pooled)
+        pairs = [censored.concordance(t.table) for _, t in clients]
         within = sum(pair[1] for pair in pairs)
         return {
-            "num_clients": len(seen),
-            **shown(pooled),
+            "num_clients": sum(int(t.num_examples) > 0 for _, t in clients),
+            **of(pooled),
             "c_index_within": sum(pair[0] for pair in pairs) / within if within else None,
-            "per_client": [{"client": int(client), **shown(t)} for client, t in clients],
+            "horizon": self.edges[self.judged_at],
+            "calibration": censored.calibration(parts, self.judged_at),
+            **self.also(pooled),
+            "per_client": [{"client": int(client), **of(t)} for client, t in clients],
         }
 
-
-def shown(t: Events) -> dict[str, Any]:
-    """Return the metrics of some samples."""
-    right, pairs = concordance(t.table)
-    return {
-        "num_examples": int(t.num_examples),
-        "events": int(t.table[1].sum()),
-        "nll": rate(float(t.nll), int(t.num_examples)),
-        "c_index": right / pairs if pairs else None,
-    }
-
-
-def concordance(table: Tensor) -> tuple[float, float]:
-    """Return (concordant, comparable) pairs of Harrell's C: an event, and a sample with a later
-    interval, or censored in the same one. The same bin of the risk counts half.
-    """
-    known = table.double()
-    both = known.sum(0)
-    later = both.flip(0).cumsum(0).flip(0) - both + known[0]  # (K + 1, bins)
-    lower = later.cumsum(-1) - 0.5 * later
-    events = known[1, :-1]
-    right = float((events * lower[:-1]).sum())
-    return right, float((events.sum(-1) * later[:-1].sum(-1)).sum())
+    def also(self, pooled: Any) -> dict[str, Any]:
+        """Return what else a result shows."""
+        return {}
 
 
 @dataclass(frozen=True)
 class Cox(Hazards):
-    """Proportional hazards: one score a sample. Prediction: the score. `edges` are only those of
-    the concordance's intervals.
+    """Proportional hazards: one score a sample. Prediction: the score. `edges` are the
+    times of the baseline.
     """
 
     coupled = True
+    shifts = True
+    tallies_training = True
 
     @property
     def network(self) -> int:
@@ -236,27 +277,77 @@ class Cox(Hazards):
         """Raise: a score alone has no times."""
         raise NotImplementedError("Cox's model needs a baseline for times; see `breslow`")
 
+    # -- metrics -----------------------------------------------------------------------------------
     def risk(self, prediction: Tensor) -> Tensor:
         """Return σ(score)."""
         return torch.sigmoid(prediction[..., 0])
 
-    def test_nll(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        """Return each sample's term of the partial likelihood of these samples."""
-        return self.nll(prediction, y, mask)
+    def zero(self) -> Any:
+        """Return the tally of no samples."""
+        n, k = torch.zeros((), dtype=torch.int64), len(self.edges)
+        table, sums = torch.zeros(2, k + 1, SCORES).long(), torch.zeros(k, dtype=torch.float64)
+        return Scores(n, table, torch.zeros(k, dtype=torch.int64), sums)
+
+    def tally(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Any:
+        """Return the table of test samples; a score that is not finite counts as 0."""
+        known = torch.nan_to_num(prediction.double(), nan=0.0)
+        none = known.new_zeros(len(self.edges))
+        return Scores((mask != 0).sum(), self.table(self.risk(known), y, mask), none.long(), none)
+
+    def tally_training(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Any:
+        """Return d and R of training samples, as a tally."""
+        scores = torch.nan_to_num(prediction[..., 0].double(), nan=0.0)
+        ends = on_device((0.0, *self.edges), y.device)
+        time = y[..., :1].double()
+        at_risk = ((time - ends[:-1]) / ends.diff()).clamp(0, 1) * (mask != 0)[:, None]
+        rates = scores.clamp(-LARGEST_SCORE, LARGEST_SCORE).exp()
+        _, event = self.at_risk(y)
+        empty = y.new_zeros((), dtype=torch.int64)
+        return Scores(
+            empty,
+            empty.expand(2, len(self.edges) + 1, SCORES),
+            (event & (mask != 0)[:, None]).sum(0),
+            on_grid(rates[:, None] * at_risk).sum(0).double() / GRID,
+        )
+
+    def possible(self, tally: Any) -> bool:
+        """Return whether a tally can have come from samples."""
+        number = int(tally.num_examples)
+        return (
+            0 <= number < 2**40
+            and all(bool((one >= 0).all()) for one in tally)
+            and int(tally.table.sum()) == number
+            and bool((tally.at_risk < 2.0**60).all())
+            and bool((tally.events < 2**40).all())
+        )
+
+    def curves(self, scores: Tensor, hazard: Tensor) -> Tensor:
+        """Return S at the edges (B, K) for a cumulative baseline hazard (K,)."""
+        return torch.exp(-hazard * scores[:, None].exp())
+
+    def parts(self, tally: Any, pooled: Any) -> tuple[Parts, float]:
+        """Return (what is judged, Σ −log p) under everyone's baseline."""
+        middle = (torch.arange(SCORES, dtype=torch.float64) + 0.5) / SCORES
+        curves = self.curves(torch.logit(middle), breslow(pooled.events, pooled.at_risk))
+        parts = censored.of_curves(tally.table, curves, self.judged_at)
+        return parts, censored.of_table(tally.table, curves)
+
+    def also(self, pooled: Any) -> dict[str, Any]:
+        """Return the common baseline: S(t|x) = exp(−H(t) e^score) at these times."""
+        hazard = breslow(pooled.events, pooled.at_risk)
+        return {"baseline": {"times": list(self.edges), "cumulative_hazard": hazard.tolist()}}
 
 
-def at_times(scores: Tensor, y: Tensor, mask: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (events at each of `times`, Σ e^score of those at risk at it): sums that clients may
-    add for a common baseline.
+def on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return numbers as a tensor (float64); on a GPU without a copy from the host, which a
+    recorded step must not make.
     """
-    used = mask != 0
-    events = ((y[:, :1] == times) & (y[:, 1:] > 0) & used[:, None]).sum(0).double()
-    risky = (y[:, :1] >= times) & used[:, None]
-    return events, (scores.double().exp()[:, None] * risky).sum(0)
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.float64, device=device)
+    each = [torch.full((), one, dtype=torch.float64, device=device) for one in values]
+    return torch.stack(each)
 
 
 def breslow(events: Tensor, at_risk: Tensor) -> Tensor:
-    """Return the cumulative baseline hazard at the times of `at_times` (Breslow):
-    S(t|x) = exp(−H(t) e^score).
-    """
+    """Return the cumulative baseline hazard H at the edges."""
     return torch.where(events > 0, events / at_risk.clamp(min=1e-300), 0.0).cumsum(0)

@@ -32,6 +32,8 @@ class Task(ABC):
     name: ClassVar[str]  # as the setting `task` calls it
     classes: ClassVar[bool] = False  # True if a target is one of some classes
     coupled: ClassVar[bool] = False  # True if a sample's loss depends on the others of its batch
+    tallies_training: ClassVar[bool] = False  # True if a test counts training samples too
+    shifts: ClassVar[bool] = False  # True if a constant added to all outputs changes nothing
     target: ClassVar[tuple[int, ...]] = ()  # shape of one target
     whole: ClassVar[bool] = False  # True if targets are whole numbers (int64)
     curve: ClassVar[tuple[str, ...]] = ("nll",)  # metrics shown after a round
@@ -104,6 +106,10 @@ class Task(ABC):
     @abstractmethod
     def tally(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Any:
         """Return the tally of the samples that the mask marks."""
+
+    def tally_training(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Any:
+        """Return what a test counts on training samples, as a tally that is added to the test's."""
+        return self.zero()
 
     @abstractmethod
     def possible(self, tally: Any) -> bool:

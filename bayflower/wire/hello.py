@@ -21,8 +21,9 @@ from ..data.moments import input_sums
 from ..errors import BayflowerError, WireError
 from ..networks.model import Anatomy, Batch, Model
 from ..recipes.labels import counted
-from ..tasks.numbers import moments
+from ..tasks.choice import target_sums
 
+MAX_SUMS = 2**13  # numbers in the sums of targets
 MAX_CLIENT = 2**31  # client numbers are below this
 MAX_INPUT = 2**28  # numbers in one input
 MAX_CLASSES = 2**20
@@ -44,7 +45,8 @@ class ClientInfo(NamedTuple):
     label_counts: tuple[int, ...] = ()
     # further names of tied parameters, each with the name that the anatomy has
     tied: Mapping[str, str] = {}
-    # (n, Σ y, Σ y²) of training targets that are numbers, if the server asked for sums
+    # of training targets, if the server asked for sums: (n, Σ y, Σ y²) of numbers; (n, bin, count,
+    # bin, count, …) of event times
     target_sums: tuple[float, ...] = ()
     # (n, …, Σ x, …, Σ x², …) of a table's columns, if the server asked for inputs
     input_sums: tuple[float, ...] = ()
@@ -84,7 +86,7 @@ def facts_of(
         dict(origin),
         tuple(counted(train.y, model.num_classes).tolist()) if labels else (),
         model.further_names,
-        moments(train.y.tolist()) if sums else (),
+        target_sums(model.task.name, train.y) if sums else (),
         input_sums(train.x.cpu().numpy(), table) if table is not None else (),
     )
 
@@ -144,8 +146,14 @@ def from_header(head: Mapping[str, Any]) -> ClientInfo:
         )
     sums = parsed(head, "target_sums", list) if "target_sums" in head else []
     real = all(isinstance(one, float) and math.isfinite(one) for one in sums)
-    if sums and not (real and len(sums) == 3 and sums[0] == head["train_size"] and sums[2] >= 0):
-        raise WireError(f"target_sums must be (n, Σ y, Σ y²), got {str(sums)[:80]}")
+    if sums and not (
+        real
+        and len(sums) % 2
+        and len(sums) <= MAX_SUMS
+        and sums[0] == head["train_size"]
+        and min(sums[2::2], default=0) >= 0
+    ):
+        raise WireError(f"target_sums must be n and pairs of sums, got {str(sums)[:80]}")
     anatomy = text_to_anatomy(head.get("anatomy"))
     columns = parsed(head, "input_sums", list) if "input_sums" in head else []
     real = all(isinstance(one, float) and math.isfinite(one) for one in columns)

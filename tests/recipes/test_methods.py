@@ -132,7 +132,7 @@ def test_tests_see_no_recipe():
         samples = solo.samples(data, torch.device("cpu"), torch.float32)
         broadcast = server.broadcast(server.init(*initial, (data.client,)), data.client)
         state, keys = half.init(*initial), {"seed": 0, "client": 0, "round": 1}
-        known.append(solo.test(half, state, broadcast, samples.test, **keys))
+        known.append(solo.test(half, state, broadcast, samples.test, samples.train, **keys))
     for view in known[0]:
         assert_same_bits(known[0][view], known[1][view])
 
