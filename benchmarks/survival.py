@@ -4,7 +4,8 @@
 
 DATA has brca.npz, whose array `test` is FLamby's split. The network is FLamby's: one linear layer
 of 39 inputs, with Cox's loss (`likelihood=cox`), and for comparison 20 intervals of time
-(`likelihood=hazard`). All methods share the settings below. `pooled` is one client with all training samples. Writes results/survival.json and .md.
+(`likelihood=hazard`). All methods share the settings below. `pooled` is one client with all
+training samples. Writes results/survival.json and .md.
 
 The C-index is Harrell's over all 222 test samples, every one with the risk of its own region's
 model, computed pair by pair from the predictions; `binned` is that of `result.json`.
@@ -70,7 +71,8 @@ the standard error of a C-index over test samples (bootstrap) is {chance:.3f}.
 """
 FOOT = """FLamby's numbers are those it published, with its own training settings, of global models.
 `result.json` has the C-index from tables of 256 bins of the risk and the intervals of time, which
-clients can add; over all runs it differs by at most {gap:.3f} from the exact one.
+clients can add; over all runs it differs by at most {gap:.3f} from the exact one. The NLL is of the
+interval of an event, so it is not comparable between 50 intervals (Cox) and 20.
 """
 
 
@@ -146,7 +148,8 @@ def over_seeds(runs: list[dict[str, Any]], view: str, key: str) -> str:
 def page(runs: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """Return the page."""
     chance = statistics.mean(run["standard_error"] for run in runs if run["likelihood"] == "cox")
-    lines = [HEAD.format(**SHARED, **about, number=len(runs), **runs[0], chance=chance)]
+    counts = {key: runs[0][key] for key in ("samples", "events")}
+    lines = [HEAD.format(**SHARED, **about, **counts, number=len(runs), chance=chance)]
     for likelihood, title in (("cox", "Cox"), ("hazard", "Discrete hazards, 20 intervals")):
         lines += [
             f"## {title}",

@@ -33,8 +33,9 @@ def results(
         str,
         typer.Option(
             help="what to compare: accuracy, balanced_accuracy, nll, ece; for two classes auroc, "
-            "sensitivity, specificity; for numbers rmse, mae, nll, crps, deviance; auto = accuracy "
-            "or rmse"
+            "sensitivity, specificity; for numbers rmse, mae, nll, crps, deviance; for survival "
+            "c_index, c_index_uno, integrated_brier; for labels macro_auroc, macro_auprc; auto = "
+            "the first of these that the runs have"
         ),
     ] = "auto",
     model: Annotated[

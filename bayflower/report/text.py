@@ -112,6 +112,12 @@ NUMBERS = (
     *(("crps", "CRPS", number), ("deviance", "dev.", number)),
     *(("coverage_50", "in 50 %", percent), ("coverage_90", "in 90 %", percent)),
     ("width_90", "width", number),
+    ("c_index", "C-index", number),
+    ("c_index_uno", "Uno's C", number),
+    ("integrated_brier", "Brier", number),
+    ("macro_auroc", "macro AUROC", percent),
+    ("macro_auprc", "macro AUPRC", percent),
+    ("micro_auroc", "micro AUROC", percent),
 )
 
 
@@ -119,14 +125,16 @@ def numbers_comparison(results: list[dict[str, Any]], title: str) -> Table:
     """Return one row a method whose targets are numbers: the personal model, and what it cost."""
     block = results[0]["final"]["personal"]
     columns = [one for one in NUMBERS if one[0] in block]
-    grid = bare_table(
-        title,
-        "personal models, last round; lower is better; in 50 %, in 90 %: share of samples in these "
-        "intervals, width: of 90 % intervals; up, down: bytes a round; s: seconds",
-    )
+    words = "personal models, last round; "
+    if "rmse" in block:
+        words += (
+            "lower is better; in 50 %, in 90 %: share of samples in these intervals, width: of "
+        )
+        words += "90 % intervals; "
+    grid = bare_table(title, f"{words}up, down: bytes a round; s: seconds")
     for column in ("method", *(words for _, words, _ in columns), "up", "down", "s"):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    best = min(result["final"]["personal"]["rmse"] or 0.0 for result in results)
+    best = min(result["final"]["personal"].get("rmse") or 0.0 for result in results)
     for result in results:
         one, rounds = result["final"]["personal"], result["rounds"]
         costs = [sum(r[key] for r in rounds) / len(rounds) for key in ("bytes_up", "bytes_down")]
@@ -135,7 +143,7 @@ def numbers_comparison(results: list[dict[str, Any]], title: str) -> Table:
             *(show(one.get(key)) for key, _, show in columns),
             *map(size, costs),
             f"{sum(r['seconds'] for r in rounds):.1f}",
-            style="bold" if one["rmse"] == best else "",
+            style="bold" if one.get("rmse") == best else "",
         )
     return grid
 
@@ -311,6 +319,12 @@ OF_NUMBERS = (
     ("worst", "worst_client_rmse", 1, 3),
     *(("NLL", "nll", 1, 3), ("CRPS", "crps", 1, 3), ("in 90 %", "coverage_90", 100, 1)),
 )
+OF_EVENTS = (
+    ("NLL", "nll", 1, 3),
+    ("Uno's C", "c_index_uno", 1, 3),
+    ("Brier", "integrated_brier", 1, 3),
+)
+OF_LABELS = (("NLL", "nll", 1, 3), ("macro AUPRC", "macro_auprc", 100, 1))
 
 
 def verdict_table(found: Verdict, groups: Sequence[Group], view: str = "personal") -> Table:
@@ -327,8 +341,9 @@ def verdict_table(found: Verdict, groups: Sequence[Group], view: str = "personal
     if against:
         words += f"; − local: paired difference in {metric.unit}, 95 % interval, p"
     grid = bare_table(title, f"{metric.words}: mean over clients; worst client; {words}")
-    classes = "accuracy" in one["final"]["personal"]
-    columns = OF_CLASSES if classes else OF_NUMBERS
+    known = one["final"]["personal"]
+    kinds = (("accuracy", OF_CLASSES), ("c_index", OF_EVENTS), ("macro_auroc", OF_LABELS))
+    columns = next((some for key, some in kinds if key in known), OF_NUMBERS)
     more = [words for words, *_ in columns]
     heads = ["method", metric.words, *more, *(["− local", "p"] if against else [])]
     for column in heads:

@@ -40,8 +40,16 @@ METRICS = {
     "mae": Metric("MAE", "units of the target", 1, 3, -1),
     "crps": Metric("CRPS", "units of the target", 1, 3, -1),
     "deviance": Metric("deviance", "nats", 1, 3, -1),
+    "c_index": Metric("C-index", "C-index", 1, 3, 1),
+    "c_index_uno": Metric("Uno's C-index", "C-index", 1, 3, 1),
+    "integrated_brier": Metric("integrated Brier score", "Brier score", 1, 3, -1),
+    "macro_auroc": Metric("macro AUROC", "points", 100, 1, 1),
+    "macro_auprc": Metric("macro AUPRC", "points", 100, 1, 1),
+    "micro_auroc": Metric("micro AUROC", "points", 100, 1, 1),
+    "micro_auprc": Metric("micro AUPRC", "points", 100, 1, 1),
 }
-LEADING = ("accuracy", "rmse", "nll")  # the first that runs have is what they are compared by
+# the first that runs have is what they are compared by
+LEADING = ("accuracy", "rmse", "c_index", "macro_auroc", "nll")
 
 
 class Compared(NamedTuple):

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from bayflower.cli import app
 from bayflower.config import parse
 from bayflower.data import read
 from bayflower.engines import prepare, run_to_result
 from bayflower.errors import ConfigError
-from bayflower.report.text import result_table
+from bayflower.report.text import comparison_table, result_table
 
 SIZES = (70, 45, 30, 15)
 
@@ -84,6 +86,23 @@ def test_both_engines_learn_alike(method: str, case: str, folder: Path) -> None:
     console = Console(width=200, record=True, file=StringIO())
     console.print(result_table(loop))
     assert metric in console.export_text().split()
+
+
+def test_compare_and_results_show_the_metrics_of_the_task(folder: Path, tmp_path: Path) -> None:
+    usual = {"dataset": str(folder / "times.npz"), "partition": "natural", "task": "survival"}
+    results = []
+    for method in ("fedavg", "local"):
+        for seed in (0, 1):
+            run = parse(method, {**usual, "rounds": 1, "seed": seed, "model": "linear"})
+            results.append(run_to_result(prepare(run), tmp_path / f"{method}-{seed}"))
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(comparison_table(results[::2]))
+    assert "Uno's C" in console.export_text()
+    seen = CliRunner().invoke(app, ["results", str(tmp_path)])
+    assert seen.exit_code == 0, seen.output
+    assert "C-index" in seen.output
+    brier = CliRunner().invoke(app, ["results", str(tmp_path), "--metric", "integrated_brier"])
+    assert "integrated Brier score" in brier.output
 
 
 def test_intervals_come_from_everyones_training_data(folder: Path) -> None:
