@@ -25,6 +25,7 @@ from ..tree import Tensors
 from .card import OLD, point_only
 from .classifier import Personal as Personal
 from .classifier import Prediction as Prediction
+from .events import model_of
 from .made import FIRST, FORMAT, assembled
 from .numbers import PersonalNumbers
 
@@ -90,6 +91,8 @@ def made_of(ready: nn.Module, card: dict[str, Any], extras: Tensors) -> Personal
     """Return the model for what its card says of the task; a card without one is of classes."""
     if "task" not in card:
         return Personal(ready, card, extras).eval()
+    if from_json(card["task"]).point:
+        return model_of(ready, card, extras)
     return PersonalNumbers(ready, card, extras, from_json(card["task"])).eval()
 
 

@@ -32,10 +32,12 @@ from ..rounds.solo import numbers
 from ..rounds.spread import Taken as SpreadTaken
 from ..rounds.spread import take_home
 from ..rounds.uncertain import affine
+from ..tasks import Task
 from ..tasks.saved import from_json, to_json
 from ..tree import Tensors, to
 from . import card as cards
-from . import spreadcard
+from . import events, spreadcard
+from .events import ReadyEvents
 from .network import NARROW, Ready
 from .program import Program, exported
 from .spreading import ReadyNumbers
@@ -66,6 +68,7 @@ class Kept(NamedTuple):
     dataset: str = ""
     taken: Any = None  # its calibrated uncertainty; None if calibration is off
     tally: Any = None  # of the personal model on the test data, where it is known
+    baseline: Tensor | None = None  # of Cox's model, everyone's; None = the client's own
     pixels: bool = False  # whether training images were uint8, scaled to (x/255 − 0.5)/0.5
     columns: tuple[str, ...] = ()  # names of a table's input columns, where they are known
     reading: dict[str, Any] | None = None  # how the data were read (`Source.reading`)
@@ -81,7 +84,9 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
     half, train = kept.half, kept.data.train
     params, buffers = numbers(half, kept.state, kept.broadcast, train.x[:1])
     network = half.model.module(params, buffers).eval().cpu()
-    if not half.model.task.classes and kept.taken is None:  # a client's own spread, uncalibrated
+    if half.model.task.point:
+        kept = kept._replace(taken=None, tally=tally_of(kept))
+    elif not half.model.task.classes and kept.taken is None:  # a client's own spread, uncalibrated
         known = (kept.state, kept.broadcast, kept.data, None, "off", LEVEL)
         kept = kept._replace(taken=take_home(half, *known))
     extras, uncertainty = surroundings(kept, network)
@@ -110,9 +115,11 @@ def assembled(network: nn.Module, extras: Tensors, card: dict[str, Any]) -> Read
     """Return the network with what the files have about it."""
     found = card["uncertainty"]
     if said := card.get("task"):
+        if (task := from_json(said)).point:
+            return ReadyEvents(network, extras, task)
         known, level = found["posterior"], found["intervals"]["level"]
         kind, layer = known["kind"] if known else "", card["network"]["last_layer"]
-        return ReadyNumbers(network, extras, kind, layer, from_json(said), level)
+        return ReadyNumbers(network, extras, kind, layer, task, level)
     kind = found["posterior"]["kind"] if found["posterior"] else ""
     return Ready(network, extras, kind, card["network"]["last_layer"], tuple(found["alarms"]))
 
@@ -125,6 +132,9 @@ def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any
     if kept.scaling:
         extras = {f"input/{n}": torch.as_tensor(v) for n, v in kept.scaling._asdict().items()}
     task = kept.half.model.task
+    if task.point:
+        extras |= events.extras_of(task, kept.tally, kept.baseline)
+        return extras, cards.point_only(events.POINT)
     if not task.classes:
         assert isinstance(kept.taken, SpreadTaken)
         extras |= spreadcard.extras_of(kept.taken, task)
@@ -186,7 +196,9 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
     task = half.model.task
     ours = ("num_examples", "accuracy", "balanced_accuracy", "nll")
     result = {key: summary[key] for key in ours} if summary and task.classes else None
-    if not task.classes:
+    if task.point:
+        result = events.metrics_of(task, kept.tally, kept.baseline)
+    elif not task.classes:
         result = spreadcard.metrics_of(summary)
     theirs = ("ece", "ece_allclass", "mce", "reliability")
     calibration = {key: summary[key] for key in theirs} if summary and task.classes else None
@@ -231,7 +243,7 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
             **(
                 {"train_per_class": torch.bincount(train.y, minlength=classes).tolist()}
                 if task.whole
-                else {"targets": spreadcard.targets_of(train.y)}
+                else {"targets": targets_of(task, train.y)}
             ),
         },
         "metrics": result,
@@ -254,17 +266,27 @@ def tested(kept: Kept) -> dict[str, Any] | None:
     if not len(kept.data.test.y):
         return None
     task = kept.half.model.task
+    if task.point:
+        return None  # `events.metrics_of` has them
     if not task.classes:
         return task.summarise({kept.client: kept.taken.one.judged["calibrated"]})
     if kept.taken is not None and TEST in kept.taken.one.judged:
         return cards.delivered(kept.client, kept.taken)
-    tally = kept.tally
-    if tally is None:
-        keys: dict[str, int] = {"seed": kept.seed, "client": kept.client, "round": kept.round}
-        test, train = kept.data.test, kept.data.train
-        found = solo.test(kept.half, kept.state, kept.broadcast, test, train, **keys)
-        tally = found["personal"]
-    return metrics.summarise({kept.client: tally})
+    return metrics.summarise({kept.client: tally_of(kept)})
+
+
+def tally_of(kept: Kept) -> Any:
+    """Return the tally of the personal model on the client's samples."""
+    if kept.tally is not None:
+        return kept.tally
+    keys: dict[str, int] = {"seed": kept.seed, "client": kept.client, "round": kept.round}
+    test, train = kept.data.test, kept.data.train
+    return solo.test(kept.half, kept.state, kept.broadcast, test, train, **keys)["personal"]
+
+
+def targets_of(task: Task, y: Tensor) -> dict[str, Any]:
+    """Return what training targets are like."""
+    return events.targets_of(task, y) if task.point else spreadcard.targets_of(y)
 
 
 def units(kept: Kept) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..config import Run, parse
 from ..data import (
@@ -249,7 +250,9 @@ def kept(
         adapted = solo.adapt(
             half, before, broadcast, samples.train, "new" if state is None else "finetune", **keys
         )
-        if not half.model.task.classes:
+        if half.model.task.point:
+            taken = None
+        elif not half.model.task.classes:
             data = opened.run.data
             how = data.calibration if data.calibrated else "off"
             total = load_spread(opened.folder)
@@ -270,7 +273,15 @@ def kept(
         scaling=known,
         dataset=dataset,
         taken=taken,
+        baseline=baseline_of(opened.folder),
     )
+
+
+def baseline_of(folder: Path) -> Tensor | None:
+    """Return everyone's baseline of Cox's model from a run's result; None if it has none."""
+    final = (read_json(folder / "result.json") or {}).get("final") or {}
+    known = (final.get("personal") or {}).get("baseline")
+    return torch.tensor(known["cumulative_hazard"], dtype=torch.float64) if known else None
 
 
 def client_state(opened: Opened, client: int) -> Tensors:

@@ -36,6 +36,7 @@ class SeveralLabels(Task):
     size: int
 
     name = "labels"
+    point = True
     curve = ("nll", "macro_auroc")
 
     @property

@@ -66,6 +66,7 @@ class Hazards(Task):
     horizon: float = 0.0  # time at which calibration is judged; 0 = the middle edge
 
     name = "survival"
+    point = True
     target = (2,)
     curve = ("nll", "c_index")
 
@@ -331,6 +332,11 @@ class Cox(Hazards):
         curves = self.curves(torch.logit(middle), breslow(pooled.events, pooled.at_risk))
         parts = censored.of_curves(tally.table, curves, self.judged_at)
         return parts, censored.of_table(tally.table, curves)
+
+    def under(self, tally: Any, hazard: Tensor) -> Any:
+        """Return a tally whose baseline is a given one."""
+        steps = hazard.double().diff(prepend=hazard.new_zeros(1).double())
+        return tally._replace(events=(steps > 0).long(), at_risk=1 / steps.clamp(min=1e-300))
 
     def also(self, pooled: Any) -> dict[str, Any]:
         """Return the common baseline: S(t|x) = exp(−H(t) e^score) at these times."""

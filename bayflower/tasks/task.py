@@ -33,6 +33,7 @@ class Task(ABC):
     classes: ClassVar[bool] = False  # True if a target is one of some classes
     coupled: ClassVar[bool] = False  # True if a sample's loss depends on the others of its batch
     tallies_training: ClassVar[bool] = False  # True if a test counts training samples too
+    point: ClassVar[bool] = False  # True if personal models have no posterior: the point is used
     shifts: ClassVar[bool] = False  # True if a constant added to all outputs changes nothing
     target: ClassVar[tuple[int, ...]] = ()  # shape of one target
     whole: ClassVar[bool] = False  # True if targets are whole numbers (int64)
