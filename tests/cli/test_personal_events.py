@@ -54,7 +54,7 @@ def test_survival_models_give_curves_risks_and_medians(
     block = result["final"]["personal"]
     for card, row in zip(cards, block["per_client"], strict=True):
         for key in ("c_index", "integrated_brier", "nll"):
-            assert card["metrics"][key] == pytest.approx(row[key], abs=1e-6), key
+            assert card["metrics"][key] == pytest.approx(row[key], rel=1e-4), key
     model = load_personal(tmp_path / "models" / "client-1")
     raw = np.load(folder / "times.npz")
     x, y = raw["x"][60:100].astype(np.float32), raw["y"][60:100]
