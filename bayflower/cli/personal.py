@@ -218,7 +218,7 @@ def show_numbers(card: dict[str, Any]) -> None:
     if not known:
         print("it was not tested: the client has too few samples")
         return
-    names = ("rmse", "mae", "nll", "crps", "deviance", "accuracy")
+    names = ("rmse", "mae", "nll", "crps", "deviance", "accuracy", "c_index", "macro_auroc")
     said = [f"{name.upper()} {known[name]:.4g}" for name in names if known.get(name) is not None]
     if "coverage_90" in known:
         said.append(f"{known['coverage_90']:.1%} in 90 % intervals")

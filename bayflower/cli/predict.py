@@ -66,6 +66,8 @@ def predict(
     if "task" in model.card:
         if abstain is not None:
             raise ConfigError("abstain is for models of classes; leave it out")
+        if model.card["task"]["name"] in ("survival", "labels"):
+            return predict_events(model, x, kept, out, as_json)
         return predict_numbers(model, x, kept, out, level or 0.9, as_json)
     if level is not None:
         raise ConfigError("level is for models of numbers and counts; leave it out")
@@ -94,6 +96,34 @@ def predict(
     if drift.warning:
         print(f"warning: {drift.warning}")
     print(f"scores: {out}")
+
+
+def predict_events(
+    model: Any, x: Any, kept: dict[str, list[str]], out: Path, as_json: bool
+) -> None:
+    """Write risk, median time and the curve of each sample, or the probability of each label."""
+    from ..files.atomic import write_text
+
+    found: dict[str, Any] = {}
+    if model.card["task"]["name"] == "labels":
+        shares = model.predict_proba(x)
+        names = (model.card.get("reading") or {}).get("classes") or range(shares.shape[1])
+        found = {f"p_{name}": shares[:, k] for k, name in enumerate(names)}
+    else:
+        found = {"risk": model.predict(x), "median": model.predict_median(x)}
+        curves = model.predict_survival(x)
+        found |= {f"survival_{t:g}": curves[:, k] for k, t in enumerate(model.times)}
+    columns = {**kept, **{name: [f"{one:.6g}" for one in some] for name, some in found.items()}}
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    write_text(out, file.getvalue())
+    number = len(next(iter(found.values())))
+    if as_json:
+        print(json.dumps({"samples": number, "columns": list(found), "out": str(out)}))
+        return
+    print(f"{number} samples: {', '.join(list(found)[:3])}, …\nscores: {out}")
 
 
 def predict_numbers(

@@ -174,6 +174,11 @@ def class_counts(run: Found, data_dir: str = "") -> list[list[int]] | None:
     where the data are not at hand.
     """
     config = {key: value for key, value in run.result["config"].items() if key != "method"}
+    if config.get("task") in ("survival", "labels"):
+        raise ConfigError(
+            f"a report of task={config['task']} is not written yet; `bayflower results` shows the "
+            "runs with paired differences"
+        )
     config.setdefault("calibration", "off")  # runs from before held no samples out
     try:
         settings = parse(
