@@ -16,6 +16,13 @@ with omega·2^{−256 b} in them. In the end only the two highest bins can matte
 2^{−256} of the total), so lower ones are dropped as soon as a higher one exists. A running
 log-sum-exp would be associative only up to rounding; this is associative to the bit.
 
+`prior=learned` and `prior=full` go beyond the paper: the prior's variances, or its covariance, are
+learned too. A client's update is then its posterior in units of the prior (`maths/hierarchy.py`),
+the statistics are plain sums, and the server climbs the marginal likelihood (`maths/scoring.py`):
+by Fisher scoring up to SMALL parameters (FULL for a covariance), by EM for larger networks. If only
+K of N clients reply to round t, the prior moves by max(K/N, 1/t) of the step: absent clients count
+as the mean of all. No client's part is kept, so one that leaves cannot be taken out.
+
 Departs:
   E-M1  exp(−ΣNLL) under- and overflows: only log omega is ever computed; the Gaussian's constant
         cancels in [eq. 9].
@@ -33,20 +40,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_choices
+from ..maths import scoring
+from ..maths.hierarchy import size, varied, vector
 from ..settings import Presets, paper, setting
 from ..shown import Heading
-from ..tree import Tensors
+from ..tree import Tensors, map_tree
 from .fedavg import summed, weighted
 
 Weights = Literal["mean", "count", "sum", "uniform"]
+Prior = Literal["fixed", "learned", "full"]
 BIN = 256  # powers of two in one exponent bin
+SMALL = 256  # parameters up to which a posterior has a full covariance
+FULL = 32  # parameters up to which a prior may have one
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,12 @@ class Config:
         "mean", "mean: exp(−J_k/tau); count: n_k times that; sum: the paper's eq. 8; uniform: equal"
     )
     tau: float = setting(1.0, "temperature of the weights `mean` and `count`")
+    prior: Prior = setting(
+        "fixed",
+        "fixed: variance sigma2; learned: one variance a parameter, by maximum marginal "
+        "likelihood; full: a whole covariance, up to 32 parameters",
+    )
+    start_variance: float = setting(1.0, "prior=learned or full: its variance before round 1")
 
     def __post_init__(self) -> None:
         if not (self.sigma2 > 0 and math.isfinite(self.sigma2)):
@@ -75,31 +93,50 @@ class Config:
             raise ConfigError(
                 f"tau must be positive and finite, got {self.tau}; 1 means no tempering"
             )
+        if not (self.start_variance > 0 and math.isfinite(self.start_variance)):
+            raise ConfigError(
+                f"start_variance must be positive and finite, got {self.start_variance}; it is "
+                "the variance of the prior before round 1"
+            )
+
+    @property
+    def learns(self) -> bool:
+        """Return whether the prior's variances are learned."""
+        return self.prior != "fixed"
+
+    def solves(self, params: Tensors) -> bool:
+        """Return whether a client's posterior has a full covariance, found by Newton's method."""
+        return self.learns and size(params) <= SMALL
 
 
 class State(NamedTuple):
-    """The prior's mean, and how many clients effectively made it:
-    1/Σ w² of the normalised weights.
+    """The prior's mean, and how many clients effectively made it: 1/Σ w² of the normalised weights.
+    Of a learned prior also its root (as it is sent), and what the server notes for itself.
     """
 
     params: Tensors
     effective_clients: Tensor
+    prior: Tensors = {}
+    course: Tensors = {}
 
 
 class Broadcast(NamedTuple):
-    """What every client is sent."""
+    """What every client is sent: the mean, and of a learned prior "std/NAME" or "root"."""
 
     params: Tensors
+    prior: Tensors = {}
 
 
 class Update(NamedTuple):
-    """What a client sends: its personal model, its log weight
-    and its number of training samples.
+    """What a client sends: its personal model, its log weight and its number of training samples.
+    Under a learned prior its posterior instead of the model, in units of the prior: "z", "data"
+    (or both by name), and what it says of parameters that all share; log_weight is its evidence.
     """
 
     num_examples: Tensor
     log_weight: Tensor  # float64
     params: Tensors
+    belief: Tensors = {}
 
 
 class Server(ServerHalf):
@@ -110,7 +147,13 @@ class Server(ServerHalf):
             "Clients that made the prior",
             "effective clients",
             "(Σω)²/Σω²: 1 means that one client made the prior alone.",
-        )
+        ),
+        "data_share": Heading(
+            "What clients' own data decide",
+            "share",
+            "Of a learned prior: 1 means that every client stands alone, 0 that all are the same.",
+            percent=True,
+        ),
     }
 
     state_type = State
@@ -120,16 +163,37 @@ class Server(ServerHalf):
         """Return gamma at the initial model (E-M8); running statistics of normalisation layers
         belong to the clients.
         """
-        return State(params, torch.zeros((), dtype=torch.float64))
+        zero = torch.zeros((), dtype=torch.float64)
+        if not self.config.learns:
+            return State(params, zero)
+        std = math.sqrt(self.config.start_variance)
+        prior = {f"std/{name}": torch.full_like(params[name], std) for name in self.own(params)}
+        if self.config.prior == "full":
+            if size(params) > FULL:
+                raise ConfigError(too_large(size(params)))
+            one = next(iter(params.values()))
+            prior = {"root": std * torch.eye(size(params), dtype=one.dtype)}
+        course = {"rounds": zero, "data_share": zero, "evidence": zero}
+        return State(params, zero, prior, {**course, "members": zero + len(clients)})
+
+    def own(self, params: Tensors) -> tuple[str, ...]:
+        """Return the names of the parameters that differ between clients; those of the task itself
+        are shared where clients solve for theirs.
+        """
+        return varied(params) if self.config.solves(params) else tuple(params)
 
     def broadcast(self, state: State, client: int) -> Broadcast:
-        """Return gamma, the same for every client."""
-        return Broadcast(state.params)
+        """Return gamma and what is learned of the prior's width, the same for every client."""
+        return Broadcast(state.params, state.prior)
 
     def expects(self, state: State) -> Update:
         """Return the shape of an update."""
+        zero = torch.zeros((), dtype=torch.float64)
+        params, belief = state.params, {}
+        if self.config.learns:
+            belief = scoring.expected(params, self.config.solves(params))
         return Update(
-            torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.float64), state.params
+            torch.zeros((), dtype=torch.int64), zero, {} if self.config.learns else params, belief
         )
 
     def check(self, state: State, client: int, update: Update) -> str | None:
@@ -140,7 +204,26 @@ class Server(ServerHalf):
         log_weight = float(update.log_weight)
         if not abs(log_weight) < 2**40:
             return f"log_weight must lie within ±2^40, got {log_weight:.3g}"
-        most = self.largest_weight(state, update)
+        return scoring.impossible(update.belief)
+
+    def bounds(
+        self, state: State, client: int, update: Update, limits: Any, training: Any
+    ) -> str | None:
+        """Return why the weight is more than that of a client that knows all its classes, or why a
+        posterior lies too far from the prior, or None.
+        """
+        if self.config.learns:
+            far = scoring.distance(state.prior, update.belief)
+            most = limits.max_change * (1 + float(vector(state.params).norm()))
+            return (
+                None
+                if far <= most
+                else f"the model changed by {far:.3g}, more than {most:.3g} (max_change = "
+                f"{limits.max_change:g})"
+            )
+        if training.task != "classification":
+            return None  # a density may be above 1
+        log_weight, most = float(update.log_weight), self.largest_weight(state, update)
         return (
             None
             if log_weight <= most
@@ -167,7 +250,11 @@ class Server(ServerHalf):
         return best + 1e-3 * (1 + abs(best))
 
     def statistic(self, state: State, client: int, update: Update) -> Statistic:
-        """Return (omega, omega², omega·theta) of one client, in the exponent bin of omega."""
+        """Return (omega, omega², omega·theta) of one client, in the exponent bin of omega; of a
+        learned prior what its posterior adds to the sums.
+        """
+        if self.config.learns:
+            return self.terms(update)
         number, mantissa = split(float(update.log_weight))
         weight = torch.tensor(mantissa, dtype=torch.float64)
         key = f"bin/{number}"
@@ -177,10 +264,22 @@ class Server(ServerHalf):
             **weighted(f"{key}/params", update.params, weight),
         }
 
+    def terms(self, update: Update) -> Tensors:
+        """Return what a client's posterior adds to the sums of a learned prior."""
+        return {
+            "clients": torch.ones_like(update.num_examples),
+            "num_examples": update.num_examples,
+            "evidence": update.log_weight,
+            **scoring.terms(update.belief, self.config.prior == "full"),
+        }
+
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
         """Return the sums of stacked updates in the two highest
         bins; what is lower cannot matter.
         """
+        if self.config.learns:
+            alone = [map_tree(lambda leaf, k=k: leaf[k], updates) for k in range(len(clients))]
+            return added(self.terms(update) for update in alone)
         exponent = (updates.log_weight / math.log(2)).floor()
         number = ((exponent + BIN // 2) / BIN).floor()
         top = int(number.max())
@@ -199,6 +298,8 @@ class Server(ServerHalf):
 
     def negligible(self, names: Iterable[str]) -> set[str]:
         """Return the names in bins more than one below the highest."""
+        if self.config.learns:
+            return set()
         bins = {name: int(name.split("/")[1]) for name in names}
         top = max(bins.values(), default=0)
         return {name for name, number in bins.items() if number < top - 1}
@@ -207,6 +308,8 @@ class Server(ServerHalf):
         """Return gamma = Σ omega theta / Σ omega [eq. 9]; no reply leaves the state as it was."""
         if not total:
             return state
+        if self.config.learns:
+            return self.climbed(state, total)
         top = max(int(name.split("/")[1]) for name in total)
 
         def joined(name: str, power: int = 1) -> Tensor:
@@ -221,15 +324,67 @@ class Server(ServerHalf):
         }
         return State(params, weight.square() / joined("sq_weight", power=2))
 
+    def climbed(self, state: State, total: Sum) -> State:
+        """Return the state with a prior that makes the data of the round's clients more likely."""
+        count, course = total["clients"].double(), state.course
+        rate = torch.maximum(count / course["members"].clamp(min=1), 2 / (course["rounds"] + 2))
+        params, prior = scoring.climbed(
+            state.params, state.prior, dict(total), count, rate.clamp(max=1), course["rounds"]
+        )
+        return State(
+            params,
+            count,
+            prior,
+            {
+                "rounds": course["rounds"] + 1,
+                "members": course["members"],
+                "data_share": total["data_share"] / count,
+                "evidence": total["evidence"] / total["num_examples"],
+            },
+        )
+
+    def admit(self, state: State, client: int) -> State:
+        """Return the state with one more client to speak for."""
+        return self.joined(state, 1)
+
+    def forget(self, state: State, client: int) -> State:
+        """Return the state with one client less; its part fades as others reply."""
+        return self.joined(state, -1)
+
+    def joined(self, state: State, more: int) -> State:
+        """Return the state for more or fewer clients; a fixed prior does not count them."""
+        if not self.config.learns:
+            return state
+        members = state.course["members"] + more
+        return state._replace(course={**state.course, "members": members})
+
     def shared(self, state: State) -> Tensors:
         """Return gamma."""
         return dict(state.params)
 
     def report(self, state: State) -> dict[str, float]:
         """Return the number of clients that effectively made gamma: near 1, one client has taken
-        over (E-M2).
+        over (E-M2). Of a learned prior also what the data decide, and the evidence of a sample.
         """
-        return {"effective_clients": float(state.effective_clients)}
+        found = {"effective_clients": state.effective_clients}
+        found |= {key: state.course[key] for key in ("data_share", "evidence") if state.course}
+        return {key: float(value) for key, value in found.items()}
+
+
+def too_large(number: int) -> str:
+    """Return what to tell a person whose network is too large for a covariance."""
+    return (
+        f"prior=full is for at most {FULL} parameters, this network has {number}; use "
+        "prior=learned, or a smaller network"
+    )
+
+
+def added(terms: Iterable[Tensors]) -> Tensors:
+    """Return the sums by name of clients that have the same names."""
+    found: Tensors = {}
+    for one in terms:
+        found = {name: found[name] + value if found else value for name, value in one.items()}
+    return found
 
 
 def split(log_weight: float) -> tuple[int, float]:

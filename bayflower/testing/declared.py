@@ -62,7 +62,8 @@ class Declared:
         """`headings` names numbers of `report`."""
         said = bench.server.report(bench.finalised(bench.clients))
         for key in bench.server.headings:
-            optional = key == "sparsity"  # only where weights are dropped
+            # only where weights are dropped; only where a prior is learned
+            optional = key in ("sparsity", "data_share")
             below = [name for name in said if key.endswith("/") and name.startswith(key)]
             assert key in said or below or optional, key
 

@@ -154,7 +154,7 @@ SEIZURES = {
     ],
     "fedmap": [
         ({"log_weight": 50.0}, "log_weight must be at most"),
-        ({"params__": 1e8}, "log_weight must be at most"),
+        ({"params__": 1e8}, "'params' changed by"),
     ],
     "fedbps": [
         ({"variance__": 5.0}, "variance must be at most 1"),
