@@ -1,0 +1,289 @@
+"""Where a hierarchy pays: FedMAP with a learned prior on real federations of numbers and votes.
+
+    python experiments/hierarchy.py DATA [radon|parkinson|election88|gibbs ...] [--seeds N]
+    python experiments/hierarchy.py --page
+
+DATA is the folder of radon.npz, parkinson.npz and election88.npz (arrays x, y, client). Every run
+is a line of experiments/results/hierarchy.jsonl; `--page` makes experiments/hierarchy.md and its
+picture of these lines (`hierarchy_page.py`).
+
+* radon, parkinson: k = 2, 5, 10, 20 training samples a client, tested on others of its own. A fifth
+  of the clients never train: they get k samples after the last round.
+* election88: 70 % of a state's respondents train, the others are the test.
+* gibbs: radon by county, the whole hierarchy sampled with its variances (Gibbs, exact for this
+  model), against the posterior at the learned prior.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bayflower.config import parse
+from bayflower.data.federation import ClientData, Federation
+from bayflower.fused.run import run_fused
+from bayflower.rounds.halves import halves_for
+from bayflower.tasks.numbers import Gaussian
+
+HERE = Path(__file__).resolve().parent
+LINES = HERE / "results" / "hierarchy.jsonl"
+SAMPLES = (2, 5, 10, 20)
+LEAST = 40  # samples of a client that is used for the comparison of k
+MOST = 60  # test samples of a client
+KEYS = ("nll", "crps", "rmse", "coverage_50", "coverage_90")
+ROUNDS = 20
+# name in the results: (method, settings)
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "local": ("local", {}),
+    "fedavg-ft": ("fedavg-ft", {}),
+    "fedmap": ("fedmap", {}),
+    "fedmap learned": ("fedmap", {"prior": "learned"}),
+}
+NUMBERS = {"task": "regression", "lr": 0.02, "local_epochs": 5}
+
+
+def loaded(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return x, y and the owner of each sample."""
+    with np.load(folder / f"{name}.npz") as found:
+        return found["x"], found["y"], found["client"]
+
+
+def standard(x: np.ndarray, train: np.ndarray) -> np.ndarray:
+    """Return inputs standardised by everyone's training samples; these moments add up."""
+    return (x - x[train].mean(0)) / x[train].std(0).clip(1e-9)
+
+
+def outcome(
+    name: str, train: list[ClientData], new: list[ClientData], classes: int, **more: Any
+) -> tuple[Any, Any, float]:
+    """Return (what a run gave, its task, seconds)."""
+    method, settings = METHODS.get(name, ("fedmap", {"prior": name.split()[-1]}))
+    usual = {"dataset": "given.npz", "partition": "iid", "model": "linear", "calibration": "off"}
+    usual |= {"device": "cpu", "rounds": ROUNDS, "evaluate_every": 1000, "stacking": "yes"}
+    run = parse(method, {**usual, **more, **settings})
+    shape = train[0].x_train.shape[1:]
+    there = Federation(tuple(train), tuple(new), classes, shape, "given", {}, "")
+    halves = halves_for(run, there)
+    start = time.process_time()
+    found = run_fused(run, there, halves)
+    return found, halves.model.task, time.process_time() - start
+
+
+def write(line: dict[str, Any]) -> None:
+    """Add a run to the results, with where it was made."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE
+    ).stdout.strip()
+    line |= {"commit": commit, "device": f"cpu ({platform.machine()})", "torch": torch.__version__}
+    LINES.parent.mkdir(exist_ok=True)
+    with LINES.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print({key: value for key, value in line.items() if key != "clients"}, flush=True)
+
+
+# -- k samples a client ----------------------------------------------------------------------------
+def few_samples(folder: Path, name: str, k: int, seed: int) -> None:
+    """Run all methods with k training samples a client."""
+    x, y, owner = loaded(folder, name)
+    draw = np.random.default_rng([seed, k])
+    known = [c for c in np.unique(owner) if (owner == c).sum() >= LEAST]
+    known = list(np.random.default_rng(seed).permutation(known))
+    parts = {c: draw.permutation(np.flatnonzero(owner == c)) for c in known}
+    new = known[: len(known) // 5]
+    old = known[len(known) // 5 :]
+    train = np.concatenate([parts[c][:k] for c in old])
+    x = standard(x, train)
+
+    def data(number: int, c: int) -> ClientData:
+        rows, test = parts[c][:k], parts[c][k : k + MOST]
+        return ClientData(number, x[rows], y[rows], x[test], y[test])
+
+    made = [data(number, c) for number, c in enumerate([*old, *new])]
+    old_data, new_data = made[: len(old)], made[len(old) :]
+    common = {"data": name, "k": k, "seed": seed, "rounds": ROUNDS}
+    for method in METHODS:
+        found, task, seconds = outcome(method, old_data, new_data, 1, seed=seed, **NUMBERS)
+        for who, views in (("train", found.views), ("new", found.new_clients)):
+            said = task.summarise(views["personal"])
+            write({**common, "method": method, "who": who, "seconds": seconds, **picked(said)})
+    design = np.c_[x, np.ones(len(x))]
+    weights, *_ = np.linalg.lstsq(design[train], y[train], rcond=None)
+    freedom = max(len(train) - design.shape[1], 1)
+    noise = float(np.square(y[train] - design[train] @ weights).sum() / freedom)
+    task = Gaussian("known", noise**0.5, float(y[train].mean()), float(y[train].std()))
+    for who, some in (("train", old_data), ("new", new_data)):
+        tallies = {}
+        for one in some:
+            mean = torch.as_tensor(np.c_[one.x_test, np.ones(len(one.x_test))] @ weights)
+            said = torch.stack([mean, torch.full_like(mean, noise)], -1)
+            tallies[one.client] = task.tally(said, torch.as_tensor(one.y_test), mean * 0 + 1)
+        write({**common, "method": "pooled", "who": who, **picked(task.summarise(tallies))})
+
+
+def picked(said: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics that the page shows."""
+    return {key: float(said[key]) for key in KEYS} | {"num_clients": said["num_clients"]}
+
+
+# -- votes -----------------------------------------------------------------------------------------
+def election(folder: Path, seed: int) -> None:
+    """Run the vote by state; a line has every state's log score."""
+    from sklearn.linear_model import LogisticRegression
+
+    x, y, owner = loaded(folder, "election88")
+    x = np.c_[x[:, [0, 1, 2, 3, 5]], x[:, 0] * x[:, 1]]  # without the region; black women
+    draw = np.random.default_rng(seed)
+    states = list(np.unique(owner))
+    parts = {c: draw.permutation(np.flatnonzero(owner == c)) for c in states}
+    cut = {c: max(2, round(0.7 * len(parts[c]))) for c in states}
+    train = np.concatenate([parts[c][: cut[c]] for c in states])
+    x = standard(x, train)
+    clients = [
+        ClientData(
+            number, x[rows[: cut[c]]], y[rows[: cut[c]]], x[rows[cut[c] :]], y[rows[cut[c] :]]
+        )
+        for number, (c, rows) in enumerate(parts.items())
+    ]
+    sizes = {one.client: (len(one.y_train), len(one.y_test)) for one in clients}
+    common = {"data": "election88", "seed": seed, "rounds": ROUNDS}
+
+    def note(method: str, scores: dict[int, float], seconds: float) -> None:
+        total = sum(scores[c] * sizes[c][1] for c in scores) / sum(n for _, n in sizes.values())
+        rows = [[c, *sizes[c], round(scores[c], 5)] for c in scores]
+        write({**common, "method": method, "nll": total, "seconds": seconds, "clients": rows})
+
+    for method in ("fedmap learned", "fedmap full", "fedmap"):
+        found, task, seconds = outcome(method, clients, [], 2, seed=seed)
+        views = found.views["personal"]
+        note(method, {c: task.summarise({c: t})["nll"] for c, t in views.items()}, seconds)
+
+    def score(model: Any, one: ClientData) -> float:
+        sides = model.predict_proba(one.x_test)
+        p = sides[np.arange(len(one.y_test)), np.searchsorted(model.classes_, one.y_test)]
+        return float(-np.log(p).mean())
+
+    everyone = LogisticRegression(C=1.0, max_iter=1000).fit(x[train], y[train])
+    note("pooled", {one.client: score(everyone, one) for one in clients}, 0.0)
+    for strength in (1.0, 0.1):
+        own = {}
+        for one in clients:
+            if len(np.unique(one.y_train)) == 1:  # no boundary to learn: the share, smoothed
+                p = (one.y_train.sum() + 1) / (len(one.y_train) + 2)
+                own[one.client] = float(-np.log(np.where(one.y_test == 1, p, 1 - p)).mean())
+            else:
+                model = LogisticRegression(C=strength, max_iter=1000)
+                own[one.client] = score(model.fit(one.x_train, one.y_train), one)
+        note(f"local C={strength:g}", own, 0.0)
+
+
+# -- the whole posterior ---------------------------------------------------------------------------
+def gibbs(folder: Path, seed: int, draws: int = 6000, burn: int = 1000) -> None:
+    """Compare radon's county posteriors at the learned prior with those of the whole hierarchy:
+    flat priors on gamma and the standard deviations of the prior, 1/s² on the noise.
+    """
+    x, y, owner = loaded(folder, "radon")
+    y, x = (y - y.mean()) / y.std(), x.astype(float)
+    known = np.unique(owner)
+    clients = [
+        ClientData(k, x[owner == c], y[owner == c], x[owner == c][:1], y[owner == c][:1])
+        for k, c in enumerate(known)
+    ]
+    found, _, seconds = outcome(
+        "fedmap learned", clients, [], 1, task="regression", target_scale="none", dtype="float64"
+    )
+    design = np.c_[np.ones(len(x)), x]  # the order of names: bias, weight
+    gram = np.stack([design[owner == c].T @ design[owner == c] for c in known])
+    right = np.stack([design[owner == c].T @ y[owner == c] for c in known])
+    draw, (count, d) = np.random.default_rng(seed), right.shape
+    gamma, variance, noise = np.zeros(d), np.ones(d), 1.0
+    sums, squares, priors = np.zeros((count, d)), np.zeros((count, d)), []
+    index = np.searchsorted(known, owner)
+    for step in range(draws + burn):
+        precision = gram / noise + np.diag(1 / variance)
+        root = np.linalg.cholesky(precision)
+        mean = np.linalg.solve(precision, (right / noise + gamma / variance)[..., None])[..., 0]
+        swing = np.linalg.solve(root.swapaxes(1, 2), draw.normal(size=(count, d, 1)))[..., 0]
+        theta = mean + swing
+        gamma = theta.mean(0) + draw.normal(size=d) * np.sqrt(variance / count)
+        variance = np.square(theta - gamma).sum(0) / draw.chisquare(count - 1, size=d)
+        left = y - (design * theta[index]).sum(1)
+        noise = float(np.square(left).sum() / draw.chisquare(len(y)))
+        if step >= burn:
+            sums += theta
+            squares += theta**2
+            priors.append([*gamma, *np.sqrt(variance), np.sqrt(noise)])
+    mean = sums / draws
+    std = np.sqrt(squares / draws - mean**2)
+    states = [found.client_states[k] for k in range(count)]
+    ours = np.stack([[float(s.params["head.bias"]), *s.params["head.weight"][0]] for s in states])
+    spread = np.stack([s.belief["covariance"].diagonal().sqrt().numpy() for s in states])
+    away, ratio = np.abs(ours - mean) / std, spread / std
+    prior = found.server_state.prior
+    learned = [
+        *(float(v) for v in found.server_state.params["head.bias"]),
+        *(float(v) for v in found.server_state.params["head.weight"][0]),
+        *(float(v) for v in prior["std/head.bias"]),
+        *(float(v) for v in prior["std/head.weight"][0]),
+        float(found.server_state.params["task_extra"].exp()),
+    ]
+    write(
+        {
+            "data": "radon",
+            "who": "gibbs",
+            "seed": seed,
+            "rounds": ROUNDS,
+            "draws": draws,
+            "seconds": seconds,
+            "counties": count,
+            "away": [float(np.quantile(away, q)) for q in (0.5, 0.95, 1.0)],
+            "ratio": [float(np.quantile(ratio, q)) for q in (0.0, 0.05, 0.5, 0.95, 1.0)],
+            "names": [
+                "gamma 1",
+                "gamma floor",
+                "gamma uranium",
+                "std 1",
+                "std floor",
+                "std uranium",
+                "noise",
+            ],
+            "learned": learned,
+            "sampled": np.mean(priors, 0).tolist(),
+            "sampled_std": np.std(priors, 0).tolist(),
+        }
+    )
+
+
+def main() -> None:
+    """Run what is asked for."""
+    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    asked.add_argument("data", nargs="?", type=Path)
+    asked.add_argument("what", nargs="*")
+    asked.add_argument("--seeds", type=int, default=10)
+    asked.add_argument("--page", action="store_true")
+    args = asked.parse_args()
+    torch.set_num_threads(1)
+    for what in args.what if args.data else ():
+        for seed in range(1 if what == "gibbs" else args.seeds):
+            if what == "election88":
+                election(args.data, seed)
+            elif what == "gibbs":
+                gibbs(args.data, seed)
+            else:
+                for k in SAMPLES:
+                    few_samples(args.data, what, k, seed)
+    if args.page:
+        from hierarchy_page import make
+
+        make(LINES, HERE)
+
+
+if __name__ == "__main__":
+    main()
