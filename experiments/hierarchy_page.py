@@ -164,8 +164,8 @@ def make(source: Path, folder: Path) -> None:
         f"prior (defaults). {lines[-1]['rounds']} rounds, fused engine, {lines[0]['device']}, "
         f"{seconds:.0f} CPU seconds of training; seeds: {counted}; commit {', '.join(commits)}. "
         "NLL and CRPS: lower is better, in the target's units. Differences are paired by seed, ± "
-        "is the 95 % interval (Student's t) over seeds, bold where it leaves 0 out. *pooled* is least "
-        "squares, or logistic regression, on everyone's training samples together, which a "
+        "is the 95 % interval (Student's t) over seeds, bold where it leaves 0 out. *pooled* is "
+        "least squares, or logistic regression, on everyone's training samples together, which a "
         "federation may not do.",
         "",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED, small_prepared
+from conftest import SHARED, assert_same_bits, small_prepared
 from oracles.hierarchy import Client, drawn, log_marginal, posterior
 from scipy.optimize import minimize
 from torch import nn
@@ -24,7 +24,7 @@ from bayflower.flower.loop import run_loop
 from bayflower.fused.run import run_fused
 from bayflower.rounds import solo
 from bayflower.rounds.halves import halves_for
-from bayflower.testing import MethodContract
+from bayflower.testing import Bench, MethodContract
 from bayflower.tree import unflatten
 
 USUAL = {
@@ -237,7 +237,7 @@ def test_radon_by_county_is_the_exact_hierarchy(engine: str, prior: str, tmp_pat
         for k in np.unique(client)
     ]
     assert len(clients) == 386
-    rounds = 30 if engine == "fused" else 15
+    rounds = 30 if engine == "fused" else 10
     outcome = result(clients, engine, prior=prior, target_scale="none", rounds=rounds)
     mean, std = worst(clients, outcome)
     print(f"radon {engine} {prior}: mean {mean:.2g}, std {std:.2g}, prior {prior_of(outcome)}")
@@ -264,3 +264,9 @@ class TestOfSmallModels(TestOfNetworks):
     """All promises for a model whose posterior is solved for."""
 
     settings = {"prior": "learned", "model": "test_fedmap_learned:tiny"}
+
+    def test_the_same_seed_gives_the_same_bits(self, bench: Bench) -> None:
+        """Nothing is drawn: another round gives the same bits too."""
+        client = bench.clients[0]
+        assert_same_bits(bench.train(client).update, bench.trained[client].update)
+        assert_same_bits(bench.train(client, round=2).update, bench.trained[client].update)
