@@ -105,8 +105,12 @@ def jacobians(model: Model, params: Tensors, buffers: Tensors, x: Tensor) -> tup
 
 
 def pieces(batch: Batch) -> list[Batch]:
-    """Return the samples in pieces of at most PIECE."""
+    """Return the samples in pieces of at most PIECE, targets in float64: slopes that cancel, such
+    as those of a softmax along (1, 1), cancel to the last bits.
+    """
     starts = range(0, batch.x.shape[0], PIECE)
+    y = batch.y.double() if batch.y.is_floating_point() else batch.y
+    batch = Batch(batch.x, y, batch.mask.double())
     return [Batch(*(tensor[start : start + PIECE] for tensor in batch)) for start in starts]
 
 
@@ -115,7 +119,7 @@ def fit(model: Model, params: Tensors, buffers: Tensors, batch: Batch) -> Fit:
     total: list[Tensor] = []
     task, count = model.task, model.task.network
     for part in pieces(batch):
-        out, rows = jacobians(model, params, buffers, part.x)
+        out, rows = (found.double() for found in jacobians(model, params, buffers, part.x))
 
         def nll(out: Tensor, part: Batch = part) -> Tensor:
             return (task.nll(out, part.y, part.mask) * part.mask).sum()
@@ -123,11 +127,10 @@ def fit(model: Model, params: Tensors, buffers: Tensors, batch: Batch) -> Fit:
         slope = grad(nll)(out)[:, :count] * part.mask[:, None]
         curve = task.curvature(out, part.y, part.mask)[:, :count, :count]
         curve = curve * part.mask[:, None, None]
-        rows = rows.double()
         found = [
-            (task.nll(out, part.y, part.mask).double() * part.mask.double()).sum(),
-            torch.einsum("bo,bod->d", slope.double(), rows),
-            torch.einsum("bod,bop,bpe->de", rows, curve.double(), rows),
+            nll(out),
+            torch.einsum("bo,bod->d", slope, rows),
+            torch.einsum("bod,bop,bpe->de", rows, curve, rows),
         ]
         total = found if not total else [a + b for a, b in zip(total, found, strict=True)]
     return Fit(*total)
@@ -138,8 +141,8 @@ def loss(model: Model, params: Tensors, buffers: Tensors, batch: Batch) -> Tenso
     total = batch.mask.new_zeros((), dtype=torch.float64)
     for part in pieces(batch):
         out, _ = Model.forward(model, params, buffers, part.x, train=False)
-        nll = model.task.nll(out, part.y, part.mask)
-        total = total + (nll.double() * part.mask.double()).sum()
+        nll = model.task.nll(out.double(), part.y, part.mask)
+        total = total + (nll * part.mask).sum()
     return total
 
 
@@ -219,8 +222,8 @@ def shared(
     task, count = model.task, model.task.network
     total: list[Tensor] = []
     for part in pieces(batch):
-        out, rows = jacobians(model, params, buffers, part.x)
-        wide = torch.einsum("bod,de,bpe->bop", rows, covariance.to(rows.dtype), rows)
+        out, rows = (found.double() for found in jacobians(model, params, buffers, part.x))
+        wide = torch.einsum("bod,de,bpe->bop", rows, covariance, rows)
 
         def expected(
             extra: Tensor, out: Tensor = out, wide: Tensor = wide, part: Batch = part
@@ -232,8 +235,8 @@ def shared(
 
         information = task.curvature(out, part.y, part.mask)[:, count:, count:]
         found = [
-            grad(expected)(params[EXTRA]).double(),
-            (information * part.mask[:, None, None]).double().sum(0),
+            grad(expected)(params[EXTRA].double()),
+            (information * part.mask[:, None, None]).sum(0),
         ]
         total = found if not total else [a + b for a, b in zip(total, found, strict=True)]
     return Shared(*total)

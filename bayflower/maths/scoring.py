@@ -32,7 +32,7 @@ from ..tree import Tensors
 from .hierarchy import point, size, vector
 
 RIDGE = 1e-3  # ε
-TINY = 1e-6  # a mean of which nobody's data say anything stays
+TINY = 1e-6  # of K: a mean of which nobody's data say anything stays
 TEN = 10.0
 LATER = 1.5  # how fast directions of a covariance may become narrow, a power of rounds
 LONGEST = 1.0  # step of an extra parameter in one round
