@@ -36,6 +36,7 @@ USUAL = {
     "stacking": "yes",
     "calibration": "off",
 }
+VOTES = {"task": "classification", "dtype": "float32", "dataset": "digits"}
 SIZES = [1, 1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 9, 12, 14, 17, 20, 24, 30, 35, 40]
 
 
@@ -157,6 +158,24 @@ def test_no_difference_between_clients_is_found_where_there_is_none() -> None:
     np.testing.assert_allclose(gamma, least, atol=0.05)
     assert best(clients, outcome) - log_marginal(clients, gamma, wide, noise) < 0.01
     assert wide.diagonal().min() < 1e-5
+
+
+def test_what_no_data_tell_stays_as_it_is() -> None:
+    """Adding the same to both logits changes nothing: in float32, too, the prior's mean must not
+    drift along it.
+    """
+    votes = [
+        Client(one.x, (one.y > 1).astype(np.int64))
+        for one in drawn(8, [30] * 12, [0.5, 0.4, 0.5], 0.7)
+    ]
+    run = parse("fedmap", {**USUAL, **VOTES, "prior": "learned", "rounds": 12})
+    there = federation(votes)._replace(num_classes=2)
+    halves = halves_for(run, there)
+    outcome = run_fused(run, there, halves)
+    for name, value in outcome.server_state.params.items():
+        moved = (value - halves.initial[0][name]).sum(0)
+        assert float(moved.abs().max()) < 1e-3, name
+    assert all(float(std.max()) < 10 for std in outcome.server_state.prior.values())
 
 
 def test_a_part_of_the_clients_in_each_round_is_enough() -> None:
