@@ -117,7 +117,10 @@ def best(clients: list[Client], outcome: Outcome) -> float:
     return -float(minimize(value, start, method="BFGS", options={"gtol": 1e-6}).fun)
 
 
-@pytest.mark.parametrize(("engine", "prior"), [("loop", "learned"), ("fused", "full")])
+@pytest.mark.parametrize(
+    ("engine", "prior"),
+    [pytest.param("loop", "learned", marks=pytest.mark.slow), ("fused", "full")],
+)
 def test_posteriors_are_the_exact_ones_and_the_prior_is_the_most_likely(
     engine: str, prior: str
 ) -> None:
