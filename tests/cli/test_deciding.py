@@ -22,7 +22,7 @@ from bayflower.reproduce.sweep import Plan, expected, jobs
 from bayflower.reproduce.verdict import decide, judged, plain, sentences
 
 ROOT = Path(__file__).parents[2]
-T2, T4 = 4.302653, 2.776445  # Student's 97.5 % quantiles of 2 and 4 degrees of freedom
+T2 = 4.302653  # Student's 97.5 % quantile of 2 degrees of freedom
 
 
 def result(accuracy: float, device: str = "cpu (x86_64)", seconds: float = 1.0) -> dict:
@@ -130,6 +130,7 @@ def test_the_time_of_a_run_is_that_of_runs_with_the_same_network_data_and_device
     assert not cache.everything()
 
 
+@pytest.mark.slow
 def test_the_driver_runs_what_is_missing_and_its_lines_are_taken(tmp_path):
     """One process without Flower and typer: small runs of FedMAP's table, a second call that finds
     them, and the lines brought into another cache; a broken line is left out.
