@@ -28,7 +28,6 @@ from bayflower.rounds.calibrated import FILE, FORMAT, OLDER, block, load_total
 from bayflower.tree import flatten
 
 ON = {"calibration": "shrunk", "keep": 0.4, "local_epochs": 1, "evaluate_every": 0}
-OWN = {"fedbps", "fedla", "fednp", "metavd", "pfedvmp"}  # with a posterior of their own
 FIRST = {"fedbps", "fedmap", "metavd", "pfedvmp"}  # posteriors of four kinds
 EVERY = [
     pytest.param(method, marks=() if method in FIRST else pytest.mark.slow)

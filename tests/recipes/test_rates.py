@@ -226,7 +226,7 @@ RATES = {
     "method", some(["fedavg", "fedmap", "scaffold", "fedrep", "maml"], ["scaffold", "fedrep"])
 )
 def test_fused_agrees_with_loop(method):
-    given = {**RATES, "rounds": 2}
+    given = RATES
     states = [
         execute(small_prepared(method, engine=engine, **given)).server_state
         for engine in ("fused", "loop")
