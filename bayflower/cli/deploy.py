@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..deploy import folders, layout
@@ -261,7 +262,7 @@ def status(folder: Folder, as_json: AsJson = False) -> None:
         run = facts["run"]
         names = run["names"] if run else {}
         for client, state in sorted(facts["clients"].items()):
-            grid.add_row(client, state, names.get(client.removeprefix("client-"), ""))
+            grid.add_row(client, state, escape(names.get(client.removeprefix("client-"), "")))
         if run:
             grid.add_row(
                 "run",
@@ -269,7 +270,7 @@ def status(folder: Folder, as_json: AsJson = False) -> None:
                 f"{run['rounds'] or '?'}",
             )
             if run["reason"]:
-                grid.add_row("reason", run["reason"])
+                grid.add_row("reason", escape(run["reason"]))
         grid.add_row(
             "certificate",
             f"until {facts['certificate_ends']}"

@@ -33,12 +33,13 @@ def report(
     runs/demo --html report.html`
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from ..report import write_report
 
     console = Console(stderr=True)
     with console.status("reading") as status:
         number = write_report(
-            folders, html, features, data_dir, say=lambda text: status.update(text)
+            folders, html, features, data_dir, say=lambda text: status.update(escape(text))
         )
     print(f"written: {html}, {number} run{'s' if number != 1 else ''}")

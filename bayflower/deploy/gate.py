@@ -15,8 +15,11 @@ import argparse
 import asyncio
 import hashlib
 import ssl
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -61,6 +64,11 @@ REMEMBERED = 4096  # cached answers to such requests
 LARGEST = 64 * 2**20  # cap on the bytes of one request; Flower sends arrays in chunks of 5 MiB
 
 
+AHEAD, LATE = 5.0, 305.0  # seconds a client's clock may be ahead or behind; Flower refuses more
+STAMP, WHO = "flwr-timestamp", "flwr-public-key"  # headers of a SuperNode's requests
+MOST_TOLD = 100  # clients that are told of their clock
+
+
 class TooLargeError(Exception):
     """A request above the limit."""
 
@@ -76,6 +84,7 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
 
     answers: dict[bytes, Response] = {}  # by the request's checksum
     working: dict[bytes, asyncio.Task[Response]] = {}
+    told: set[str] = set()  # keys of clients whose clock was reported
 
     def ask(
         request: Request, path: str, body: AsyncIterator[bytes] | bytes | None
@@ -109,6 +118,13 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
         return answer
 
     async def forward(request: Request, path: str) -> Response:
+        who, why = request.headers.get(WHO, ""), None
+        if who not in told and len(told) < MOST_TOLD:
+            why = wrong_clock(request.headers.get(STAMP, ""), time.time())
+        if why:
+            told.add(who)
+            host = request.client.host if request.client else "a client"
+            print(f"{host}: {why}", file=sys.stderr, flush=True)
         size = request.headers.get("content-length", "0")
         if not size.isdigit() or int(size) > largest:
             return PlainTextResponse(f"a request may have {largest} bytes at most\n", 413)
@@ -149,6 +165,21 @@ def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGE
             *(route(f"/v1/fleet/{call}", "POST") for call in CALLS),
         ],
         lifespan=lifespan,
+    )
+
+
+def wrong_clock(stamp: str, now: float) -> str | None:
+    """Return why Flower refuses a request signed at `stamp`, if the client's clock is why."""
+    try:
+        ahead = datetime.fromisoformat(stamp).timestamp() - now
+    except (ValueError, OverflowError):
+        return None
+    if -LATE < ahead < AHEAD:
+        return None
+    where = f"{ahead:.0f} s ahead of" if ahead > 0 else f"{-ahead:.0f} s behind"
+    return (
+        f"this client's clock is {where} the server's, so Flower refuses it (at most {AHEAD:.0f} s "
+        f"ahead, {LATE:.0f} s behind); set the clock of either machine, for instance with NTP"
     )
 
 

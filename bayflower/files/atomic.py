@@ -18,9 +18,11 @@ from ..errors import BayflowerError
 from ..tree import Tensors, digest
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON so that a reader sees the old file or the new one, never a part."""
-    write_text(path, json.dumps(content, indent=1, allow_nan=False))
+def write_json(path: Path, content: Any, private: bool = False) -> None:
+    """Write `content` as JSON so that a reader sees the old file or the new one, never a part; with
+    `private`, nobody but the owner can read it.
+    """
+    write_text(path, json.dumps(content, indent=1, allow_nan=False), private)
 
 
 def finite(content: Any) -> Any:
@@ -34,11 +36,15 @@ def finite(content: Any) -> Any:
     return content
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the new one, never a part."""
+def write_text(path: Path, text: str, private: bool = False) -> None:
+    """Write `text` so that a reader sees the old file or the new one, never a part; with `private`,
+    nobody but the owner can read it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with part.open("w", encoding="utf-8") as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -16,6 +16,7 @@ import torch
 
 from ..config import Limits
 from ..contract import ServerHalf
+from ..files.journal import Journal
 from ..tree import Tensors, flatten
 
 WHOLE = 2**53  # bound on whole numbers in an update
@@ -183,3 +184,29 @@ def reduce(
         cuts += [Cut(client, name, factor) for name, factor in factors.items()]
         kept[client] = half.reduced(state, updates[client], factors) if factors else updates[client]
     return kept, cuts
+
+
+def moderate(
+    half: ServerHalf,
+    state: Any,
+    updates: Mapping[int, Any],
+    share: float,
+    told: set[tuple[int, str]],
+    journal: Journal,
+) -> dict[int, Any]:
+    """Return the updates of a round with every claim capped at `share` of the total; report each
+    capped claim, a pair of client and name, once: those in `told` were reported before.
+    """
+    if not updates:
+        return {}
+    kept, cuts = reduce(half, state, updates, share)
+    for client in sorted({cut.client for cut in cuts}):
+        new = [cut for cut in cuts if cut.client == client and (client, cut.name) not in told]
+        told |= {(client, cut.name) for cut in new}
+        if new:
+            least = min(cut.factor for cut in new)
+            journal.fault(
+                f"client {client}: its claims on {', '.join(cut.name for cut in new)} are "
+                f"capped, at the least to {least:.2g} of what it claimed (max_share is {share:g})"
+            )
+    return kept

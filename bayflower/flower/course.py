@@ -25,7 +25,7 @@ from ..recipes import Training
 from ..rounds import schedule
 from ..rounds.calibrated import Calibrated
 from ..tree import Tensors
-from . import configs, records, wrapped
+from . import configs, records, replies, wrapped
 from .calibrating import Calibrator
 from .exchange import Request
 from .holding import INSIDE
@@ -188,14 +188,22 @@ class Course:
         self._apply(Change([], left))
         numbers = half.report(self.state).items()
         report = {name: value for name, value in numbers if math.isfinite(value)}
+        odd = replies.odd_losses({client: loss for client, (_, loss) in losses.items()})
+        for client in odd:
+            self.journal.fault(
+                f"round {server_round}, client {client}: its training loss {losses[client][1]:.3g} "
+                "is out of all proportion to the others'; it does not count in the metrics"
+            )
+        shown = {client: loss for client, loss in losses.items() if client not in odd}
         down, seconds = sum(asked.sent.values()), time.perf_counter() - self._opened
         self.records.append(
-            RoundRecord.make(server_round, seconds, found.bytes_up, down, losses, report)
+            RoundRecord.make(server_round, seconds, found.bytes_up, down, shown, report)
         )
         if not losses:
             return None
         if self.train_metrics_aggr_fn:
-            return self.train_metrics_aggr_fn(found.metrics, self.weighted_by_key)
+            told = [one for client, one in found.metrics.items() if client not in odd]
+            return self.train_metrics_aggr_fn(told, self.weighted_by_key)
         return MetricRecord({records.TRAIN_LOSS: self.records[-1]["train_loss"], **report})
 
     def _require(self, round: int, valid: int) -> None:

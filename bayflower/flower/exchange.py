@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -23,10 +23,13 @@ from flwr.serverapp import Grid
 from ..tree import Tensors
 from ..wire.hello import MAX_CLIENT, ClientInfo, from_header, is_whole
 from . import records
+from .pulling import pull
 
 log = logging.getLogger("bayflower")
 POLL_SECONDS = 0.2
-AT_ONCE = 4  # replies pulled in one call; a larger number would hold more of them in memory
+# replies pulled in one call of the simulation's grid, whose replies need no unpacking; a larger
+# number would hold more of them in memory
+AT_ONCE = 4
 # Flower's error codes for a lost message, reply, node or ClientApp process: a retry may help
 LOST = {3, 4, 5, 8}
 LOOK_SECONDS = 2.0  # interval between two checks of which nodes are online
@@ -70,8 +73,9 @@ class NodeHistory:
     duplicates may still get a late reply.
     """
 
-    def __init__(self, again: float) -> None:
+    def __init__(self, again: float, most_mb: int = 2048) -> None:
         self.again = again  # seconds of silence after which a message is sent again; 0 = never
+        self.most_mb = most_mb  # cap on a reply's size, in millions of bytes
         self.slowest: dict[int, float] = {}  # by node: longest time to a reply, in seconds
         self.spare: dict[str, float] = {}  # duplicates whose reply is not needed: when they expire
         self.behind: set[int] = set()  # nodes that send a reply only when the next message arrives
@@ -84,10 +88,8 @@ class NodeHistory:
 
     def sweep(self, grid: Grid) -> None:
         """Pull the late replies to duplicates, so that Flower can delete them."""
-        numbers = list(self.spare)
-        for start in range(0, len(numbers), AT_ONCE):
-            for reply in grid.pull_messages(numbers[start : start + AT_ONCE]):
-                self.spare.pop(reply.metadata.reply_to_message_id, None)
+        for reply in pulled(grid, dict.fromkeys(self.spare, 0), self.most_mb):
+            self.spare.pop(reply.metadata.reply_to_message_id, None)
         self.spare = {
             number: until for number, until in self.spare.items() if until > time.monotonic()
         }
@@ -156,23 +158,19 @@ def stream(
     """Yield one reply of each node in order of arrival, until all have replied or `timeout` seconds
     have passed.
 
-    Flower's grid returns all available replies together, so only a few are pulled at a time.
-    `asked` is filled with the node of each message: Flower's synthetic error replies do not carry
-    the node id. Errors of nodes that stay lost come last.
+    Flower's grid returns all available replies together, so they are pulled one at a time. `asked`
+    is filled with the node of each message: Flower's synthetic error replies do not carry the node
+    id. Errors of nodes that stay lost come last.
     """
     talk = Exchange(grid, ask, time.monotonic() + timeout, history, {} if asked is None else asked)
     talk.push(list(nodes))
     talk.push([node for node in talk.last if node in history.behind])
     while (talk.sent or talk.revive()) and time.monotonic() < talk.deadline:
         came = False
-        numbers = list(talk.sent)
-        for start in range(0, len(numbers), AT_ONCE):
-            for reply in grid.pull_messages(
-                [number for number in numbers[start : start + AT_ONCE] if number in talk.sent]
-            ):
-                came = True
-                if talk.takes(reply):
-                    yield reply
+        for reply in pulled(grid, talk.nodes(), history.most_mb, talk.sent):
+            came = True
+            if talk.takes(reply):
+                yield reply
         if came:
             talk.heard = time.monotonic()
         elif talk.sent:
@@ -180,6 +178,23 @@ def stream(
             time.sleep(POLL_SECONDS)
     yield from talk.lost.values()
     history.sweep(grid)
+
+
+def pulled(
+    grid: Grid, nodes: Mapping[str, int], most_mb: int, still: Container[str] | None = None
+) -> Iterator[Message]:
+    """Yield the replies that are there to these messages, given with their nodes; one at a time, so
+    that a reply that cannot be read spoils no other. A message that is no longer in `still` is not
+    asked for.
+    """
+    numbers = list(nodes)
+    step = AT_ONCE if type(grid).__name__ == SIMULATION else 1
+    for start in range(0, len(numbers), step):
+        wanted = [n for n in numbers[start : start + step] if still is None or n in still]
+        if step > 1:
+            yield from grid.pull_messages(wanted)
+        elif wanted:
+            yield from pull(grid, wanted[0], nodes[wanted[0]], most_mb)
 
 
 class Exchange:
@@ -206,6 +221,10 @@ class Exchange:
         self.heard = time.monotonic()  # when the last reply of any node came
         self.looked = -LOOK_SECONDS
         self.again = history.again > 0 and type(grid).__name__ != SIMULATION
+
+    def nodes(self) -> dict[str, int]:
+        """Return the node of each message that waits for a reply."""
+        return {number: node for number, (node, _) in self.sent.items()}
 
     def push(self, nodes: list[int]) -> None:
         """Send a message to each of the nodes."""

@@ -32,6 +32,7 @@ from ..wire.protocol import (
 )
 
 MOST_VIEWS = 8  # cap on the models that a client tests
+MOST_ENTRIES = 20_000  # cap on the arrays and numbers of a message
 MOST_AXES = 16  # cap on the axes of an array
 __all__ = [
     "BROADCAST",
@@ -119,6 +120,13 @@ def arrays(message: Message, key: str, consume: bool = False) -> Tensors:
     return to_tensors(record, consume)
 
 
+def few(message: Message, key: str, most: int) -> None:
+    """Raise if the record called `key` has more than `most` arrays, before any of them is read."""
+    record = message.content.get(key)
+    if isinstance(record, ArrayRecord) and len(record) > most:
+        raise WireError(f"the ArrayRecord {key!r} has {len(record)} arrays, more than {most}")
+
+
 def header(message: Message, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the message's header; raise if a key of `names` is missing or the protocol differs."""
     record = message.content.get(HEADER)
@@ -178,6 +186,8 @@ def weigh(content: RecordDict, most: int) -> None:
     holds.
     """
     total = 0
+    if (number := sum(len(record) for record in content.values())) > MOST_ENTRIES:
+        raise WireError(f"the message has {number} entries, more than {MOST_ENTRIES}")
     for record in content.values():
         for name, value in record.items():
             total += len(name)

@@ -5,6 +5,7 @@ is plausible.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
@@ -13,11 +14,14 @@ from flwr.app import Message, MetricRecord, RecordDict
 from ..config import Limits
 from ..contract import ServerHalf
 from ..tasks import Task
+from ..tree import flatten
 from . import bounds, records
 from .exchange import Member, reason
 from .wrapped import Form
 
 LARGEST_LOSS = 1e30  # larger losses are rejected: training has diverged
+ODD_LOSS = 1e3  # times one plus the median of the round: such a loss stays out of metrics
+MOST_TESTS = 1000  # arrays of test results and of calibration
 
 
 class Expected(NamedTuple):
@@ -85,6 +89,8 @@ def accept(
     if client in done:
         raise records.WireError("duplicate reply in the same round")
     declared = expected.members[client].facts.train_size
+    most = 2 * len(flatten(half.expects(state))) + 64
+    records.few(reply, records.UPDATE, most)
     update = half.unpack(state, expected.form.update(reply, state))
     why = half.check(state, client, update) or bounds.problem(
         half, state, client, update, declared, expected.limits, expected.training
@@ -109,6 +115,7 @@ def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Any
     """Return the tallies of a reply by view; raise if a test on this client's data cannot give
     them.
     """
+    records.few(reply, records.TALLY, MOST_TESTS)
     tallies = records.arrays_to_tallies(records.arrays(reply, records.TALLY), expected.task)
     most = 2 * expected.members[client].facts.test_size
     for view, tally in tallies.items():
@@ -131,6 +138,14 @@ def train_loss(reply: Message) -> float:
             f"{LARGEST_LOSS:g}], got {str(loss)[:80]}"
         )
     return float(loss)
+
+
+def odd_losses(losses: Mapping[int, float]) -> list[int]:
+    """Return the clients whose training loss is out of all proportion to the round's median."""
+    if not losses:
+        return []
+    middle = statistics.median(abs(loss) for loss in losses.values())
+    return [client for client in sorted(losses) if abs(losses[client]) > ODD_LOSS * (1 + middle)]
 
 
 def metrics_of(reply: Message) -> RecordDict:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from flwr.serverapp import Grid
 
 from ..config import Limits, Training
-from ..contract import ServerHalf
 from ..errors import BayflowerError
 from ..files.journal import Journal
 from ..recipes.check import SUMS, checked, questions, resolved, sums_of, told
@@ -52,7 +51,7 @@ class Roster:
         self.asked: dict[str, Any] = questions(training)  # further keys of the first question
         self.sums: dict[str, list[Any]] = {name: [] for name in SUMS}  # of each training client
         self.label_counts: list[int] = []  # of all training clients when the run began
-        self.history = NodeHistory(limits.ask_again_seconds)
+        self.history = NodeHistory(limits.ask_again_seconds, limits.max_message_mb)
         self.members: dict[int, Member] = {}
         self.common: ClientInfo | None = None
         self.admitted: set[int] = set()  # clients that have ever been in training
@@ -125,26 +124,36 @@ class Roster:
 
     # -- who is there -----------------------------------------------------------------------------
     def gather(self, grid: Grid, least: int, wait: float) -> None:
-        """Wait for `least` nodes and query them; all clients must have the same network."""
+        """Wait for `least` nodes and query them. All clients must have the same network: those that
+        differ from the majority, or claim another's number, are left out and named.
+        """
         deadline = time.monotonic() + wait
         while len(nodes := sorted(grid.get_node_ids())) < least:
             if time.monotonic() > deadline:
                 found = f"{len(nodes)} of {least} clients connected within {wait:.0f} s"
                 raise BayflowerError(f"{found}; start the others")
             time.sleep(POLL_SECONDS)
+        disputes = []
         for member in self._query(grid, nodes, wait):
-            known = self.members.get(member.client)
-            if known is not None and known.node != member.node:
+            known = self.members.setdefault(member.client, member)
+            if known.node != member.node:
                 both = f"nodes {known.node} and {member.node} both claim client {member.client}"
-                raise BayflowerError(f"{both}; give each node its own partition-id")
-            self.members[member.client] = member
+                disputes.append(f"{both}; give each node its own partition-id")
+                self.claims[member.node] = member.client
         if not self.training():
             faults = self.journal.faults
             raise BayflowerError(
                 "no client answered the first query; last fault: "
                 f"{faults[-1] if faults else 'no reply'}"
             )
+        if len(disputes) >= len(self.members):
+            raise BayflowerError(disputes[0])
+        for text in disputes:
+            self.journal.fault(f"{text}; the one that answered first takes part")
         self.common = agreed({client: member.facts for client, member in self.members.items()})
+        for client, member in sorted(self.members.items()):
+            if not self._fits(member):
+                del self.members[client]
         self._count()
 
     def take(self, roll: Membership) -> None:
@@ -255,29 +264,6 @@ class Roster:
             )
         self.capped |= set(found)
         return found
-
-    def moderate(self, half: ServerHalf, state: Any, updates: dict[int, Any]) -> dict[int, Any]:
-        """Return the updates of a round with every claim capped at `max_share` of the total; report
-        each capped claim once.
-        """
-        if not updates:
-            return {}
-        kept, cuts = bounds.reduce(half, state, updates, self.limits.max_share)
-        for client in sorted({cut.client for cut in cuts}):
-            new = [
-                cut
-                for cut in cuts
-                if cut.client == client and (client, cut.name) not in self.moderated
-            ]
-            self.moderated |= {(client, cut.name) for cut in new}
-            if new:
-                least = min(cut.factor for cut in new)
-                self.journal.fault(
-                    f"client {client}: its claims on {', '.join(cut.name for cut in new)} are "
-                    f"capped, at the least to {least:.2g} of what it claimed (max_share is "
-                    f"{self.limits.max_share:g})"
-                )
-        return kept
 
     # -- memory -----------------------------------------------------------------------------------
     def memory(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..maths.exact import Total
 from ..methods import Method
 from ..rounds.calibrated import Calibrated
 from ..wire.protocol import request_header
-from . import records, replies
+from . import bounds, records, replies
 from .calibrating import Calibrator
 from .exchange import LOST, Request, reason, stream
 from .roster import Roster
@@ -55,7 +55,8 @@ class Collected:
     def __init__(self) -> None:
         self.total = Total()
         self.losses: dict[int, tuple[int, float]] = {}  # samples and mean loss by client
-        self.metrics: list[RecordDict] = []  # metrics of the replies, for the user's functions
+        # metrics of the replies by client, for the user's functions
+        self.metrics: dict[int, RecordDict] = {}
         self.tested: Views = {}
         self.answered: set[int] = set()  # clients whose reply was invalid
         self.bytes_up = 0
@@ -215,14 +216,16 @@ class Round:
             found.total.drop(half.negligible(found.total.names()))
             found.losses[client] = (count, accepted.loss)
             if keep_metrics:
-                found.metrics.append(replies.metrics_of(reply))
+                found.metrics[client] = replies.metrics_of(reply)
             found.bytes_up += size
             for view, tally in accepted.tallies.items():
                 found.tested.setdefault(view, {})[client] = tally
             del accepted, reply  # frees the memory before the next reply
-        for client, update in self.facts.roster.moderate(half, self.state, held).items():
+        journal, roster = self.facts.journal, self.facts.roster
+        share = self.facts.limits.max_share
+        kept = bounds.moderate(half, self.state, held, share, roster.moderated, journal)
+        for client, update in kept.items():
             found.total.add(half.statistic(self.state, client, update))
-        journal = self.facts.journal
         for client in sorted(self.left_out(found)):
             journal.event(f"round {self.number}, client {client}: left out by aggregate_train")
         missing = set(self.sent) - set(found.losses) - journal.blamed - self.left_out(found)
@@ -315,6 +318,7 @@ class Round:
         member, common = self.facts.roster.members[client], self.facts.roster.common
         assert common is not None
         try:
+            records.few(reply, records.CALIBRATION, replies.MOST_TESTS)
             flat = records.arrays(reply, records.CALIBRATION)
             task = self.facts.training.make_task(common.num_classes)
             known = (member.new, member.facts, common.num_classes, task)

@@ -107,7 +107,7 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
     for name in formats:
         if name != "safetensors":
             made["files"][name] = exported(folder / f"model.{name}", program, example, name)
-    write_json(folder / "card.json", made)
+    write_json(folder / "card.json", made, private=True)
     return made
 
 

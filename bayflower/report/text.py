@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from .collect import Group
@@ -42,8 +43,8 @@ def size(value: float) -> str:
 def bare_table(title: str, caption: str) -> Table:
     """Return an empty table in the house's style."""
     return Table(
-        title=title,
-        caption=caption,
+        title=escape(title),  # parts of both may come from a client
+        caption=escape(caption),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -74,7 +75,7 @@ def result_table(result: dict[str, Any]) -> Table:
         block = result["final"].get(name)
         if block:
             grid.add_row(
-                BLOCKS.get(name, name),
+                BLOCKS.get(name, escape(name)),
                 percent(block["accuracy"]),
                 percent(block["accuracy_mean"]),
                 percent(block["balanced_accuracy_mean"]),
@@ -103,7 +104,7 @@ def numbers_table(result: dict[str, Any], title: str) -> Table:
         grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     for name, block in result["final"].items():
         if block:
-            grid.add_row(BLOCKS.get(name, name), *(number(block[key]) for key in keys))
+            grid.add_row(BLOCKS.get(name, escape(name)), *(number(block[key]) for key in keys))
     return grid
 
 
@@ -357,7 +358,7 @@ def verdict_table(found: Verdict, groups: Sequence[Group], view: str = "personal
     for name, mean in found.means.items():
         group, spread = by_title[name], found.spreads[name]
         near = "" if spread is None else f" ± {metric.factor * spread:.{metric.digits}f}"
-        cells = [name, f"{metric.factor * mean:.{metric.digits}f}{near}"]
+        cells = [escape(name), f"{metric.factor * mean:.{metric.digits}f}{near}"]
         cells += [
             f"{factor * statistics.fmean(values):.{digits}f}"
             if (values := group.values(key, view))

@@ -247,16 +247,23 @@ SAME: tuple[tuple[str, Callable[[ClientInfo], Any], str], ...] = (
 
 
 def agreed(known: Mapping[int, ClientInfo]) -> ClientInfo:
-    """Return what the client with the lowest number reports; raise with the clients whose network
-    or data differ from it.
+    """Return what more than half of the clients report of their network and data; raise with the
+    clients that differ from the one with the lowest number if no such majority exists.
     """
+
+    def alike(client: int) -> list[int]:
+        return [one for one in sorted(known) if disagreement(known[one], known[client]) is None]
+
+    for client in sorted(known):
+        if 2 * len(alike(client)) > len(known):
+            return known[client]
     first = min(known)
     for what, read, remedy in SAME:
         others = [client for client in sorted(known) if read(known[client]) != read(known[first])]
         if others:
-            alike = [client for client in sorted(known) if client not in others]
+            same = [client for client in sorted(known) if client not in others]
             raise BayflowerError(
-                f"clients {listed(alike)} and {listed(others)} have {what}; {remedy}"
+                f"clients {listed(same)} and {listed(others)} have {what}; {remedy}"
             )
     return known[first]
 

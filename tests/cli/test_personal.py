@@ -93,6 +93,7 @@ def test_every_methods_model_comes_back_from_its_file(method, runs, tmp_path):
         assert point["nll"] == pytest.approx(row["nll"], rel=1e-4)
         assert point["ece"] == pytest.approx(row["ece"], rel=1e-4)
         assert card["never_trained"] == (client == NEW)
+        assert (tmp_path / str(client) / "card.json").stat().st_mode & 0o777 == 0o600
         assert sum(card["data"]["train_per_class"]) == card["data"]["num_train"]
         assert (
             card["data"]["num_held_out"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from html import unescape
 import numpy as np
 import pytest
 from conftest import SMALL
+from rich.console import Console
 from typer.testing import CliRunner
 
 from bayflower.cli import app
@@ -21,6 +23,7 @@ from bayflower.errors import ConfigError
 from bayflower.report import write_report
 from bayflower.report.collect import group, read
 from bayflower.report.svg import Chart, around, label, ticks
+from bayflower.report.text import result_table
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -282,6 +285,15 @@ def test_a_real_browser_shows_it(which, request, tmp_path, width):
     assert seen["wide"] <= width
     assert seen["ink"] == "rgb(0, 114, 178)"
     assert (seen["tables"], seen["cut"], seen["labels"], seen["touching"]) == ([], [], [], 0)
+
+
+def test_a_clients_text_is_no_markup(runs):
+    """A data set's name may come from a client: it is shown as it is, and closes no tag."""
+    result = json.loads(next(runs.rglob("result.json")).read_text())
+    text = "[/b] [link=https://evil.example]click[/link]"
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(result_table({**result, "dataset": text}))
+    assert text in console.export_text()
 
 
 def test_charts():

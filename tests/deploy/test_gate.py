@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -176,3 +177,13 @@ def test_the_superlink_waits_for_its_database(tmp_path, monkeypatch):
         assert connection.execute(text("PRAGMA busy_timeout")).scalar() == int(superlink.PATIENCE)
         assert connection.execute(text("PRAGMA journal_mode")).scalar() == "wal"
     engine.dispose()
+
+
+def test_a_client_whose_clock_is_wrong_is_told_so():
+    """Flower refuses a request that was signed in the future, and says nothing of clocks."""
+    now = datetime.fromisoformat("2026-01-01T12:00:00+00:00").timestamp()
+    assert gate.wrong_clock("2026-01-01T12:00:04+00:00", now) is None
+    assert gate.wrong_clock("2026-01-01T11:56:00+00:00", now) is None
+    assert "is 7 s ahead of the server's" in gate.wrong_clock("2026-01-01T12:00:07+00:00", now)
+    assert "is 600 s behind the server's" in gate.wrong_clock("2026-01-01T11:50:00+00:00", now)
+    assert gate.wrong_clock("[red]no time", now) is None

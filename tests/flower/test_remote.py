@@ -162,19 +162,24 @@ def saying(change):
     [
         (
             {"input_shape": "[7]"},
-            "clients 0, 1, 3 and 2 have inputs of different shapes; all must prepare their data "
-            "alike",
+            "client 2: it has inputs of other shapes than the other clients; all must prepare",
         ),
-        ({"num_classes": 4}, "clients 0, 1, 3 and 2 have different numbers of classes"),
+        ({"num_classes": 4}, "client 2: it has other numbers of classes than the other clients"),
         (
             {"anatomy": json.dumps({name: [] for name in Anatomy._fields})},
-            "clients 0, 1, 3 and 2 have different networks",
+            "client 2: it has other networks than the other clients; all must use the same model",
         ),
     ],
 )
-def test_clients_that_disagree_are_named(tmp_path, nodes, change, words):
-    with pytest.raises(BayflowerError, match=words):
-        serve(InProcessGrid(saying(change), nodes), config(tmp_path))
+def test_one_client_that_disagrees_is_left_out_and_named(tmp_path, nodes, change, words):
+    """The majority decides; without one nothing starts, and both sides are named."""
+    serve(InProcessGrid(saying(change), nodes), config(tmp_path))
+    found = json.loads((tmp_path / "server" / "result.json").read_text())
+    assert words in found["faults"][0]
+    assert found["num_clients"] == 2
+    both = [nodes[0], nodes[2]]
+    with pytest.raises(BayflowerError, match="clients 0 and 2 have "):
+        serve(InProcessGrid(saying(change), both), config(tmp_path / "two", min_nodes=2))
 
 
 @pytest.mark.parametrize(

@@ -247,11 +247,42 @@ def test_a_client_that_raises_is_a_fault_with_client_round_and_stage():
     ]
 
 
-def test_two_nodes_with_one_identity_are_refused():
+def test_a_node_with_anothers_number_is_left_out_and_named():
+    """The run goes on without it; where the disputed ones are half of all, nothing starts."""
     rig = Rig()
     rig.grid.contexts[1004].node_config["partition-id"] = 0
+    rig.start()
+    assert rig.strategy.faults[0] == (
+        "nodes 1000 and 1004 both claim client 0; give each node its own partition-id; the one "
+        "that answered first takes part"
+    )
+    assert rig.strategy.roster.present() == [0, 1, 2, 3]
+    rig = Rig(members=[0, 1])
+    rig.grid.contexts[1001].node_config["partition-id"] = 0
     with pytest.raises(BayflowerError, match=r"nodes \d+ and \d+ both claim client 0"):
         rig.start()
+
+
+def test_losses_out_of_all_proportion_stay_out_of_metrics():
+    rig = Rig(tamper=set_loss(-1e30))
+    rig.start()
+    assert abs(rig.strategy.records[0]["train_loss"]) < 10
+    assert f"client {VICTIM}: its training loss -1e+30 is out of" in rig.strategy.faults[0]
+
+
+def test_too_many_arrays_are_refused_before_they_are_read(monkeypatch):
+    read, plain = [], records.to_tensors
+    tamper = rewrite(lambda flat: flat.update({f"x{i}": torch.zeros(1) for i in range(1000)}))
+    rig = Rig(tamper=tamper)
+
+    def counting(record, *more):
+        read.append(len(record))
+        return plain(record, *more)
+
+    monkeypatch.setattr("bayflower.flower.wrapped.records.to_tensors", counting)
+    rig.start()
+    assert max(read) < 1000
+    assert "arrays, more than" in rig.strategy.faults[0]
 
 
 def test_a_repeated_message_is_answered_not_applied_twice():
