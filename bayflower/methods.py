@@ -194,6 +194,29 @@ ROWS = (
         "Liang et al. 2020, arXiv 2001.01523",
         "private feature extractor, shared head",
     ),
+    Method(
+        "moon-ft",
+        "moon",
+        "MOON-FT",
+        "Li et al. 2021, CVPR",
+        "MOON, fine-tuned on the client’s data before each test",
+        {"finetune_epochs": 5},
+    ),
+    Method(
+        "fedpa-ft",
+        "fedpa",
+        "FedPA-FT",
+        "Al-Shedivat et al. 2021, ICLR",
+        "FedPA, fine-tuned on the client’s data before each test",
+        {"finetune_epochs": 5},
+    ),
+    Method(
+        "ditto",
+        "ditto",
+        "Ditto",
+        "Li et al. 2021, ICML",
+        "FedAvg, and a personal model tied to the global one",
+    ),
     Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),
 )
 DEFAULT = ROWS[0].name  # the method of an app whose run-config names none

@@ -201,7 +201,15 @@ def test_a_circle_is_found(tmp_path):
 
 
 # where methods may be named: their halves, the table, citations, tables of papers, benchmarks
-MAY_NAME = ("strategies/", "clients/", "methods.py", "cli/cite.py", "reproduce/", "bench/")
+MAY_NAME = (
+    "strategies/",
+    "clients/",
+    "methods.py",
+    "cli/cite.py",
+    "cli/citations.py",
+    "reproduce/",
+    "bench/",
+)
 
 
 def named(package: Path) -> list[str]:

@@ -32,6 +32,7 @@ from ..strategies.fedavg import Update
 from ..tree import Tensors
 
 SETTLE = "settle"  # the phase in which no weight moves
+FINETUNE = "finetune"  # the phase before a test
 
 
 class State(NamedTuple):
@@ -47,9 +48,9 @@ class State(NamedTuple):
 class Client(ClientHalf):
     """Trains from the shared part and the client's own part; sends the shared part."""
 
-    state_type = State
+    state_type: ClassVar[type] = State
     update_type: ClassVar[type] = Update
-    private = ("params", "buffers", "tuned")
+    private: ClassVar[tuple[str, ...]] = ("params", "buffers", "tuned")
 
     def is_own(self, name: str) -> bool:
         """Return whether the parameter or buffer `name` stays on the client."""
@@ -85,7 +86,7 @@ class Client(ClientHalf):
                 self.training.phase("fit", epochs=self.training.new_client_epochs, trainable=own),
             )
         epochs = self.finetune_epochs()
-        return (self.training.phase("finetune", epochs=epochs),) if epochs else ()
+        return (self.training.phase(FINETUNE, epochs=epochs),) if epochs else ()
 
     def views(self) -> dict[str, str]:
         """Return the personal model and, where the shared part is a whole model, the global one."""
@@ -164,6 +165,38 @@ class Client(ClientHalf):
                 {**broadcast.params, **state.params},
                 {**broadcast.buffers, **state.buffers},
             )
+        return self.model.probabilities(self.model.forward(params, buffers, x, train=False)[0])
+
+
+class Global(Client):
+    """A method of one global model whose clients have a state and a loss of their own. Before a
+    test the global model may be fine-tuned, as FedAvg's is: by plain steps. The state has a field
+    `tuned`.
+    """
+
+    private = ("tuned",)
+
+    def adapt(self, state: Any, broadcast: Any, data: Batch, purpose: Purpose) -> Work:
+        """Return the work that starts at the global model."""
+        return Work(broadcast.params, broadcast.buffers, memo={})
+
+    def gradient(
+        self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
+    ) -> tuple[Tensors, Tensors, Tensor]:
+        """Return the method's gradient; of the loss alone in fine-tuning."""
+        if phase.name == FINETUNE:
+            plain = Client(self.config, self.training, self.model)
+            return plain.gradient(phase, work, batches, noise)
+        return super().gradient(phase, work, batches, noise)
+
+    def finish_adapting(self, state: Any, work: Work, data: Batch, purpose: Purpose) -> Any:
+        """Return the state beside the fine-tuned model."""
+        return state._replace(tuned={**work.params, **work.buffers})
+
+    def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
+        """Return class probabilities of the global model, or of the fine-tuned one."""
+        tuned = view == "personal" and state.tuned
+        params, buffers = (state.tuned, {}) if tuned else (broadcast.params, broadcast.buffers)
         return self.model.probabilities(self.model.forward(params, buffers, x, train=False)[0])
 
 

@@ -42,6 +42,7 @@ class State(NamedTuple):
 
     drift: Tensors
     pace: Tensors
+    tuned: Tensors  # before a test the fine-tuned model, else {}
 
 
 class Memo(NamedTuple):
@@ -58,7 +59,6 @@ class Client(feddyn.Client):
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     update_type: ClassVar[type] = Update
     # the drift stays here, but what is sent (theta + drift, pace) tells it
-    private = ()  # type: ignore[assignment]
 
     @classmethod
     def refuses(cls, config: Any, training: Any) -> str | None:
@@ -69,9 +69,8 @@ class Client(feddyn.Client):
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return no drift and no pace."""
-        return State(
-            *({name: torch.zeros_like(value) for name, value in params.items()} for _ in range(2))
-        )
+        one, two = ({n: torch.zeros_like(value) for n, value in params.items()} for _ in range(2))
+        return State(one, two, tuned={})
 
     def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
         """Return the work that starts at the global model."""
@@ -104,7 +103,7 @@ class Client(feddyn.Client):
         drift = {name: value + moved[name] for name, value in memo.drift.items()}
         pace = {name: value / rate for name, value in moved.items()}
         corrected = {name: value + drift[name] for name, value in work.params.items()}
-        return State(drift, pace), Update(number, corrected, work.buffers, pace)
+        return State(drift, pace, {}), Update(number, corrected, work.buffers, pace)
 
     def steps(self, number: Tensor) -> Tensor:
         """Return K, the local steps of a round with this many samples; the numbers of

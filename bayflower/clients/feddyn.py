@@ -32,6 +32,7 @@ class State(NamedTuple):
     """What stays on the client: the gradient of its loss at its last optimum."""
 
     slope: Tensors
+    tuned: Tensors  # before a test the fine-tuned model, else {}
 
 
 class Memo(NamedTuple):
@@ -41,15 +42,15 @@ class Memo(NamedTuple):
     slope: Tensors
 
 
-class Client(fedavg.Client):
+class Client(fedavg.Global):
     """Trains with FedDyn's two terms."""
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
-    private = ("slope",)  # type: ignore[assignment]
+    private = ("slope", "tuned")  # type: ignore[assignment]
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return slope = 0."""
-        return State({name: torch.zeros_like(value) for name, value in params.items()})
+        return State({name: torch.zeros_like(value) for name, value in params.items()}, {})
 
     def begin(self, state: Any, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that starts at the global model."""
@@ -72,22 +73,7 @@ class Client(fedavg.Client):
             name: value - alpha * (work.params[name] - memo.anchor[name])
             for name, value in memo.slope.items()
         }
-        return State(slope), self.update_type(fedavg.count(data), work.params, work.buffers)
-
-    def views(self) -> dict[str, str]:
-        """Return the global model, twice."""
-        return {
-            "personal": "the global model (the method has no personal one)",
-            "global": "the global model of the last round",
-        }
-
-    def predict(
-        self, view: str, state: Any, broadcast: Broadcast, x: Tensor, noise: Tensors
-    ) -> Tensor:
-        """Return class probabilities of the global model."""
-        return self.model.probabilities(
-            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
-        )
+        return State(slope, {}), self.update_type(fedavg.count(data), work.params, work.buffers)
 
 
 def inner(a: Tensors, b: Tensors) -> Tensor:

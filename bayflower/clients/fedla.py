@@ -39,14 +39,14 @@ class State(NamedTuple):
     """Nothing stays on the client but how often it took part."""
 
     turns: Tensor
+    tuned: Tensors  # before a test the fine-tuned model, else {}
 
 
-class Client(fedavg.Client):
+class Client(fedavg.Global):
     """Trains under the global posterior; says how certain it is of each weight."""
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     update_type: ClassVar[type] = Update
-    private = ()  # type: ignore[assignment]
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
@@ -54,7 +54,8 @@ class Client(fedavg.Client):
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return a client that has not taken part."""
-        return State(torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device))
+        some = next(iter(params.values()))
+        return State(torch.zeros((), dtype=torch.int64, device=some.device), {})
 
     def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
         """Return the work that starts at the prior's mean."""
@@ -86,20 +87,7 @@ class Client(fedavg.Client):
             name: (self.config.memory * memo.precision[name] + value).clamp(min=LEAST)
             for name, value in found.items()
         }
-        return State(state.turns + 1), Update(number, work.params, work.buffers, precision)
-
-    def views(self) -> dict[str, str]:
-        """Return the global model, twice."""
-        return {
-            "personal": "the global model (the method has no personal one)",
-            "global": "the global model of the last round",
-        }
-
-    def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
-        """Return class probabilities of the global model."""
-        return self.model.probabilities(
-            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
-        )
+        return State(state.turns + 1, {}), Update(number, work.params, work.buffers, precision)
 
     def posterior(
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None

@@ -38,14 +38,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import ClientHalf, Phase, Posterior, Survey, Work
+from ..contract import Phase, Posterior, Survey, Work
 from ..maths import npn
 from ..maths.gaussian import Diagonal, damp, quotient
 from ..maths.laplace import Seen, independent
 from ..maths.tilted import Tilted, bounded, make_slopes, tilt
 from ..networks.model import Batch, Model
-from ..strategies.fednp import EXTRA, Broadcast, Update, classifier
+from ..strategies.fednp import EXTRA, Update, classifier
 from ..tree import Tensors, choose, map_tree
+from . import fedavg
 from .fedavg import count
 
 
@@ -57,6 +58,7 @@ class State(NamedTuple):
     factor: Diagonal
     turns: Tensor  # int64
     epoch: Tensor  # int64
+    tuned: Tensors  # before a test the fine-tuned model, else {}
 
 
 class Memo(NamedTuple):
@@ -68,7 +70,7 @@ class Memo(NamedTuple):
     epoch: Tensor
 
 
-class Client(ClientHalf):
+class Client(fedavg.Global):
     """Trains the global model under what the others say about z; sends the change of what it says
     itself.
     """
@@ -77,34 +79,27 @@ class Client(ClientHalf):
 
     state_type = State
     update_type: ClassVar[type] = Update
-    private = ()  # the factor stays here, but the changes that travel add up to it
+    # the factor stays here, but the changes that travel add up to it
     survey_size = 1024
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         super().__init__(config, training, model)
         self.slopes = make_slopes(config.moments, config.nodes)
 
-    def views(self) -> dict[str, str]:
-        """Return the global model, twice."""
-        return {
-            "personal": "the global model (the method has no personal one)",
-            "global": "the global model of the last round",
-        }
-
-    def init(self, params: Tensors, buffers: Tensors) -> State:
+    def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return a client without a factor."""
         some = next(iter(params.values()))
         zero = torch.zeros(self.config.latent, dtype=torch.float64, device=some.device)
         number = torch.zeros((), dtype=torch.int64, device=some.device)
-        return State(Diagonal(zero, zero.clone()), number, number.clone())
+        return State(Diagonal(zero, zero.clone()), number, number.clone(), {})
 
     def rejoined(self, state: State) -> State:
         """Return a client without a factor: the server has taken it out of the total."""
-        return State(
-            map_tree(torch.zeros_like, state.factor), torch.zeros_like(state.turns), state.epoch
+        return state._replace(
+            factor=map_tree(torch.zeros_like, state.factor), turns=torch.zeros_like(state.turns)
         )
 
-    def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
+    def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
         """Return the work that starts at the global model, with the cavity [eq. 8]; a factor of an
         older epoch is dropped.
         """
@@ -170,7 +165,7 @@ class Client(ClientHalf):
         )
         return Survey({"f": self.summed_f(work.params, features, batch.mask)}, {})
 
-    def finish(self, state: State, work: Work, data: Batch) -> tuple[State, Update]:
+    def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return the new factor, damped [eq. 10], and (theta_k, n_k, its change)."""
         number, memo = count(data), work.memo
         site = self.tilted(work.survey.total["f"].double() / number, memo.cavity).site
@@ -186,15 +181,7 @@ class Client(ClientHalf):
         after = Diagonal(*(a + b for a, b in zip(memo.own, change, strict=True)))
         extra = {name: value for name, value in work.params.items() if name.startswith(EXTRA)}
         sent = Update(number, self.network(work.params), work.buffers, extra, change, memo.turns)
-        return State(after, memo.turns + 1, memo.epoch), sent
-
-    def predict(
-        self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
-    ) -> Tensor:
-        """Return class probabilities of the global model."""
-        return self.model.probabilities(
-            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
-        )
+        return State(after, memo.turns + 1, memo.epoch, {}), sent
 
     def posterior(
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None

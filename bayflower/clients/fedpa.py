@@ -40,6 +40,7 @@ class State(NamedTuple):
     """Nothing stays on the client but how often it took part."""
 
     turns: Tensor
+    tuned: Tensors  # before a test the fine-tuned model, else {}
 
 
 class Memo(NamedTuple):
@@ -52,11 +53,10 @@ class Memo(NamedTuple):
     samples: Tensors
 
 
-class Client(fedavg.Client):
+class Client(fedavg.Global):
     """Trains, samples, and sends where the posterior wants the global model."""
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
-    private = ()  # type: ignore[assignment]
 
     @classmethod
     def refuses(cls, config: Any, training: Any) -> str | None:
@@ -69,9 +69,9 @@ class Client(fedavg.Client):
         )
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return burn-in and sampling; nothing before a test."""
+        """Return burn-in and sampling; before a test fine-tuning where asked."""
         if purpose != "train":
-            return ()
+            return super().phases(purpose)
         burn_in = self.training.phase("local")
         return burn_in, burn_in._replace(
             name=SAMPLE, epochs=0, steps=self.config.num_samples * self.config.sample_steps
@@ -79,7 +79,8 @@ class Client(fedavg.Client):
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return a client that has not taken part."""
-        return State(torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device))
+        some = next(iter(params.values()))
+        return State(torch.zeros((), dtype=torch.int64, device=some.device), {})
 
     def begin(self, state: Any, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that starts at the global model."""
@@ -112,21 +113,8 @@ class Client(fedavg.Client):
         """Return (theta − Δ, n_k) [eq. 3]."""
         moved = delta(work.memo.anchor, work.memo.samples, self.config.shrinkage)
         params = {name: value - moved[name] for name, value in work.memo.anchor.items()}
-        return State(state.turns + 1), self.update_type(fedavg.count(data), params, work.buffers)
-
-    def views(self) -> dict[str, str]:
-        """Return the global model, twice."""
-        return {
-            "personal": "the global model (the method has no personal one)",
-            "global": "the global model of the last round",
-        }
-
-    def predict(
-        self, view: str, state: Any, broadcast: Broadcast, x: Tensor, noise: Tensors
-    ) -> Tensor:
-        """Return class probabilities of the global model."""
-        return self.model.probabilities(
-            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
+        return State(state.turns + 1, {}), self.update_type(
+            fedavg.count(data), params, work.buffers
         )
 
     @property

@@ -41,6 +41,7 @@ class State(NamedTuple):
     params: Tensors
     buffers: Tensors
     started: Tensor  # bool
+    tuned: Tensors  # before a test the fine-tuned model, else {}
 
 
 class Memo(NamedTuple):
@@ -50,11 +51,10 @@ class Memo(NamedTuple):
     before: Broadcast
 
 
-class Client(fedavg.Client):
+class Client(fedavg.Global):
     """Trains from the global model, with a contrastive term."""
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
-    private = ()  # type: ignore[assignment]
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return a client without a last round."""
@@ -62,6 +62,7 @@ class Client(fedavg.Client):
             params,
             buffers,
             torch.zeros((), dtype=torch.bool, device=next(iter(params.values())).device),
+            {},
         )
 
     def begin(self, state: Any, broadcast: Broadcast, data: Batch) -> Work:
@@ -92,22 +93,7 @@ class Client(fedavg.Client):
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return the trained model as state, and the update."""
         sent = self.update_type(fedavg.count(data), work.params, work.buffers)
-        return State(work.params, work.buffers, torch.ones_like(state.started)), sent
-
-    def views(self) -> dict[str, str]:
-        """Return the global model, twice."""
-        return {
-            "personal": "the global model (the method has no personal one)",
-            "global": "the global model of the last round",
-        }
-
-    def predict(
-        self, view: str, state: Any, broadcast: Broadcast, x: Tensor, noise: Tensors
-    ) -> Tensor:
-        """Return class probabilities of the global model."""
-        return self.model.probabilities(
-            self.model.forward(broadcast.params, broadcast.buffers, x, train=False)[0]
-        )
+        return State(work.params, work.buffers, torch.ones_like(state.started), {}), sent
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Config:
     """What the user sets for FedAvg."""
 
     finetune_epochs: int = setting(
-        0, "epochs of local fine-tuning before a test; 0 = test the global model (fedavg-ft: 5)"
+        0, "epochs of local fine-tuning before a test; 0 = test the global model (rows -ft: 5)"
     )
     settle_epochs: int = setting(
         0,

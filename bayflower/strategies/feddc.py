@@ -35,7 +35,7 @@ Pace = Literal["sgd", "always"]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(fedavg.Config):
     """What the user sets for FedDC."""
 
     dc_alpha: float = setting(
@@ -49,6 +49,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choices(self)
         if not 0 <= self.dc_alpha < float("inf"):
             raise ConfigError(f"dc_alpha must be finite and not negative, got {self.dc_alpha}")

@@ -33,7 +33,7 @@ from . import fedavg
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(fedavg.Config):
     """What the user sets for FedDyn."""
 
     dyn_alpha: float = setting(
@@ -41,6 +41,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.dyn_alpha < float("inf"):
             raise ConfigError(f"dyn_alpha must be positive and finite, got {self.dyn_alpha}")
 

@@ -34,7 +34,7 @@ from . import fedavg
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(fedavg.Config):
     """What the user sets for FedLA."""
 
     la_weight: float = setting(
@@ -53,6 +53,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.la_weight < float("inf"):
             raise ConfigError(f"la_weight must be finite and not negative, got {self.la_weight}")
         if not 0 < self.la_start < float("inf"):

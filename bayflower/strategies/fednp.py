@@ -51,6 +51,7 @@ from ..maths.tilted import NODES, Backend
 from ..settings import Presets, paper, setting
 from ..shown import Heading, Mark, Picture
 from ..tree import Tensors, digest
+from . import fedavg
 from .fedavg import averaged, summed, weighted
 
 Site = Literal["vector", "scalar", "none"]
@@ -61,7 +62,7 @@ SHOWN = 200  # coordinates of z in the picture of the last state
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(fedavg.Config):
     """What the user sets for FedNP."""
 
     # images; speech has 16 latent numbers and 0.001. Where the NPN starts the paper does not say.
@@ -110,6 +111,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("latent", 1), ("nodes", 3), ("npn_hidden", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")

@@ -26,7 +26,7 @@ from . import fedavg
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(fedavg.Config):
     """What the user sets for FedPA."""
 
     num_samples: int = setting(5, "posterior samples that a client draws in one round")
@@ -41,6 +41,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("num_samples", "sample_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

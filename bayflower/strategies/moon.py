@@ -20,13 +20,14 @@ from . import fedavg
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(fedavg.Config):
     """What the user sets for MOON."""
 
     mu: float = setting(1.0, "weight of the contrastive term; 0 is FedAvg")
     moon_temperature: float = setting(0.5, "temperature of the contrastive term")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.mu >= 0:
             raise ConfigError(f"mu must not be negative, got {self.mu}; 0 is FedAvg")
         if not self.moon_temperature > 0:

@@ -149,7 +149,6 @@ def test_rows_are_complete():
         "FedCP",
         "GPFL",
         "FedPAC",
-        "FedPA-FT",
         "FedEP-FT",
         "QLSD-FT",
         "pFedGP",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import NEEDED
+from conftest import LATER, NEEDED, some
 from test_contract import bench_of
 
 from bayflower.methods import METHODS
@@ -11,7 +11,7 @@ from bayflower.testing import Bench
 from bayflower.testing.declared import Declared
 
 
-@pytest.fixture(scope="module", params=tuple(METHODS))
+@pytest.fixture(scope="module", params=some(METHODS, set(METHODS) - LATER))
 def bench(request) -> Bench:
     return bench_of(request.param, NEEDED.get(request.param, {}).get("model", "mlp"))
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BOTH, NEEDED, PEACE, cases, small_prepared, whole_run
+from conftest import BOTH, LATER, NEEDED, PEACE, cases, small_prepared, whole_run
 from test_contract import NAMES, bench_of
 
 from bayflower.methods import METHODS, ROWS
@@ -17,6 +17,11 @@ from bayflower.testing import runs
 KEEP = {*BOTH, "fedavg", "feddc", "feddyn", "fedpa", "fedper", "local", "moon", "scaffold", "snip"}
 LOOP = {"fedbn", "fednp", "metavd"}
 REPEATED = {*((name, "fused") for name in (*BOTH, "fedavg")), ("fedavg", "loop")}
+
+
+def kept(name: str, engine: str) -> bool:
+    """Return whether `make test` stops and resumes the method on the engine."""
+    return name in BOTH or (engine == "fused" and name not in LATER)
 
 
 @pytest.mark.parametrize("case", cases("mlp-bn"))

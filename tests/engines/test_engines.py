@@ -45,7 +45,7 @@ def test_one_float32_sgd_round_agrees_to_1e_5(case, device):
     """FedDC and FedDyn keep how far weights have moved; the rate is such that a move has enough
     digits in float32. More epochs of fine-tuning behind BatchNorm would only magnify rounding.
     """
-    short = {"finetune_epochs": 1} if case[0] == "fedavg-ft" else {}
+    short = {"finetune_epochs": 1} if case[0].endswith("-ft") else {}
     settings = {"rounds": 1, "optimizer": "sgd", "lr": 0.1, **short}
     compare(*outcomes(case[0], model=case[1], device=device, **settings), tolerance=1e-5)
 

@@ -33,6 +33,7 @@ from bayflower.methods import METHODS
 
 SMALL = {"keep": 0.15, "local_epochs": 1, "rounds": 2}
 PLAIN = ["fedavg", "fedavg-ft", "fedpa", "fedprox", "moon"]
+PLAIN_TOO = ["ditto", "fedpa-ft", "moon-ft"]
 ALIKE = {
     "fraction_train",
     "fraction_evaluate",
@@ -263,7 +264,7 @@ def test_noise_goes_into_what_clients_are_sent():
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_the_other_methods_are_refused_with_the_reason(method):
     why = wrapped.refusal(METHODS[method])
-    if method in PLAIN:
+    if method in (*PLAIN, *PLAIN_TOO):
         assert why is None
         return
     federation = Federation(method)
@@ -274,9 +275,7 @@ def test_the_other_methods_are_refused_with_the_reason(method):
     assert why is not None
 
 
-@pytest.mark.parametrize(
-    "method", some([method for method in PLAIN if method != "fedavg"], ["fedprox", "moon"])
-)
+@pytest.mark.parametrize("method", some([*PLAIN[1:], *PLAIN_TOO], ["fedprox", "moon"]))
 def test_every_method_that_is_not_refused_runs_inside(method):
     federation = Federation(method)
     got = federation.start(inside(DifferentialPrivacyServerSideFixedClipping, federation, 0.1, 1.0))

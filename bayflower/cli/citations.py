@@ -1,0 +1,286 @@
+"""The papers of methods and data sets, as entries of BibTeX."""
+
+from __future__ import annotations
+
+# stem of the method → (kind, key, fields)
+Entry = tuple[str, str, dict[str, str]]
+
+
+def paper(kind: str, key: str, author: str, title: str, year: int, **more: str) -> Entry:
+    """Return an entry."""
+    return kind, key, {"author": author, "title": f"{{{title}}}", "year": str(year), **more}
+
+
+def at(venue: str) -> dict[str, str]:
+    """Return the field of a conference paper."""
+    return {"booktitle": venue}
+
+
+def arxiv(number: str) -> dict[str, str]:
+    """Return the fields of a preprint."""
+    return {"eprint": number, "archiveprefix": "arXiv"}
+
+
+METHODS: dict[str, Entry] = {
+    "fedmap": paper(
+        "misc",
+        "zhang2024fedmap",
+        'Zhang, Fan and Esteve-Yag{\\"u}e, Carlos and Dittmer, S{\\"o}ren and Sch{\\"o}nlieb, '
+        "Carola-Bibiane and Roberts, Michael",
+        "FedMAP: Unlocking Potential in Personalized Federated Learning through Bi-Level MAP "
+        "Optimization",
+        2024,
+        **arxiv("2405.19000"),
+    ),
+    "fedbps": paper(
+        "misc",
+        "luo2024fedbps",
+        "Luo, Mengen and Kuruoglu, Ercan Engin",
+        "Bayesian Neural Network For Personalized Federated Learning Parameter Selection",
+        2024,
+        **arxiv("2402.16091"),
+    ),
+    "pfedvmp": paper(
+        "misc",
+        "pfedvmp",
+        "{The authors of pFedVMP}",
+        "Personalized Federated Learning via Variational Message Passing",
+        2025,
+    ),
+    "metavd": paper(
+        "inproceedings",
+        "jeon2023metavd",
+        "Jeon, Insu and Hong, Minui and Yun, Junhyeog and Kim, Gunhee",
+        "Federated Learning via Meta-Variational Dropout",
+        2023,
+        **at("Advances in Neural Information Processing Systems"),
+    ),
+    "fednp": paper(
+        "inproceedings",
+        "wu2023fednp",
+        "Wu, Xueyang and Huang, Hengguan and Ding, Youlong and Wang, Hao and Wang, Ye and Xu, Qian",
+        "FedNP: Towards Non-IID Federated Learning via Federated Neural Propagation",
+        2023,
+        **at("AAAI Conference on Artificial Intelligence"),
+    ),
+    "fedavg": paper(
+        "inproceedings",
+        "mcmahan2017fedavg",
+        "McMahan, Brendan and Moore, Eider and Ramage, Daniel and Hampson, Seth and "
+        'Ag{\\"u}era y Arcas, Blaise',
+        "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+        2017,
+        **at("AISTATS"),
+    ),
+    "fedprox": paper(
+        "inproceedings",
+        "li2020fedprox",
+        "Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and Talwalkar, Ameet "
+        "and Smith, Virginia",
+        "Federated Optimization in Heterogeneous Networks",
+        2020,
+        **at("MLSys"),
+    ),
+    "reptile": paper(
+        "misc",
+        "nichol2018reptile",
+        "Nichol, Alex and Achiam, Joshua and Schulman, John",
+        "On First-Order Meta-Learning Algorithms",
+        2018,
+        **arxiv("1803.02999"),
+    ),
+    "maml": paper(
+        "inproceedings",
+        "finn2017maml",
+        "Finn, Chelsea and Abbeel, Pieter and Levine, Sergey",
+        "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks",
+        2017,
+        **at("ICML"),
+    ),
+    "perfedavg": paper(
+        "inproceedings",
+        "fallah2020perfedavg",
+        "Fallah, Alireza and Mokhtari, Aryan and Ozdaglar, Asuman",
+        "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic "
+        "Meta-Learning Approach",
+        2020,
+        **at("Advances in Neural Information Processing Systems"),
+    ),
+    "snip": paper(
+        "inproceedings",
+        "lee2019snip",
+        "Lee, Namhoon and Ajanthan, Thalaiyasingam and Torr, Philip H. S.",
+        "SNIP: Single-Shot Network Pruning based on Connection Sensitivity",
+        2019,
+        **at("ICLR"),
+    ),
+    "scaffold": paper(
+        "inproceedings",
+        "karimireddy2020scaffold",
+        "Karimireddy, Sai Praneeth and Kale, Satyen and Mohri, Mehryar and Reddi, Sashank "
+        "and Stich, Sebastian and Suresh, Ananda Theertha",
+        "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
+        2020,
+        **at("ICML"),
+    ),
+    "moon": paper(
+        "inproceedings",
+        "li2021moon",
+        "Li, Qinbin and He, Bingsheng and Song, Dawn",
+        "Model-Contrastive Federated Learning",
+        2021,
+        **at("CVPR"),
+    ),
+    "feddyn": paper(
+        "inproceedings",
+        "acar2021feddyn",
+        "Acar, Durmus Alp Emre and Zhao, Yue and Matas, Ramon and Mattina, Matthew and "
+        "Whatmough, Paul and Saligrama, Venkatesh",
+        "Federated Learning Based on Dynamic Regularization",
+        2021,
+        **at("ICLR"),
+    ),
+    "feddc": paper(
+        "inproceedings",
+        "gao2022feddc",
+        "Gao, Liang and Fu, Huazhu and Li, Li and Chen, Yingwen and Xu, Ming and Xu, Cheng-Zhong",
+        "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction",
+        2022,
+        **at("CVPR"),
+    ),
+    "fedpa": paper(
+        "inproceedings",
+        "alshedivat2021fedpa",
+        "Al-Shedivat, Maruan and Gillenwater, Jennifer and Xing, Eric and Rostamizadeh, Afshin",
+        "Federated Learning via Posterior Averaging: A New Perspective and Practical Algorithms",
+        2021,
+        **at("ICLR"),
+    ),
+    "fedla": paper(
+        "misc",
+        "liu2021fedla",
+        "Liu, Liangxi and others",
+        "A Bayesian Federated Learning Framework with Online Laplace Approximation",
+        2021,
+        **arxiv("2102.01936"),
+    ),
+    "fedbn": paper(
+        "inproceedings",
+        "li2021fedbn",
+        "Li, Xiaoxiao and Jiang, Meirui and Zhang, Xiaofei and Kamp, Michael and Dou, Qi",
+        "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization",
+        2021,
+        **at("ICLR"),
+    ),
+    "fedper": paper(
+        "misc",
+        "arivazhagan2019fedper",
+        "Arivazhagan, Manoj Ghuhan and Aggarwal, Vinay and Singh, Aaditya Kumar and "
+        "Choudhary, Sunav",
+        "Federated Learning with Personalization Layers",
+        2019,
+        **arxiv("1912.00818"),
+    ),
+    "fedrep": paper(
+        "inproceedings",
+        "collins2021fedrep",
+        "Collins, Liam and Hassani, Hamed and Mokhtari, Aryan and Shakkottai, Sanjay",
+        "Exploiting Shared Representations for Personalized Federated Learning",
+        2021,
+        **at("ICML"),
+    ),
+    "lgfedavg": paper(
+        "misc",
+        "liang2020lgfedavg",
+        "Liang, Paul Pu and Liu, Terrance and Ziyin, Liu and Allen, Nicholas B. and Auerbach, "
+        "Randy P. "
+        "and Brent, David and Salakhutdinov, Ruslan and Morency, Louis-Philippe",
+        "Think Locally, Act Globally: Federated Learning with Local and Global Representations",
+        2020,
+        **arxiv("2001.01523"),
+    ),
+    "ditto": paper(
+        "inproceedings",
+        "li2021ditto",
+        "Li, Tian and Hu, Shengyuan and Beirami, Ahmad and Smith, Virginia",
+        "Ditto: Fair and Robust Federated Learning Through Personalization",
+        2021,
+        **at("ICML"),
+    ),
+}
+DATA: dict[str, Entry] = {
+    "fmnist": paper(
+        "misc",
+        "xiao2017fmnist",
+        "Xiao, Han and Rasul, Kashif and Vollgraf, Roland",
+        "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms",
+        2017,
+        **arxiv("1708.07747"),
+    ),
+    "mnist": paper(
+        "article",
+        "lecun1998mnist",
+        "LeCun, Yann and Bottou, L{\\'e}on and Bengio, Yoshua and Haffner, Patrick",
+        "Gradient-Based Learning Applied to Document Recognition",
+        1998,
+        journal="Proceedings of the IEEE",
+    ),
+    "cifar10": paper(
+        "techreport",
+        "krizhevsky2009cifar",
+        "Krizhevsky, Alex",
+        "Learning Multiple Layers of Features from Tiny Images",
+        2009,
+        institution="University of Toronto",
+    ),
+    "emnist": paper(
+        "inproceedings",
+        "cohen2017emnist",
+        "Cohen, Gregory and Afshar, Saeed and Tapson, Jonathan and van Schaik, Andr{\\'e}",
+        "EMNIST: Extending MNIST to Handwritten Letters",
+        2017,
+        **at("IJCNN"),
+    ),
+    "officecaltech": paper(
+        "inproceedings",
+        "gong2012office",
+        "Gong, Boqing and Shi, Yuan and Sha, Fei and Grauman, Kristen",
+        "Geodesic Flow Kernel for Unsupervised Domain Adaptation",
+        2012,
+        **at("CVPR"),
+    ),
+    "femnist": paper(
+        "misc",
+        "caldas2018leaf",
+        "Caldas, Sebastian and Duddu, Sai Meher Karthik and Wu, Peter and Li, Tian and "
+        "Kone{\\v{c}}n{\\'y}, Jakub and McMahan, H. Brendan and Smith, Virginia and Talwalkar, "
+        "Ameet",
+        "LEAF: A Benchmark for Federated Settings",
+        2018,
+        **arxiv("1812.01097"),
+    ),
+    "celeba": paper(
+        "inproceedings",
+        "liu2015celeba",
+        "Liu, Ziwei and Luo, Ping and Wang, Xiaogang and Tang, Xiaoou",
+        "Deep Learning Face Attributes in the Wild",
+        2015,
+        **at("ICCV"),
+    ),
+    "heart": paper(
+        "misc",
+        "janosi1988heart",
+        "Janosi, Andras and Steinbrunn, William and Pfisterer, Matthias and Detrano, Robert",
+        "Heart Disease",
+        1988,
+        howpublished="UCI Machine Learning Repository",
+    ),
+    "digits": paper(
+        "misc",
+        "alpaydin1998digits",
+        "Alpaydin, E. and Kaynak, C.",
+        "Optical Recognition of Handwritten Digits",
+        1998,
+        howpublished="UCI Machine Learning Repository",
+    ),
+}
