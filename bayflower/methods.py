@@ -217,6 +217,20 @@ ROWS = (
         "Li et al. 2021, ICML",
         "FedAvg, and a personal model tied to the global one",
     ),
+    Method(
+        "fedproto",
+        "fedproto",
+        "FedProto",
+        "Tan et al. 2022, AAAI",
+        "own networks that share nothing but class prototypes",
+    ),
+    Method(
+        "fedrod",
+        "fedrod",
+        "FedROD",
+        "Chen and Chao 2022, ICLR",
+        "a class-balanced shared network, a personal head on top",
+    ),
     Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),
 )
 DEFAULT = ROWS[0].name  # the method of an app whose run-config names none

@@ -207,6 +207,23 @@ METHODS: dict[str, Entry] = {
         2021,
         **at("ICML"),
     ),
+    "fedproto": paper(
+        "inproceedings",
+        "tan2022fedproto",
+        "Tan, Yue and Long, Guodong and Liu, Lu and Zhou, Tianyi and Lu, Qinghua and Jiang, Jing "
+        "and Zhang, Chengqi",
+        "FedProto: Federated Prototype Learning across Heterogeneous Clients",
+        2022,
+        **at("AAAI"),
+    ),
+    "fedrod": paper(
+        "inproceedings",
+        "chen2022fedrod",
+        "Chen, Hong-You and Chao, Wei-Lun",
+        "On Bridging Generic and Personalized Federated Learning for Image Classification",
+        2022,
+        **at("ICLR"),
+    ),
 }
 DATA: dict[str, Entry] = {
     "fmnist": paper(

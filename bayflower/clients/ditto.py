@@ -4,7 +4,7 @@ personal model that is tied to the global one.
     paper      here                       shape
     w^t        work.memo.params           by name: the broadcast, constant during the round
     w          work.params                by name: the copy that is trained and sent
-    v_k        work.params["own.…"]       by name, private
+    v_k        work.params["own:…"]       by name, private
     lambda     config.ditto_weight        ()
 
     h_k(v; w^t) = F_k(v) + (lambda/2) ‖v − w^t‖²                                        [eq. 1]
@@ -29,7 +29,7 @@ from ..tree import Tensors, choose
 from . import fedavg
 from .fedprox import sq_distance
 
-OWN = "own."  # what the names of the personal model begin with
+OWN = "own:"  # what the names of the personal model begin with; no layer has such a name
 FIT = "fit"  # the phase of a client that never trained
 
 

@@ -31,7 +31,7 @@ Departs:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ class Client(fedper.Client):
     update_type = Update
     sized_by = ("counts", "spread/counted", "spread/label")
     survey_size = 64
+    origin: ClassVar[str] = "pFedVMP's class Gaussians over features"  # of its posterior
 
     def loss(
         self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
@@ -106,7 +107,7 @@ class Client(fedper.Client):
         flat, dim = features.flatten(1), work.memo.centroids.shape[1]
         if flat.shape[1] != dim:
             raise ConfigError(
-                f"pfedvmp needs a head whose input is the features: its weights have {dim} "
+                f"class centroids need a head whose input is the features: its weights have {dim} "
                 f"columns, but there are {flat.shape[1]} features; name another layer as head"
             )
         return flat
@@ -196,4 +197,4 @@ class Client(fedper.Client):
         own, known = class_gaussians(seen), broadcast.known.double()
         means = torch.where(known[:, None] > 0, broadcast.centroids.double(), own.means)
         shared = own._replace(means=means, known=torch.maximum(known, own.known))
-        return {**found, "own": generative(shared, "pFedVMP's class Gaussians over features")}
+        return {**found, "own": generative(shared, self.origin)}

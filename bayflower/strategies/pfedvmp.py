@@ -187,7 +187,7 @@ class Server(ServerHalf):
         ]
         if not heads:
             raise ConfigError(
-                "pfedvmp needs a head with a weight matrix, to know the features; name the layer, "
+                "class centroids need a head with a weight matrix, to know the features; name it, "
                 "e.g. head='classifier'"
             )
         # one logit tells two classes apart

@@ -23,7 +23,7 @@ from bayflower.personal.runs import open_run
 OWN = {
     name
     for name, row in METHODS.items()
-    if row.stem in ("metavd", "fednp", "fedbps", "fedla", "pfedvmp")
+    if row.stem in ("metavd", "fednp", "fedbps", "fedla", "pfedvmp", "fedproto")
 }
 WITHOUT_US = """
 import json, sys

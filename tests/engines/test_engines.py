@@ -30,6 +30,8 @@ DEVICES = [
 # methods that differ where a network has normalisation layers: in what they share, in a second
 # derivative, in a correction of weights whose gradient is only rounding
 NORMS = {*BOTH, "fedavg", "feddc", "feddyn", "lgfedavg", "maml", "scaffold"}
+# methods whose new clients train all weights, behind BatchNorm
+WHOLE = {"ditto": {"new_client_epochs": 1}}
 # a few batches for each client, the last of them not full
 FEW = {"keep": 0.15, "new_client_epochs": 1}
 
@@ -45,7 +47,7 @@ def test_one_float32_sgd_round_agrees_to_1e_5(case, device):
     """FedDC and FedDyn keep how far weights have moved; the rate is such that a move has enough
     digits in float32. More epochs of fine-tuning behind BatchNorm would only magnify rounding.
     """
-    short = {"finetune_epochs": 1} if case[0].endswith("-ft") else {}
+    short = {"finetune_epochs": 1} if case[0].endswith("-ft") else WHOLE.get(case[0], {})
     settings = {"rounds": 1, "optimizer": "sgd", "lr": 0.1, **short}
     compare(*outcomes(case[0], model=case[1], device=device, **settings), tolerance=1e-5)
 

@@ -38,6 +38,7 @@ LEFT_OUT = {  # what a method refuses
     "feddc": {"schedule": "constant", "warmup_rounds": 0, "local_schedule": "constant"},
     "fedpa": {"local_schedule": "constant"},
     "fedpa-ft": {"local_schedule": "constant"},
+    "fedrod": {"label_smoothing": 0.0},
 }
 FEW = {"keep": 0.15, "new_client_epochs": 1}  # a few steps
 FIVE = ("fedavg", "fedmap", "metavd", "pfedvmp", "scaffold")
