@@ -33,13 +33,8 @@ from bayflower.testing.bench import SMALL
 torch.set_num_threads(1)  # small tensors: a second thread only gets in the way of other processes
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"  # real data sets, if any
 DEADLINE = time.monotonic() + float(os.environ.get("BAYFLOWER_SLOW_SECONDS", "inf"))
-# what a method needs to be itself: normalisation layers; some steps, after which two models that
-# began together differ; a prototype of every class
-NEEDED = {
-    "fedbn": {"model": "mlp-bn"},
-    "ditto": {"batch_size": 4},
-    "fedproto": {"min_count": 1},
-}
+# what a method needs to be itself: normalisation layers; a prototype of every class
+NEEDED = {"fedbn": {"model": "mlp-bn"}, "fedproto": {"min_count": 1}}
 # methods of which `make test` has few promises on one engine; `make test-all` has them all
 LATER = {"moon-ft", "fedpa-ft", "ditto", "fedproto", "fedrod"}
 FEWER = {"fedpa": {"num_samples": 2, "sample_steps": 3}}  # steps that only take time

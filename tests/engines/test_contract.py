@@ -16,6 +16,9 @@ from bayflower.testing.promises import Promises
 NAMES = sorted(METHODS)
 BEYOND = {"feddyn"}  # methods whose global model is not the clients' mean, by definition
 
+# some steps, after which two models that began together differ
+STEPS = {name: {"batch_size": 4} for name in ("ditto",)}
+
 
 @functools.cache
 def bench_of(method: str, model: str, dtype: str = "float32") -> Bench:
@@ -24,7 +27,7 @@ def bench_of(method: str, model: str, dtype: str = "float32") -> Bench:
         method,
         model,
         dtype,
-        settings={**NEEDED.get(method, {}), **FEWER.get(method, {})},
+        settings={**NEEDED.get(method, {}), **FEWER.get(method, {}), **STEPS.get(method, {})},
         returns_one_update=method not in BEYOND,
     )
 
