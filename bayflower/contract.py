@@ -295,9 +295,7 @@ class ClientHalf(ABC):
         return True
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
-        """Return the stretches of training of a round ("train"), before a test ("finetune"), of a
-        client that never trained ("new").
-        """
+        """Return the phases of a round ("train"), before a test ("finetune"), of a "new" client."""
         return (self.training.phase("local"),) if purpose == "train" else ()
 
     def noise(self, stage: str, batch_size: int) -> dict[str, tuple[int, ...]]:
@@ -387,6 +385,10 @@ class ClientHalf(ABC):
     def remark(self) -> str | None:
         """Return a line if the method is not what its name promises on this network."""
         return None
+
+    def spread(self, state: Any, broadcast: Any) -> Tensors:
+        """Return standard deviations of the personal model's weights that the state holds."""
+        return {}
 
     def posterior(
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None

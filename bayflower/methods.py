@@ -231,6 +231,20 @@ ROWS = (
         "Chen and Chao 2022, ICLR",
         "a class-balanced shared network, a personal head on top",
     ),
+    Method(
+        "pfedbayes",
+        "pfedbayes",
+        "PFedBayes",
+        "Zhang et al. 2022, ICML",
+        "own Gaussians over weights, an averaged one as prior",
+    ),
+    Method(
+        "pvi",
+        "pvi",
+        "PVI",
+        "Ashman et al. 2022, arXiv 2202.12275",
+        "a Gaussian posterior over all weights, one factor a client",
+    ),
     Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),
 )
 DEFAULT = ROWS[0].name  # the method of an app whose run-config names none

@@ -36,7 +36,7 @@ DEADLINE = time.monotonic() + float(os.environ.get("BAYFLOWER_SLOW_SECONDS", "in
 # what a method needs to be itself: normalisation layers; a prototype of every class
 NEEDED = {"fedbn": {"model": "mlp-bn"}, "fedproto": {"min_count": 1}}
 # methods of which `make test` has few promises on one engine; `make test-all` has them all
-LATER = {"moon-ft", "fedpa-ft", "ditto", "fedproto", "fedrod"}
+LATER = {"moon-ft", "fedpa-ft", "ditto", "fedproto", "fedrod", "pfedbayes", "pvi"}
 FEWER = {"fedpa": {"num_samples": 2, "sample_steps": 3}}  # steps that only take time
 FEWER["fedpa-ft"] = FEWER["fedpa"]
 # methods with states or normalisation layers of their own kind: `make test` has them on both

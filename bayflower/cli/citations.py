@@ -224,6 +224,23 @@ METHODS: dict[str, Entry] = {
         2022,
         **at("ICLR"),
     ),
+    "pfedbayes": paper(
+        "inproceedings",
+        "zhang2022pfedbayes",
+        "Zhang, Xu and Li, Yinchuan and Li, Wenpeng and Guo, Kaiyang and Shao, Yunfeng",
+        "Personalized Federated Learning via Variational Bayesian Inference",
+        2022,
+        **at("ICML"),
+    ),
+    "pvi": paper(
+        "misc",
+        "ashman2022pvi",
+        "Ashman, Matthew and Bui, Thang D. and Nguyen, Cuong V. and Markou, Stratis and Weller, "
+        "Adrian and Swaroop, Siddharth and Turner, Richard E.",
+        "Partitioned Variational Inference: A Framework for Probabilistic Federated Learning",
+        2022,
+        **arxiv("2202.12275"),
+    ),
 }
 DATA: dict[str, Entry] = {
     "fmnist": paper(

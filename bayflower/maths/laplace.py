@@ -31,6 +31,7 @@ from ..tree import Tensors
 DRAWS = 64  # of the logits
 WEIGHT_DRAWS = 16  # of weights before the last layer, which need a pass through the network each
 LARGEST = 4096  # inputs of the last layer up to which Kronecker factors are formed
+SPREAD = "spread:"  # names of standard deviations (`ClientHalf.spread`) among the parameters
 FLOOR = 1e-3  # share of the mean variance of features that no feature's variance is below
 
 

@@ -96,13 +96,21 @@ class Uncertain:
 
     # -- 1: posteriors -----------------------------------------------------------------------------
     def numbers(self, state: Any, broadcast: Any, x: Tensor) -> tuple[Tensors, Tensors]:
-        """Return (parameters, buffers) of the personal model, from one sample's prediction."""
-        return numbers(self.half, state, broadcast, x)
+        """Return (parameters, buffers) of the personal model, from one sample's prediction; beside
+        the parameters their spreads, where the state holds them.
+        """
+        params, buffers = numbers(self.half, state, broadcast, x)
+        spread = self.half.spread(state, broadcast)
+        return {
+            **params,
+            **{laplace.SPREAD + name: value for name, value in spread.items()},
+        }, buffers
 
     def see(
         self, params: Tensors, buffers: Tensors, batch: Batch
     ) -> tuple[Labels, laplace.Seen | None]:
         """Return what a batch of training samples shows of the classes and of the last layer."""
+        params = weights(params)
         logits, features = forward_last(self.model, params, buffers, batch.x, self.layer)
         probs = curves.log_softmax(logits.double()).exp() * batch.mask.double()[:, None]
         classes = torch.arange(self.model.num_classes, device=batch.y.device)
@@ -131,7 +139,7 @@ class Uncertain:
         tensors = {name: one.tensors for name, one in found.items()}
         classes = laplace.class_gaussians(seen) if seen is not None else None
         bias, mean = curves.bias_of(*labels), curves.mean_of(labels.predicted)
-        return Fitted(params, buffers, tensors, classes, bias, mean, curves.floor_of(rows))
+        return Fitted(weights(params), buffers, tensors, classes, bias, mean, curves.floor_of(rows))
 
     def outputs(self, fitted: Fitted, x: Tensor) -> Outputs:
         """Return what the model says of some samples."""
@@ -226,6 +234,11 @@ class Uncertain:
     def doubt_of(self, form: str, choice: Choice, out: Outputs) -> tuple[Tensor, ...]:
         """Return the network's own doubt, and whether it is in use; nothing but for calibrated."""
         return (plain_doubt(out), choice.plain) if form == "calibrated" else ()
+
+
+def weights(params: Tensors) -> Tensors:
+    """Return the parameters without their spreads."""
+    return {name: value for name, value in params.items() if not name.startswith(laplace.SPREAD)}
 
 
 def plain_doubt(out: Outputs) -> Tensor:

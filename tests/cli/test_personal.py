@@ -23,7 +23,7 @@ from bayflower.personal.runs import open_run
 OWN = {
     name
     for name, row in METHODS.items()
-    if row.stem in ("metavd", "fednp", "fedbps", "fedla", "pfedvmp", "fedproto")
+    if row.stem in ("metavd", "fednp", "fedbps", "fedla", "pfedvmp", "fedproto", "pfedbayes", "pvi")
 }
 WITHOUT_US = """
 import json, sys

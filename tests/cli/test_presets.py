@@ -55,6 +55,7 @@ PAPERS = {
         "adapt_steps": 1,
         "inner_lr": 0.02,
     },
+    "pfedbayes": {"bayes_zeta": 10.0, "bayes_start_rho": -2.5},
     "reptile": {"adapt_steps": 1},
     **{name: {"adapt_steps": 1, "inner_lr": 0.02} for name in ("maml", "perfedavg", "snip")},
     "fedmap": {

@@ -14,7 +14,7 @@ from bayflower.testing import Bench
 from bayflower.testing.promises import Promises
 
 NAMES = sorted(METHODS)
-BEYOND = {"feddyn"}  # methods whose global model is not the clients' mean, by definition
+BEYOND = {"feddyn", "pvi"}  # methods whose global model is not the clients' mean, by definition
 
 # some steps, after which two models that began together differ
 STEPS = {name: {"batch_size": 4} for name in ("ditto",)}
