@@ -53,7 +53,7 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
     if model is None and (recipe is None or is_own(recipe["name"])):
         return made_of(program(folder), card, extras)
     task = from_json(card["task"]) if "task" in card else None
-    shape, classes = tuple(card["network"]["input_shape"]), card["network"]["num_classes"]
+    shape, number = tuple(card["network"]["input_shape"]), card["network"]["num_classes"]
     built = (
         partial(made, model, shape, number)
         if model is not None
