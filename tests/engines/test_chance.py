@@ -233,7 +233,7 @@ def test_evaluation_and_rate_zero_cost_nothing():
     drops = Model(case.factory, CLASSES)
     params, buffers = drops.initial(0)
     drops.forward(params, buffers, x, train=False)
-    assert drops.seen.replaced == {}
+    assert drops.seen.replaced == {(False, "once"): False}
     with pytest.raises(BayflowerError, match="needs the key of a step"):
         drops.forward(params, buffers, x, train=True)
     with chance.step(0):
