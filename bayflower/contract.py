@@ -377,9 +377,7 @@ class ClientHalf(ABC):
     shapes_features: ClassVar[bool] = False  # True if it is about features: the report shows them
 
     def views(self) -> dict[str, str]:
-        """Return the models that `predict` can show, each with a description; "personal" is always
-        among them.
-        """
+        """Return the models that `predict` can show, each with a description; one is "personal"."""
         return {"personal": "the client's own model"}
 
     def remark(self) -> str | None:

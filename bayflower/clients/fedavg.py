@@ -174,7 +174,7 @@ class Global(Client):
     `tuned`.
     """
 
-    private = ("tuned",)
+    private: ClassVar[tuple[str, ...]] = ("tuned",)
 
     def adapt(self, state: Any, broadcast: Any, data: Batch, purpose: Purpose) -> Work:
         """Return the work that starts at the global model."""

@@ -58,6 +58,7 @@ class Client(feddyn.Client):
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     update_type: ClassVar[type] = Update
+    private = ("tuned",)
     # the drift stays here, but what is sent (theta + drift, pace) tells it
 
     @classmethod

@@ -46,7 +46,7 @@ class Client(fedavg.Global):
     """Trains with FedDyn's two terms."""
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
-    private = ("slope", "tuned")  # type: ignore[assignment]
+    private: ClassVar[tuple[str, ...]] = ("slope", "tuned")
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return slope = 0."""

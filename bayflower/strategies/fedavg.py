@@ -31,12 +31,25 @@ from ..tree import Tensors
 
 
 @dataclass(frozen=True)
-class Config:
-    """What the user sets for FedAvg."""
+class Tuning:
+    """What the user sets for every method of one global model."""
 
     finetune_epochs: int = setting(
         0, "epochs of local fine-tuning before a test; 0 = test the global model (rows -ft: 5)"
     )
+
+    def __post_init__(self) -> None:
+        if self.finetune_epochs < 0:
+            raise ConfigError(
+                f"finetune_epochs must not be negative, got {self.finetune_epochs}; 0 means no "
+                "fine-tuning"
+            )
+
+
+@dataclass(frozen=True)
+class Config(Tuning):
+    """What the user sets for FedAvg."""
+
     settle_epochs: int = setting(
         0,
         "passes over a client's data in training mode, without steps, before its model is sent: "
@@ -44,14 +57,12 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for name, words in (
-            ("finetune_epochs", "fine-tuning"),
-            ("settle_epochs", "pass over the data"),
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"{name} must not be negative, got {getattr(self, name)}; 0 means no {words}"
-                )
+        super().__post_init__()
+        if self.settle_epochs < 0:
+            raise ConfigError(
+                f"settle_epochs must not be negative, got {self.settle_epochs}; 0 means no pass "
+                "over the data"
+            )
 
 
 class State(NamedTuple):

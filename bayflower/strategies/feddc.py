@@ -35,7 +35,7 @@ Pace = Literal["sgd", "always"]
 
 
 @dataclass(frozen=True)
-class Config(fedavg.Config):
+class Config(fedavg.Tuning):
     """What the user sets for FedDC."""
 
     dc_alpha: float = setting(

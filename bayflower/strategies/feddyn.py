@@ -33,7 +33,7 @@ from . import fedavg
 
 
 @dataclass(frozen=True)
-class Config(fedavg.Config):
+class Config(fedavg.Tuning):
     """What the user sets for FedDyn."""
 
     dyn_alpha: float = setting(

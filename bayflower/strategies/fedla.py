@@ -34,7 +34,7 @@ from . import fedavg
 
 
 @dataclass(frozen=True)
-class Config(fedavg.Config):
+class Config(fedavg.Tuning):
     """What the user sets for FedLA."""
 
     la_weight: float = setting(

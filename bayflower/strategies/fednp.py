@@ -62,7 +62,7 @@ SHOWN = 200  # coordinates of z in the picture of the last state
 
 
 @dataclass(frozen=True)
-class Config(fedavg.Config):
+class Config(fedavg.Tuning):
     """What the user sets for FedNP."""
 
     # images; speech has 16 latent numbers and 0.001. Where the NPN starts the paper does not say.

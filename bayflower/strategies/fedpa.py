@@ -26,7 +26,7 @@ from . import fedavg
 
 
 @dataclass(frozen=True)
-class Config(fedavg.Config):
+class Config(fedavg.Tuning):
     """What the user sets for FedPA."""
 
     num_samples: int = setting(5, "posterior samples that a client draws in one round")

@@ -20,7 +20,7 @@ from . import fedavg
 
 
 @dataclass(frozen=True)
-class Config(fedavg.Config):
+class Config(fedavg.Tuning):
     """What the user sets for MOON."""
 
     mu: float = setting(1.0, "weight of the contrastive term; 0 is FedAvg")

@@ -37,7 +37,7 @@ from . import fedavg
 
 
 @dataclass(frozen=True)
-class Config(fedavg.Config):
+class Config(fedavg.Tuning):
     """What the user sets for PVI."""
 
     pvi_damping: float = setting(

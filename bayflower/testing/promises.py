@@ -126,7 +126,8 @@ class Promises:
             }
             sent = flatten(trained.update)
             for name, leaf in private.items():
-                if any(torch.allclose(leaf, one) for one in known if one.shape == leaf.shape):
+                alike = [x for x in known if (x.shape, x.dtype) == (leaf.shape, leaf.dtype)]
+                if any(torch.allclose(leaf, one) for one in alike):
                     continue
                 assert not any(
                     torch.equal(leaf, other)
