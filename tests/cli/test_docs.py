@@ -23,6 +23,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from inspect import signature
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -115,7 +116,10 @@ def run_page(page: str, tmp_path: Path, monkeypatch, less: dict[str, str]) -> No
             for line in commands(text):
                 run_command(line, tmp_path)
         elif language == "python" and not FILE.match(text):
-            with one_thread():  # small work: more threads only wait for each other
+            with one_thread(), warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "data: .*left out", UserWarning
+                )  # a reader sees it
                 exec(compile(text, f"{page}, block {number}", "exec"), {"__name__": "__main__"})
 
 
