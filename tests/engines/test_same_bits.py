@@ -32,7 +32,9 @@ found = result(prepared.run, "loop", prepared.federation, prepared.halves, outco
 parts = {name: tensor.numpy().tobytes().hex() for name, tensor in
          flatten(outcome.server_state).items()}
 kept = {"state": parts, "final": found["final"], "uncertainty": found["uncertainty"],
-        "rounds": [{k: v for k, v in one.items() if k != "seconds"} for one in found["rounds"]]}
+        # a message names the settings, so its bytes grow with them
+        "rounds": [{k: v for k, v in one.items() if k not in ("seconds", "bytes_down", "bytes_up")}
+                   for one in found["rounds"]]}
 text = json.dumps(kept, sort_keys=True)
 print(hashlib.sha256(text.encode()).hexdigest(), len(text))
 """
@@ -48,6 +50,8 @@ def digest(method: str, checkout: str | Path) -> str:
         text=True,
         check=False,
     )
+    if checkout != ROOT and "must be one of" in done.stderr:
+        pytest.skip("the other checkout has no such method")
     assert done.returncode == 0, json.dumps(done.stderr[-800:])
     return done.stdout.split("\n")[-2]
 
