@@ -296,7 +296,10 @@ class Calibrator:
             raise WireError("the histograms count other samples than the table")
         return {"scores": flat["scores"], "doubts": flat["doubts"]}
 
-    def _one(self, flat: Tensors, sizes: Any, num_classes: int) -> One:
+    def used(self, flat: Tensors) -> tuple[dict[str, tuple[str, str]], int, Tensor]:
+        """Return (posteriors by name, held-out rows, what was chosen) of a reply; raise if they are
+        impossible.
+        """
         try:
             text = bytes(flat["kinds"][:MOST_TEXT].to(torch.uint8).tolist()).decode()
             kinds = {str(k): (str(a), str(b)) for k, (a, b) in json.loads(text).items()}
@@ -305,6 +308,10 @@ class Calibrator:
             raise WireError(f"what the client uses cannot be read: {error}") from None
         if len(kinds) > MOST_POSTERIORS or not 0 <= rows <= self.settings.calibration_rows:
             raise WireError("what the client uses is impossible")
+        return kinds, rows, vector
+
+    def _one(self, flat: Tensors, sizes: Any, num_classes: int) -> One:
+        kinds, rows, vector = self.used(flat)
         chosen = from_vector(vector, kinds)
         judged = read_judged(flat, num_classes, sizes.test_size)
         self.kinds = self.kinds or kinds

@@ -23,7 +23,7 @@ from ..rounds.spread import LARGEST, Calibrated, Choice, Fitted, Held, One, Spre
 from ..rounds.uncertain import added
 from ..tasks import Task
 from ..tree import Tensors, flatten, matching, unflatten
-from .calibrating import MOST_POSTERIORS, MOST_TEXT, Begun, Calibrator, Order, under
+from .calibrating import MOST_POSTERIORS, Begun, Calibrator, Order, under
 
 FORMS = ("point", "fitted", "posterior", "calibrated")
 
@@ -137,14 +137,7 @@ class NumbersCalibrator(Calibrator):
             raise WireError("the sums of held-out samples are impossible")
 
     def _judged(self, flat: Tensors, sizes: Any) -> One:
-        try:
-            text = bytes(flat["kinds"][:MOST_TEXT].to(torch.uint8).tolist()).decode()
-            kinds = {str(k): (str(a), str(b)) for k, (a, b) in json.loads(text).items()}
-            rows, vector = int(flat["rows"]), flat["chosen"].double()
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise WireError(f"what the client uses cannot be read: {error}") from None
-        if len(kinds) > MOST_POSTERIORS or not 0 <= rows <= self.settings.calibration_rows:
-            raise WireError("what the client uses is impossible")
+        kinds, rows, vector = self.used(flat)
         judged = under(flat, "judged/")
         forms = {name.split("/")[0] for name in judged}
         if not forms <= set(FORMS) or "calibrated" not in forms:
