@@ -147,6 +147,10 @@ class Reference:
 
     def equal(self, lab: Lab, name: str) -> bool:
         """Return whether a run has the reference's server state and metrics, to the bit."""
+        return not self.differences(lab, name)
+
+    def differences(self, lab: Lab, name: str) -> list[str]:
+        """Return what of a run's server state and metrics has not the reference's bits."""
         known = checkpoint.read(lab.results(name))
         assert known is not None
         mine, wanted = (
@@ -154,15 +158,16 @@ class Reference:
             flatten(self.want.server_state),
         )
         result = lab.result(name)
-        same = (
-            result["final"]["personal"]["per_client"]
-            == summarise(self.want.views["personal"])["per_client"]
-        )
-        return (
-            same
-            and mine.keys() == wanted.keys()
-            and all(torch.equal(mine[key], wanted[key]) for key in mine)
-        )
+        scores = result["final"]["personal"]["per_client"]
+        expected = summarise(self.want.views["personal"])["per_client"]
+        found = [
+            f"server state: {key}"
+            for key in sorted(mine.keys() | wanted.keys())
+            if key not in mine or key not in wanted or not torch.equal(mine[key], wanted[key])
+        ]
+        if scores != expected:
+            found.append(f"metrics: {scores} instead of {expected}, faults {result['faults']}")
+        return found
 
 
 def intact(

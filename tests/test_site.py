@@ -60,10 +60,10 @@ def test_the_numbers_of_the_decision_table_are_in_the_experiments():
     table = text.split("## The evidence")[0]
     pages = "".join(
         (DOCS / target).read_text()
-        for target in re.findall(r"\]\((\.\./experiments/[^)]+)\)", text)
+        for target in re.findall(r"\]\((\.\./experiments/[^)#]+)\)", text)
     )
-    results = (ROOT / "RESULTS.md").read_text()
-    for anchor in re.findall(r"\]\(\.\./RESULTS\.md#([^)]+)\)", text):
+    for target, anchor in re.findall(r"\]\((\.\./experiments/[^)#]+)#([^)]+)\)", text):
+        results = (DOCS / target).read_text()
         pages += results.split(f'<a id="{anchor}"></a>')[1].split("<a id=")[0]
     numbers = re.findall(r"\b\d+\.\d+\b", table)
     assert len(numbers) >= 12

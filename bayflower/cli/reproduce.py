@@ -79,8 +79,19 @@ def reproduce(
     ] = False,
     write: Annotated[
         Path | None,
-        typer.Option(help="write this page of all results; the text below its marker is kept"),
+        typer.Option(
+            help="write this page of findings, and the tables and pictures it links to in "
+            "experiments/tables beside it; the text below its marker is kept"
+        ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="compare the pages with what the runs give, byte by byte; exit code 1 if one "
+            "differs; needs --all and the page, RESULTS.md unless --write names it",
+        ),
+    ] = False,
     collect: Annotated[
         bool,
         typer.Option(
@@ -155,11 +166,18 @@ def reproduce(
         ]
         print(json.dumps(lines)) if as_json else print_list(lines)
         return
-    if write:
-        from ..reproduce.page import write_page
+    if write or check:
+        from ..reproduce.page import differing, write_page
 
-        write_page(write, chosen, plan, cache)
-        say(f"written: {write}")
+        page = write or Path("RESULTS.md")
+        if not check:
+            write_page(page, chosen, plan, cache)
+            say(f"written: {page}")
+        elif stale := differing(page, chosen, plan, cache):
+            raise BayflowerError(
+                f"{', '.join(map(str, stale))}: not what the runs give; "
+                f"`bayflower reproduce --all --write {page}` writes them"
+            )
         return
     if not tables and not everything:
         if collect or take:

@@ -23,7 +23,7 @@ from bayflower.personal.runs import open_run
 from bayflower.reproduce import Cache, find
 from bayflower.reproduce.cache import COLLECTIONS, key_of, resolved
 from bayflower.reproduce.collect import collect
-from bayflower.reproduce.page import MARKER, write_page
+from bayflower.reproduce.page import MARKER, differing, write_page
 from bayflower.reproduce.show import content, look, markdown
 from bayflower.reproduce.sweep import Plan, jobs, run_missing
 from bayflower.reproduce.tables import Spec
@@ -117,28 +117,31 @@ def test_only_some_runs_are_done_and_their_folders_kept(finished, tmp_path):
         )
 
 
-def test_the_page_says_which_cells_are_only_of_the_quick_form_and_keeps_what_was_written_by_hand(
-    finished, tmp_path
-):
+def test_the_pages_keep_quick_cells_apart_and_what_was_written_by_hand(finished, tmp_path):
     table, page = find("fedmap-1"), tmp_path / "RESULTS.md"
     for file in finished.glob("*.json"):
         (tmp_path / file.name).write_text(file.read_text())
     some = replace(plan(), form="full", where=(("method", "local"),))
     page.write_text(f"an older page{MARKER}\nread by a person\n")
-    write_page(page, [table], plan(), Cache(tmp_path))
+    quick = tmp_path / "experiments" / "tables" / "quick.md"
+    assert quick in write_page(page, [table], plan(), Cache(tmp_path))
     assert "| quick | 55 of 55 |" in page.read_text()
-    assert "quick: " not in page.read_text()  # all of it is
+    assert not quick.with_name("fedmap.md").exists()  # all of it is quick
     assert run_missing([table], some, Cache(tmp_path), lambda line: None) == 0
     write_page(page, [table], plan(), Cache(tmp_path))
-    text = page.read_text()
+    text, tables = page.read_text(), quick.with_name("fedmap.md").read_text()
     assert "| full | 11 and 44 quick of 55 |" in text
-    (line,) = (line for line in text.splitlines() if line.startswith("| client 8 |"))
-    assert line.count("quick: ") == 4
-    assert "; *76.08*" in line  # beside a quick number the paper's stands without a difference
-    assert "* Form: full (rounds 1" in text
-    assert "* Form: quick (rounds 1" in text
+    (line,) = (line for line in tables.splitlines() if line.startswith("| client 8 |"))
+    assert line.count("| –") == 4
+    assert "76.08" not in line  # the paper's number stands beside one of ours
+    assert "76.08" in quick.read_text()
+    assert "* Form: full (rounds 1" in tables
+    assert "* Form: quick (rounds 1" in quick.read_text()
     assert text.endswith(f"{MARKER}\nread by a person\n")
     assert "an older page" not in text
+    assert differing(page, [table], plan(), Cache(tmp_path)) == []
+    quick.write_text(quick.read_text() + " ")
+    assert differing(page, [table], plan(), Cache(tmp_path)) == [quick]
 
 
 def test_methods_that_do_not_exist_say_so(tmp_path):
