@@ -28,6 +28,7 @@ from torch.func import vjp
 from ..errors import BayflowerError
 from .batched import front, has_kernels, on_stacks
 
+HALVES = (torch.bfloat16, torch.float16)
 MASKABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NEEDS_MASK = (
@@ -62,6 +63,11 @@ class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training or self.running_mean is None):
+            if x.is_cuda and x.dtype in HALVES:
+                assert self.running_var is not None
+                return settled(
+                    x, self.running_mean, self.running_var, self.weight, self.bias, self.eps
+                )
             return super().forward(x)
         if not _masks:
             raise BayflowerError(NEEDS_MASK.format("BatchNorm"))
@@ -92,6 +98,27 @@ class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.running_var
             + rate * (variance * count / (count - 1).clamp(min=1) - self.running_var)
         )
+
+
+def settled(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Return what BatchNorm gives in evaluation mode for inputs of half precision, computed in
+    float32. On a GPU torch's own asks such inputs for their layout in memory, which fails in vmap.
+    """
+    around = (-1,) + (1,) * (x.ndim - 2)
+    scale = (variance.float() + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight.float()
+    shift = -mean.float() * scale
+    if bias is not None:
+        shift = shift + bias.float()
+    return (x.float() * scale.reshape(around) + shift.reshape(around)).to(x.dtype)
 
 
 class MaskedInstanceNorm(nn.modules.instancenorm._InstanceNorm):
