@@ -273,16 +273,21 @@ class Maker:
                 str(self.deployment.port),
                 "--superlink",
                 f"superlink:{SUPERLINK_PORT}",
+                "--nodes",
+                "/server/nodes",
                 "--certificate",
-                "/server/server.crt",
+                "/server/gate.crt",
                 "--key",
-                "/server/server.key",
+                "/server/gate.key",
                 "--authority",
                 "/server/ca.crt",
             ],
             health=f"localhost:{self.deployment.port}",
             networks=["core", "federation"],
-            volumes=folder,
+            volumes=[  # its own key and no other
+                f"{own}/{file}:/server/{file}:ro"
+                for file in ("ca.crt", "gate.crt", "gate.key", "nodes")
+            ],
             after={"superlink": "service_healthy"},
         )
         if self.deployment.role == "server":

@@ -116,6 +116,8 @@ def fill(
     authority = keys.make_authority(folder / "ca", f"{name} authority", days)
     (folder / "server" / "nodes").mkdir(parents=True)
     keys.make_certificate(authority, folder / "server", "server", [*hosts, *INNER_HOSTS], days)
+    outer = [host for host in INNER_HOSTS if host != "superlink"]  # it cannot pose as the SuperLink
+    keys.make_certificate(authority, folder / "server", "gate", [*hosts, *outer], days)
     for k in range(clients):
         own = folder / f"client-{k}"
         (own / "data").mkdir(parents=True)
@@ -168,7 +170,7 @@ def renew(deployment: Deployment, days: int) -> list[Path]:
         )
     done = []
     for folder, stem in [
-        (deployment.server, "server"),
+        *((deployment.server, stem) for stem in sorted({"server", deployment.gate_stem()})),
         *((own, "runtime") for own in deployment.client_folders().values()),
     ]:
         if not folder.exists():

@@ -1,25 +1,33 @@
-"""The only server that clients can reach: a proxy that forwards Flower's Fleet API to the SuperLink
-and nothing else.
+"""The only server that clients can reach: it forwards to the SuperLink what a registered client may
+ask of Flower's Fleet API, and nothing else.
 
 Flower serves three APIs on one port. The API that starts runs and registers node keys has no
 authentication: anybody who can reach it can run code on every node. This gate lets clients reach
-only the API made for clients.
+only the API made for clients. A request passes these checks in this order:
 
-    python -m bayflower.deploy.gate --port 9092 --superlink superlink:9091 \\
-        --certificate server.crt --key server.key --authority ca.crt
+1. its headers are signed by a key of the server's folder `nodes` (`callers.py`);
+2. it declares its length, and the length is one that this call may have;
+3. the client has a place: few requests at once, few bytes at once (`Places`). Only now is the body
+   read;
+4. the body is what this client may ask (`flower/fleet.py`).
+
+    python -m bayflower.deploy.gate --port 9092 --superlink superlink:9091 --nodes nodes \\
+        --certificate gate.crt --key gate.key --authority ca.crt
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
+import json
+import socket
 import ssl
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,23 +35,17 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-# The allowed requests of a SuperNode, by name. A path copied from a request could lead elsewhere
-# ("/v1/fleet/../control").
-CALLS = (
-    "activate-node",
-    "deactivate-node",
-    "send-node-heartbeat",
-    "pull-messages",
-    "push-messages",
-    "get-run",
-    "get-fab",
-    "push-object",
-    "pull-object",
-    "confirm-message-received",
-)
+from ..flower.fleet import CALLS, LARGEST, STORED, Asked, Desk
+from ..flower.trees import RefusedError
+from .callers import Caller, Callers, StrangerError
+from .door import Door
+
+PROTOBUF = "application/protobuf"
+# a SuperNode's headers that are forwarded, besides those that begin with "flwr-"
+KEPT = ("content-type", "accept")
 # headers that are not forwarded: they concern one connection only
 HOP = {"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"}
 # headers that describe the encoded body, not the decoded one
@@ -57,171 +59,290 @@ AGAIN = {500: 503}
 # message; with 200, it processes the message and learns of the end when it sends the reply.
 ENDED = {"pull-object": 410, "confirm-message-received": 200}
 PATIENCE = 90.0  # timeout for an answer: longer than the SuperLink waits for its database
-# The upload of a part of a reply. The SuperLink rejects duplicates, so a SuperNode that missed the
-# answer and retries would drop the reply.
-ONCE = "push-object"
-REMEMBERED = 4096  # cached answers to such requests
-LARGEST = 64 * 2**20  # cap on the bytes of one request; Flower sends arrays in chunks of 5 MiB
+MOST_MB = 2048  # cap on one reply, in millions of bytes
+# bytes of requests held at once, of all clients; the SuperLink has several copies of each
+HELD = 100_000_000
+REQUESTS = 12  # of one client at once
+READ_SECONDS, SLOWEST = 30.0, 20_000  # a body may take so long, and a second more for so many bytes
+MOST_TOLD = 100  # reasons of refusals that are printed for one client
+HEALTH_SECONDS = 1.0  # how old the SuperLink's last sign of health may be
+LONGEST_HEADER = 16 * 1024
+# of TLS 1.2; those of 1.3 are fixed. Only ciphers that authenticate what they encrypt
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
-AHEAD, LATE = 5.0, 305.0  # seconds a client's clock may be ahead or behind; Flower refuses more
-STAMP, WHO = "flwr-timestamp", "flwr-public-key"  # headers of a SuperNode's requests
-MOST_TOLD = 100  # clients that are told of their clock
+class Places:
+    """How many requests and bytes are held at once. A client has a share, so none can take all."""
 
+    def __init__(self, most: int = HELD, each: int = 2 * LARGEST) -> None:
+        self.most, self.each = most, each
+        self.requests: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.changed = asyncio.Condition()
 
-class TooLargeError(Exception):
-    """A request above the limit."""
-
-
-def make_app(superlink: str, verify: ssl.SSLContext | bool, largest: int = LARGEST) -> Starlette:
-    """Return the gate in front of the SuperLink at the URL `superlink`."""
-    client = httpx.AsyncClient(base_url=superlink, verify=verify, timeout=PATIENCE)
+    def free(self, name: str, size: int) -> bool:
+        """Return whether a request of this size fits now."""
+        own = self.bytes[name] + size <= self.each
+        return own and self.bytes.total() + size <= self.most
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with client:
-            yield
+    async def hold(self, name: str, size: int) -> AsyncIterator[None]:
+        """Hold a place as long as this lasts; wait for it if the bytes of others fill the gate."""
+        if self.requests[name] >= REQUESTS:
+            raise BusyError
+        self.requests[name] += 1
+        try:
+            async with asyncio.timeout(PATIENCE), self.changed:
+                await self.changed.wait_for(lambda: self.free(name, size))
+                self.bytes[name] += size
+            try:
+                yield
+            finally:
+                self.bytes[name] -= size
+                async with self.changed:
+                    self.changed.notify_all()
+        finally:
+            self.requests[name] -= 1
 
-    answers: dict[bytes, Response] = {}  # by the request's checksum
-    working: dict[bytes, asyncio.Task[Response]] = {}
-    told: set[str] = set()  # keys of clients whose clock was reported
 
-    def ask(
-        request: Request, path: str, body: AsyncIterator[bytes] | bytes | None
-    ) -> httpx.Request:
-        headers = [(key, value) for key, value in request.headers.items() if key not in HOP]
-        return client.build_request(request.method, path, headers=headers, content=body)
+class BusyError(Exception):
+    """A client that asks too much at once."""
 
-    async def whole(request: httpx.Request) -> Response:
-        answer = await client.send(request)
+
+class Gate:
+    """The gate in front of the SuperLink at the URL `superlink`."""
+
+    def __init__(
+        self,
+        superlink: str,
+        verify: ssl.SSLContext | bool,
+        callers: Callers,
+        largest: int = LARGEST,
+        most_mb: int = MOST_MB,
+        door: Door | None = None,
+    ) -> None:
+        limits = httpx.Limits(max_connections=128, max_keepalive_connections=32)
+        self.client = httpx.AsyncClient(
+            base_url=superlink, verify=verify, timeout=PATIENCE, limits=limits
+        )
+        self.callers, self.largest, self.most_mb, self.door = callers, largest, most_mb, door
+        self.places = Places(each=2 * largest)
+        self.desks: dict[str, Desk] = {}
+        self.working: dict[tuple[str, str, str], asyncio.Task[Response]] = {}
+        self.told: Counter[str] = Counter()
+        self.health, self.looked = 503, -HEALTH_SECONDS
+        self.looking = asyncio.Lock()
+
+    # -- one request ------------------------------------------------------------------------------
+    async def answer(self, request: Request, call: str) -> Response:
+        """Return the answer to a request of the Fleet API."""
+        try:
+            caller = self.callers.who(request.headers, time.time())
+        except StrangerError as error:
+            return self.stranger(request, call, error)
+        if self.door is not None and request.client is not None:
+            self.door.knows(request.client, caller.name)
+        most = min(CALLS[call][1], self.largest)
+        size = request.headers.get("content-length", "")
+        if not (size.isascii() and size.isdigit() and len(size) < 20):
+            return said(411, "a request must declare its length")
+        if int(size) > most:
+            return said(413, f"{call} may have {most} bytes at most")
+        if request.headers.get("content-type", "").partition(";")[0].strip() != PROTOBUF:
+            return said(415, f"a request must have the content type {PROTOBUF}")
+        try:
+            async with self.places.hold(caller.name, int(size)):
+                return await self.judged(request, call, caller, int(size))
+        except RefusedError as error:
+            self.tell(caller.name, str(error))
+            return said(400, f"refused: {error}")
+        except (BusyError, TimeoutError):
+            return said(503, "too many requests at once; try again")
+        except httpx.HTTPError as error:
+            return said(503, f"the SuperLink does not answer: {type(error).__name__}")
+
+    async def judged(self, request: Request, call: str, caller: Caller, size: int) -> Response:
+        """Read a body, judge it and forward it."""
+        async with asyncio.timeout(READ_SECONDS + size / SLOWEST):
+            body = await request.body()
+        desk = self.desks.setdefault(caller.name, Desk(self.most_mb))
+        asked = desk.ask(call, body)
+        if asked.answer is not None:
+            return Response(asked.answer, media_type=PROTOBUF)
+        sent = self.sends(request, call, asked)
+        if call == "push-object":
+            return await self.once(caller, desk, asked, sent)
+        if call == "pull-object":
+            return await self.streamed(call, sent)
+        answer = await self.whole(call, sent)
+        if answer.status_code == 200:
+            if call == "pull-messages":
+                desk.receives(bytes(answer.body))
+            elif call == "push-messages":
+                return Response(
+                    desk.announced(asked.request, bytes(answer.body)), media_type=PROTOBUF
+                )
+            elif call == "confirm-message-received":
+                desk.received(asked.request)
+        return answer
+
+    async def once(self, caller: Caller, desk: Desk, asked: Asked, sent: httpx.Request) -> Response:
+        """Forward a part of a reply. The SuperLink rejects duplicates, so a SuperNode that missed
+        the answer and retries would drop the reply: a duplicate waits for the first.
+        """
+        part = (caller.name, asked.request.session_id, asked.request.object_id)
+        task = self.working.get(part)
+        if task is None:
+            task = self.working[part] = asyncio.create_task(self.whole("push-object", sent))
+            task.add_done_callback(lambda _: self.working.pop(part, None))
+        answer = await asyncio.shield(task)
+        if answer.status_code == 200 and answer.body == STORED:
+            desk.stored(asked.request)
+        return answer
+
+    # -- the SuperLink ----------------------------------------------------------------------------
+    def sends(self, request: Request, call: str, asked: Asked) -> httpx.Request:
+        """Return the request for the SuperLink: one header of each name, and a body that was
+        written anew.
+        """
+        names = {*KEPT, *(name for name in request.headers if name.startswith("flwr-"))}
+        headers = {name: request.headers[name] for name in names if name in request.headers}
+        return self.client.build_request(
+            "POST", f"/v1/fleet/{call}", headers=headers, content=asked.body
+        )
+
+    async def whole(self, call: str, sent: httpx.Request) -> Response:
+        """Return the SuperLink's answer."""
+        answer = await self.client.send(sent)
+        if answer.status_code == 403 and call in ENDED:
+            return Response(b"", ENDED[call], media_type=PROTOBUF)
         kept = {key: value for key, value in answer.headers.items() if key not in HOP | DECODED}
         return Response(answer.content, AGAIN.get(answer.status_code, answer.status_code), kept)
 
-    async def once(request: Request, path: str) -> Response:
-        """Return the answer to a request; a duplicate gets the answer to the first one, even while
-        that is being processed.
-        """
-        body = b"".join([part async for part in limited(request.stream(), largest)])
-        seal = hashlib.sha256(body).digest()
-        if seal in answers:
-            return answers[seal]
-        if seal not in working:
-            working[seal] = asyncio.create_task(whole(ask(request, path, body)))
-        try:
-            answer = await asyncio.shield(working[seal])
-        finally:
-            working.pop(seal, None)
-        if answer.status_code == 200:
-            answers[seal] = answer
-        if len(answers) > REMEMBERED:
-            del answers[next(iter(answers))]
-        return answer
-
-    async def forward(request: Request, path: str) -> Response:
-        who, why = request.headers.get(WHO, ""), None
-        if who not in told and len(told) < MOST_TOLD:
-            why = wrong_clock(request.headers.get(STAMP, ""), time.time())
-        if why:
-            told.add(who)
-            host = request.client.host if request.client else "a client"
-            print(f"{host}: {why}", file=sys.stderr, flush=True)
-        size = request.headers.get("content-length", "0")
-        if not size.isdigit() or int(size) > largest:
-            return PlainTextResponse(f"a request may have {largest} bytes at most\n", 413)
-        try:
-            if path.endswith(ONCE):
-                return await once(request, path)
-            body = limited(request.stream(), largest) if request.method == "POST" else None
-            answer = await client.send(ask(request, path, body), stream=True)
-        except TooLargeError:
-            return PlainTextResponse(f"a request may have {largest} bytes at most\n", 413)
-        except httpx.HTTPError as error:
-            return PlainTextResponse(
-                f"the SuperLink does not answer: {type(error).__name__}\n", 503
-            )
+    async def streamed(self, call: str, sent: httpx.Request) -> Response:
+        """Return the SuperLink's answer, passed on as it comes."""
+        answer = await self.client.send(sent, stream=True)
+        if answer.status_code == 403 and call in ENDED:
+            await answer.aclose()
+            return Response(b"", ENDED[call], media_type=PROTOBUF)
         kept = {key: value for key, value in answer.headers.items() if key not in HOP}
         code = AGAIN.get(answer.status_code, answer.status_code)
-        call = path.rsplit("/", 1)[-1]
-        if code == 403 and call in ENDED:
-            await answer.aclose()
-            return Response(
-                b"",
-                ENDED[call],
-                {"content-type": request.headers.get("content-type", "application/x-protobuf")},
-            )
         return StreamingResponse(
             answer.aiter_raw(), code, kept, background=BackgroundTask(answer.aclose)
         )
 
-    def route(path: str, *ways: str) -> Route:
-        async def to(request: Request) -> Response:
-            return await forward(request, path)
+    async def healthy(self, _: Request) -> Response:
+        """Return whether the SuperLink answers; it is asked at most once a second."""
+        async with self.looking:
+            if time.monotonic() - self.looked >= HEALTH_SECONDS:
+                try:
+                    self.health = (await self.client.get("/health", timeout=5)).status_code
+                except httpx.HTTPError:
+                    self.health = 503
+                self.looked = time.monotonic()
+        return Response(b"", self.health, {"connection": "close"})
 
-        return Route(path, to, methods=list(ways))
+    # -- strangers --------------------------------------------------------------------------------
+    def stranger(self, request: Request, call: str, error: StrangerError) -> Response:
+        """Refuse a request without reading its body, and close the connection. A SuperNode stops on
+        401 without a word and prints the reason of 400, so it is told when it joins.
+        """
+        host = request.client.host if request.client else "a client"
+        self.tell(error.name or host, str(error))
+        answer = said(400 if call == "activate-node" else 401, str(error))
+        answer.headers["connection"] = "close"
+        return answer
 
-    return Starlette(
-        routes=[
-            route("/health", "GET", "HEAD"),
-            *(route(f"/v1/fleet/{call}", "POST") for call in CALLS),
-        ],
-        lifespan=lifespan,
+    def tell(self, who: str, why: str) -> None:
+        """Print why a client is refused, but not without end."""
+        if who not in self.told and len(self.told) >= MOST_TOLD:
+            return
+        self.told[who] += 1
+        if self.told[who] <= MOST_TOLD:
+            print(f"{who}: {why}", file=sys.stderr, flush=True)
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Sweep the door, and keep the connections to the SuperLink, as long as this lasts."""
+        guard = asyncio.create_task(self.door.guard()) if self.door is not None else None
+        async with self.client:
+            yield
+        if guard is not None:
+            guard.cancel()
+
+    def app(self) -> Starlette:
+        """Return the gate as an ASGI application."""
+
+        def route(call: str) -> Route:
+            async def to(request: Request) -> Response:
+                return await self.answer(request, call)
+
+            return Route(f"/v1/fleet/{call}", to, methods=["POST"])
+
+        return Starlette(
+            routes=[
+                Route("/health", self.healthy, methods=["GET"]),
+                *(route(call) for call in CALLS),
+            ],
+            lifespan=self.lifespan,
+        )
+
+
+def said(code: int, text: str) -> Response:
+    """Return a refusal in the form that Flower's SuperNode prints."""
+    content = json.dumps({"code": code, "detail": text})
+    return Response(content + "\n", code, media_type="application/json")
+
+
+def serve(app: Starlette, door: Door, certificate: str, key: str) -> None:
+    """Serve until stopped."""
+    config = uvicorn.Config(
+        app,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+        ssl_ciphers=CIPHERS,
+        log_level="error",  # a warning for each damaged request would fill the disk
+        http="h11",  # it bounds the header
+        h11_max_incomplete_event_size=LONGEST_HEADER,
+        loop="asyncio",  # it accepts through the door
+        ws="none",
+        timeout_keep_alive=30,
+        server_header=False,
     )
+    uvicorn.Server(config).run(sockets=[door])
 
 
-def wrong_clock(stamp: str, now: float) -> str | None:
-    """Return why Flower refuses a request signed at `stamp`, if the client's clock is why."""
-    try:
-        ahead = datetime.fromisoformat(stamp).timestamp() - now
-    except (ValueError, OverflowError):
-        return None
-    if -LATE < ahead < AHEAD:
-        return None
-    where = f"{ahead:.0f} s ahead of" if ahead > 0 else f"{-ahead:.0f} s behind"
-    return (
-        f"this client's clock is {where} the server's, so Flower refuses it (at most {AHEAD:.0f} s "
-        f"ahead, {LATE:.0f} s behind); set the clock of either machine, for instance with NTP"
-    )
-
-
-async def limited(parts: AsyncIterator[bytes], largest: int) -> AsyncIterator[bytes]:
-    """Yield the chunks of a body; raise above the cap, whatever length the header declared."""
-    total = 0
-    async for part in parts:
-        total += len(part)
-        if total > largest:
-            raise TooLargeError
-        yield part
-
-
-def main(words: list[str] | None = None, serve: Callable[..., Any] = uvicorn.run) -> None:
+def main(words: list[str] | None = None, serve: Callable[..., Any] = serve) -> None:
     """Serve until stopped."""
     parser = argparse.ArgumentParser(
         prog="python -m bayflower.deploy.gate",
-        description="Passes Flower's Fleet API on, and nothing else.",
+        description="Passes on what registered clients may ask of Flower's Fleet API.",
     )
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--superlink", required=True, help="host:port of the SuperLink")
+    parser.add_argument("--nodes", required=True, help="the folder of the clients' public keys")
     parser.add_argument("--certificate", required=True, help="what the gate shows to clients")
     parser.add_argument("--key", required=True)
     parser.add_argument("--authority", required=True, help="who vouches for the SuperLink")
     parser.add_argument(
         "--largest", type=int, default=LARGEST, help=f"bytes of one request [{LARGEST}]"
     )
+    parser.add_argument(
+        "--most-mb", type=int, default=MOST_MB, help=f"million bytes of one reply [{MOST_MB}]"
+    )
     given = parser.parse_args(words)
-    app = make_app(
+    door = Door(socket.AF_INET6 if ":" in given.host else socket.AF_INET)
+    door.bind((given.host, given.port))
+    gate = Gate(
         f"https://{given.superlink}",
         ssl.create_default_context(cafile=given.authority),
+        Callers(Path(given.nodes)),
         given.largest,
+        given.most_mb,
+        door,
     )
-    serve(
-        app,
-        host=given.host,
-        port=given.port,
-        ssl_certfile=given.certificate,
-        ssl_keyfile=given.key,
-        log_level="warning",
-    )
+    serve(gate.app(), door, given.certificate, given.key)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 DIR/deployment.json  compose.yaml (everything on one machine)  ca/ (the authority; its key never
                                                                leaves this folder)
-DIR/server/          what the server's machine needs: certificate and key, the clients' public keys,
-                     compose.yaml
+DIR/server/          what the server's machine needs: certificates and keys of SuperLink and gate,
+                     the clients' public keys (nodes/), compose.yaml
 DIR/client-K/        what client K's machine needs: the authority's certificate, its own node key,
                      compose.yaml, data/ (only read)
 """
@@ -19,7 +19,8 @@ from . import keys
 
 FILE = "deployment.json"
 PORT = 9092
-INNER_HOSTS = ("superlink", "gate", "localhost", "127.0.0.1", "::1")  # names inside one machine
+# names inside one machine
+INNER_HOSTS = ("superlink", "gate", "localhost", "127.0.0.1", "::1")
 CONTAINER_USER = 10001  # user of the containers if root made the folder
 
 
@@ -49,6 +50,12 @@ class Deployment:
                 "with the server's folder"
             )
         return self.folder if self.role == "server" else self.folder / "server"
+
+    def gate_stem(self) -> str:
+        """Return the stem of the gate's certificate and key; an older deployment has one for both
+        SuperLink and gate.
+        """
+        return "gate" if (self.server / "gate.key").exists() else "server"
 
     def client_folders(self) -> dict[int, Path]:
         """Return the folders of the clients on this machine."""

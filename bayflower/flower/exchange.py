@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import datetime
@@ -41,6 +42,8 @@ CLOCKS = 600.0
 # The grid of Flower's simulation needs no retries: it loses nothing, and it would run two messages
 # for one client at the same time.
 SIMULATION = "InMemoryGrid"
+
+OWNER = re.compile(r"client-(\d{1,9})")  # the name of a registered key
 
 # (nodes, seconds until expiry) -> one message for each node
 Ask = Callable[[list[int], float], Iterable[Message]]
@@ -117,6 +120,7 @@ def query(
             )
 
     asked: dict[str, int] = {}
+    owners = registered(grid) if nodes else {}
     for reply in stream(grid, nodes, ask, timeout, history, asked):
         node = asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
         if reply.has_error():
@@ -129,6 +133,11 @@ def query(
                 raise records.WireError(
                     f"client must be a whole number below {MAX_CLIENT}, got "
                     f"{str(head['client'])[:80]!r}"
+                )
+            if owners.get(node, head["client"]) != head["client"]:
+                raise records.WireError(
+                    f"its key is that of client {owners[node]}, and it claims to be client "
+                    f"{head['client']}"
                 )
             member = Member(head["client"], node, bool(head["new"]), from_header(head))
         except Exception as error:  # an invalid reply of one node must not stop the run
@@ -300,6 +309,17 @@ class Exchange:
                 )
                 self.push([node])
                 self.waits[node] = 2 * wait if late else wait
+
+
+def registered(grid: Grid) -> dict[int, int]:
+    """Return the client of each online node whose key the server registered under a client's name,
+    as `bayflower deploy` does for the keys in `nodes`. Such a node can be no other client.
+    """
+    try:
+        names = {info.node_id: OWNER.fullmatch(info.name) for info in grid.get_nodes()}
+    except (NotImplementedError, AttributeError, TypeError):
+        return {}
+    return {node: int(found[1]) for node, found in names.items() if found}
 
 
 def started(grid: Grid) -> dict[int, float]:

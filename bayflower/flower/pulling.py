@@ -21,20 +21,7 @@ from flwr.supercore.inflatable import inflatable_object
 from flwr.superlink.grid import http_grid
 
 from ..errors import WireError
-
-MEGABYTE = 1_000_000
-MOST_OBJECTS = 20_000  # parts of one reply: arrays, their chunks of 5 MiB, and a few records
-LONGEST_BODY = 16 * MEGABYTE  # bytes of a record; arrays are in chunks
-LONGEST_ARRAY = MEGABYTE  # bytes that describe an array: its shape, and which chunks it has
-PARTS = {  # the kinds of objects in a message, and what each is made of
-    "Message": ("RecordDict",),
-    "RecordDict": ("ArrayRecord", "ConfigRecord", "MetricRecord"),
-    "ArrayRecord": ("Array",),
-    "Array": ("ArrayChunk",),
-    "ArrayChunk": (),
-    "ConfigRecord": (),
-    "MetricRecord": (),
-}
+from .trees import LONGEST_ARRAY, LONGEST_BODY, MEGABYTE, MOST_OBJECTS, PARTS
 
 
 def pull(grid: Grid, number: str, node: int, most_mb: int) -> list[Message]:
@@ -43,12 +30,24 @@ def pull(grid: Grid, number: str, node: int, most_mb: int) -> list[Message]:
     """
     try:
         with measured(most_mb):
-            return list(grid.pull_messages([number]))
+            return [checked(reply, number, node) for reply in grid.pull_messages([number])]
     except (OSError, http_grid.httpx.HTTPError):
         raise
     except Exception as error:  # whatever the bytes of one client do to Flower's code
         said = str(error) or type(error).__name__
         return [unreadable(number, node, " ".join(said.split())[:200])]
+
+
+def checked(reply: Message, number: str, node: int) -> Message:
+    """Return a reply whose own words say where it comes from. Flower keeps its sender and the
+    message it answers outside the reply, and returns what the client wrote inside.
+    """
+    facts = reply.metadata
+    if facts.reply_to_message_id != number:
+        raise WireError("it claims to answer another message")
+    if node and facts.src_node_id != node and not reply.has_error():  # errors may be Flower's own
+        raise WireError(f"it claims to come from node {facts.src_node_id}")
+    return reply
 
 
 def unreadable(number: str, node: int, why: str) -> Message:

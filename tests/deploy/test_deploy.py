@@ -43,6 +43,8 @@ def test_each_machine_gets_what_it_needs_and_no_more(several):
         "ca.crt",
         "server.crt",
         "server.key",
+        "gate.crt",
+        "gate.key",
         "executor.secret",
         "nodes",
     }
@@ -71,7 +73,7 @@ def test_each_machine_gets_what_it_needs_and_no_more(several):
 
 def test_private_keys_are_their_owners_alone_and_in_one_place(several):
     found = private(several)
-    assert len(found) == 1 + 2 + 2 * 3
+    assert len(found) == 1 + 3 + 2 * 3
     for path in found:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     contents = [path.read_bytes() for path in found]
@@ -100,6 +102,9 @@ def test_the_certificate_is_for_the_names_clients_dial(several):
     assert {"fl.example.org", "192.0.2.7", "superlink", "gate", "localhost", "127.0.0.1"} <= set(
         keys.names_of(several / "server" / "server.crt")
     )
+    gate = set(keys.names_of(several / "server" / "gate.crt"))
+    assert {"fl.example.org", "192.0.2.7", "gate", "localhost"} <= gate
+    assert "superlink" not in gate  # whoever has the gate's key cannot pose as the SuperLink
     authority = x509.load_pem_x509_certificate((several / "ca" / "ca.crt").read_bytes())
     server = x509.load_pem_x509_certificate((several / "server" / "server.crt").read_bytes())
     server.verify_directly_issued_by(authority)
@@ -157,10 +162,12 @@ def test_init_tells_the_expiry_and_what_comes_next(tmp_path):
 def test_certificates_are_renewed_under_the_same_authority_and_names(tmp_path):
     folders.init(tmp_path / "fed", clients=1, hosts=["fl.example.org"], days=40)
     made = layout.read(tmp_path / "fed")
-    path = made.server / "server.crt"
-    before = path.read_bytes()
+    path, gate = made.server / "server.crt", made.server / "gate.crt"
+    before = [path.read_bytes(), gate.read_bytes()]
     folders.renew(made, 20)
-    assert path.read_bytes() != before
+    assert path.read_bytes() != before[0]
+    assert gate.read_bytes() != before[1]
+    assert "superlink" not in keys.names_of(gate)
     assert "fl.example.org" in keys.names_of(path)
     x509.load_pem_x509_certificate(path.read_bytes()).verify_directly_issued_by(
         x509.load_pem_x509_certificate((tmp_path / "fed" / "ca" / "ca.crt").read_bytes())
@@ -216,6 +223,16 @@ def test_only_the_servers_own_containers_reach_the_superlink(tmp_path):
     assert near == {"superlink", "register", "gate", "serverapp"}
     assert content["networks"]["core"]["internal"] is True
     assert "ports" not in content["services"]["superlink"]
+
+
+def test_the_gate_has_its_own_key_and_no_other(several):
+    content = yaml.safe_load((several / "server" / "compose.yaml").read_text())
+    seen = content["services"]["gate"]["volumes"]
+    assert seen == [
+        f"./{file}:/server/{file}:ro" for file in ("ca.crt", "gate.crt", "gate.key", "nodes")
+    ]
+    command = content["services"]["gate"]["command"]
+    assert not any("server.key" in word or "secret" in word for word in command)
 
 
 def test_app_code_sees_data_and_state_but_no_node_key(tmp_path):

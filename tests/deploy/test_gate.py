@@ -7,17 +7,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from fleet import Client, answer, parts_of, served
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.proto import fleet_pb2, message_pb2, run_pb2
+from flwr.supercore.error import FlowerError
 from flwr.supercore.retry import make_simple_http_retry_invoker
 
-from bayflower.deploy import gate
-from bayflower.flower.processes import free_port
+from bayflower.deploy.callers import Callers, wrong_clock
+from bayflower.deploy.gate import Gate
+from bayflower.flower.fleet import Desk
+from bayflower.flower.trees import digest
+
+ANY = run_pb2.GetRunRequest(run_id=5)
 
 
 class Superlink(BaseHTTPRequestHandler):
@@ -44,95 +51,113 @@ class Superlink(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@contextmanager
-def served() -> Iterator[str]:
-    """Yield the address of a gate in front of such a SuperLink."""
+@pytest.fixture
+def gated(tmp_path) -> Iterator[tuple[str, Gate, Client]]:
+    """The address of a gate in front of such a SuperLink, the gate, and a client it knows."""
     superlink = ThreadingHTTPServer(("127.0.0.1", 0), Superlink)
     threading.Thread(target=superlink.serve_forever, daemon=True).start()
-    port = free_port()
-    app = gate.make_app(f"http://127.0.0.1:{superlink.server_port}", False)
-    server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", ws="none")
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.05)
+    client = Client(tmp_path, 0)
+    client.node = 7
+    gate = Gate(f"http://127.0.0.1:{superlink.server_port}", False, Callers(tmp_path / "nodes"))
     try:
-        yield f"http://127.0.0.1:{port}"
+        with served(gate.app()) as address:
+            yield address, gate, client
     finally:
-        server.should_exit = True
-        thread.join()
         superlink.shutdown()
         superlink.server_close()
 
 
-def push(
-    address: str, call: str = "push-messages", what: bytes = b"a reply", timeout: float = 30
+def ask(
+    address: str, client: Client, call: str = "get-run", what: Any = ANY, timeout: float = 30
 ) -> bytes:
-    answer = httpx.post(f"{address}/v1/fleet/{call}", content=what, timeout=timeout)
+    answer = httpx.post(
+        f"http://{address}/v1/fleet/{call}",
+        content=what.SerializeToString(),
+        headers=client.headers(),
+        timeout=timeout,
+    )
     answer.raise_for_status()
     return answer.content
 
 
-def test_a_reply_is_not_lost_while_the_database_is_busy():
+def test_a_reply_is_not_lost_while_the_database_is_busy(gated):
     """What a SuperNode sends with Flower's own rules of trying again arrives in the end; without
     the gate, 500 is the end.
     """
-    with served() as address:
-        Superlink.busy = 2
-        assert make_simple_http_retry_invoker().invoke(push, address) == b"a reply"
-        assert Superlink.busy == -1
-        Superlink.busy = 2
-        with pytest.raises(httpx.HTTPStatusError, match="503"):
-            push(address)
+    address, _, client = gated
+    Superlink.busy = 2
+    invoke = make_simple_http_retry_invoker().invoke
+    assert invoke(ask, address, client) == ANY.SerializeToString()
+    assert Superlink.busy == -1
+    Superlink.busy = 2
+    with pytest.raises(httpx.HTTPStatusError, match="503"):
+        ask(address, client)
 
 
-def test_what_is_no_fault_of_the_moment_stays_as_it_is():
-    with served() as address:
-        Superlink.busy = 0
-        assert httpx.post(f"{address}/v1/control/start-run", content=b"x").status_code == 404
-        assert push(address) == b"a reply"
+def test_what_is_no_fault_of_the_moment_stays_as_it_is(gated):
+    address, _, client = gated
+    Superlink.busy = 0
+    for call in ("v1/control/start-run", "v1/fleet/register-node", "v1/fleet/unregister-node"):
+        answer = httpx.post(f"http://{address}/{call}", content=b"x", headers=client.headers())
+        assert answer.status_code == 404, call
+    assert ask(address, client) == ANY.SerializeToString()
 
 
-def test_a_part_of_a_reply_that_is_sent_twice_gets_the_first_answer(monkeypatch):
+def test_a_part_of_a_reply_that_is_sent_twice_gets_the_first_answer(gated, monkeypatch):
     """Flower's SuperLink takes a part once. A SuperNode that did not hear so, because its network
     failed, sends it again.
     """
-    taken, lock = [], threading.Lock()
+    address, gate, client = gated
+    message = Message(RecordDict(), dst_node_id=7, message_type="train")
+    message.metadata.__dict__.update(_run_id=9, _src_node_id=1, _message_id="b" * 64)
+    names = ("a", "b", "busy")
+    reply = answer(message, RecordDict({name: ConfigRecord({name: 1}) for name in names}))
+    objects = parts_of(reply)
+    leaves = [number for number, one in objects.items() if one.startswith(b"ConfigRecord")]
+    desk = gate.desks["client-0"] = Desk()
+    asked = desk.ask("push-messages", client.pushes(reply).SerializeToString())
+    told = fleet_pb2.PushMessagesResponse(objects_to_push=list(objects), session_id="s")
+    desk.announced(asked.request, told.SerializeToString())
+    taken, tried, lock = [], [], threading.Lock()
 
-    def answer(self) -> None:
+    def take(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
+        number = message_pb2.PushObjectRequest.FromString(body).object_id
         with lock:
-            known = body in taken
-            taken.append(body)
+            busy = number == leaves[2] and number not in tried
+            known = number in taken
+            tried.append(number)
+            taken.extend([] if busy else [number])
         time.sleep(0.5)
-        said = b"refused" if known else b"stored"
-        self.send_response(500 if body == b"busy" and taken.count(body) == 1 else 200)
+        said = message_pb2.PushObjectResponse(stored=not known).SerializeToString()
+        self.send_response(500 if busy else 200)
         self.send_header("content-length", str(len(said)))
         self.end_headers()
         self.wfile.write(said)
 
-    monkeypatch.setattr(Superlink, "do_POST", answer)
-    with served() as address:
-        # gone before the answer came; sent again while the first is being worked on
-        with pytest.raises(httpx.ReadTimeout):
-            push(address, "push-object", b"one", timeout=0.2)
-        assert push(address, "push-object", b"one") == b"stored"
-        assert push(address, "push-object", b"one") == b"stored"  # and after it
-        assert push(address, "push-object", b"two") == b"stored"
-        assert taken == [b"one", b"two"]
-        with pytest.raises(httpx.HTTPStatusError, match="503"):
-            push(address, "push-object", b"busy")
-        push(address, "push-object", b"busy")  # what was not answered well is asked anew
-        assert taken == [b"one", b"two", b"busy", b"busy"]
-        push(address)
-        push(address)
-        assert taken[4:] == [b"a reply", b"a reply"]  # everything else passes
+    def push(number: str, timeout: float = 30) -> bool:
+        part = client.part(9, "s", number, objects[number])
+        said = ask(address, client, "push-object", part, timeout)
+        return message_pb2.PushObjectResponse.FromString(said).stored
+
+    monkeypatch.setattr(Superlink, "do_POST", take)
+    # gone before the answer came; sent again while the first is being worked on
+    with pytest.raises(httpx.ReadTimeout):
+        push(leaves[0], timeout=0.3)
+    assert push(leaves[0])
+    assert push(leaves[0])  # and after it
+    assert push(leaves[1])
+    assert taken == leaves[:2]
+    with pytest.raises(httpx.HTTPStatusError, match="503"):
+        push(leaves[2])
+    assert push(leaves[2])  # what was not answered well is asked anew
+    assert all(push(number) for number in objects)
+    assert desk.replies == {}  # it is complete
+    assert push(leaves[2])  # and a late duplicate is still no fault
+    assert sorted(taken) == sorted(objects)
 
 
-def test_a_run_that_ends_does_not_leave_a_supernode_one_reply_behind(monkeypatch):
+def test_a_run_that_ends_does_not_leave_a_supernode_one_reply_behind(gated, monkeypatch):
     """Flower takes 403 for the end of the run and leaves the middle of receiving a message, whose
     reply nobody then expects.
     """
@@ -144,15 +169,18 @@ def test_a_run_that_ends_does_not_leave_a_supernode_one_reply_behind(monkeypatch
         self.send_header("content-length", "0")
         self.end_headers()
 
+    address, gate, client = gated
+    gate.desks["client-0"] = Desk()
+    gate.desks["client-0"].sent["a" * 64] = {digest("a" * 64)}
     monkeypatch.setattr(Superlink, "do_POST", ended)
     invoke = make_simple_http_retry_invoker().invoke
-    with served() as address:
-        assert invoke(push, address, "confirm-message-received") == b""
-        with pytest.raises(httpx.HTTPStatusError, match="410"):
-            invoke(push, address, "pull-object")
-        for call in ("push-messages", "get-run"):  # where Flower expects it
-            with pytest.raises(RunNotRunningException):
-                invoke(push, address, call)
+    pulls = message_pb2.PullObjectRequest(object_id="a" * 64)
+    with pytest.raises(httpx.HTTPStatusError, match="410"):
+        invoke(ask, address, client, "pull-object", pulls)
+    done = message_pb2.ConfirmMessageReceivedRequest(message_object_id="a" * 64)
+    assert invoke(ask, address, client, "confirm-message-received", done) == b""
+    with pytest.raises(RunNotRunningException):  # where Flower expects it
+        invoke(ask, address, client)
 
 
 def test_the_superlink_waits_for_its_database(tmp_path, monkeypatch):
@@ -179,11 +207,22 @@ def test_the_superlink_waits_for_its_database(tmp_path, monkeypatch):
     engine.dispose()
 
 
-def test_a_client_whose_clock_is_wrong_is_told_so():
-    """Flower refuses a request that was signed in the future, and says nothing of clocks."""
+def test_a_client_whose_clock_is_wrong_is_told_so(gated, capsys):
+    """Flower refuses a request that was signed in the future, and says nothing of clocks. Its
+    SuperNode prints what the gate says when it joins.
+    """
     now = datetime.fromisoformat("2026-01-01T12:00:00+00:00").timestamp()
-    assert gate.wrong_clock("2026-01-01T12:00:04+00:00", now) is None
-    assert gate.wrong_clock("2026-01-01T11:56:00+00:00", now) is None
-    assert "is 7 s ahead of the server's" in gate.wrong_clock("2026-01-01T12:00:07+00:00", now)
-    assert "is 600 s behind the server's" in gate.wrong_clock("2026-01-01T11:50:00+00:00", now)
-    assert gate.wrong_clock("[red]no time", now) is None
+    assert wrong_clock("2026-01-01T12:00:04+00:00", now) is None
+    assert wrong_clock("2026-01-01T11:56:00+00:00", now) is None
+    assert "is 7 s ahead of the server's" in wrong_clock("2026-01-01T12:00:07+00:00", now)
+    assert "is 600 s behind the server's" in wrong_clock("2026-01-01T11:50:00+00:00", now)
+    assert "does not say when" in wrong_clock("[red]no time", now)
+    address, _, client = gated
+    stamp = (datetime.now(UTC) + timedelta(seconds=7.5)).isoformat()
+    joins = fleet_pb2.ActivateNodeRequest(public_key=client.public, heartbeat_interval=30)
+    said = client.asks(address, "activate-node", joins, stamp=stamp)
+    assert said.status_code == 400  # on 401 it would stop without a word
+    told = FlowerError.from_json(said.text)
+    assert told is not None
+    assert "7 s ahead of the server's" in told.message
+    assert "client-0: this client's clock is 7 s ahead" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from bayflower.deploy import gate
+from bayflower.deploy.callers import Callers
 
 EMPTY = 100  # bytes; an answer without a message has fewer
 
@@ -63,10 +64,12 @@ async def refuse(send, code: int) -> None:
 
 if __name__ == "__main__":
     port, behind, server = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    inner = gate.make_app(
-        f"https://127.0.0.1:{behind}", ssl.create_default_context(cafile=str(server / "ca.crt"))
+    inner = gate.Gate(
+        f"https://127.0.0.1:{behind}",
+        ssl.create_default_context(cafile=str(server / "ca.crt")),
+        Callers(server / "nodes"),
     )
-    app = Lossy(inner, json.loads(sys.argv[4]))
+    app = Lossy(inner.app(), json.loads(sys.argv[4]))
     uvicorn.run(
         app,
         host="127.0.0.1",
