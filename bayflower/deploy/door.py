@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import time
 from collections import Counter
@@ -20,6 +21,9 @@ STRANGERS = 64  # connections without a key
 STRANGER_SECONDS = 20.0  # how long one may stay
 EACH = 12  # connections of one client; Flower's SuperNode has about four
 SWEEP_SECONDS = 1.0
+# Closed connections after which garbage is collected. asyncio's are cyclic, so that their buffers
+# stay until then; Python itself would wait for more than a thousand.
+COLLECT = 64
 
 
 class Visit(socket.socket):
@@ -34,6 +38,8 @@ class Visit(socket.socket):
         """Close the connection."""
         if self.door is not None:
             self.door.leaves(self)
+            self.door.ended += 1
+            self.door = None
         super().close()
 
     def send_off(self) -> None:
@@ -58,14 +64,23 @@ class Door(socket.socket):
         self.most, self.seconds, self.each = strangers, seconds, each
         self.strangers: dict[Any, Visit] = {}  # by address and port, the oldest first
         self.clients: dict[Any, Visit] = {}
+        self.leaving: set[Visit] = set()  # sent off, and not closed yet
+        self.ended = 0  # closed since the last look for garbage
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Return the next connection; end an older one if there are too many."""
+        """Return the next connection. If there are too many, send one off and let the next wait
+        until that is closed: asyncio would accept thousands before it closes one.
+        """
+        if len(self.strangers) + len(self.leaving) >= self.most:
+            if len(self.strangers) >= self.most:
+                self.dismiss(self.crowding())
+            raise BlockingIOError
+        if self.ended >= COLLECT:
+            self.ended = 0
+            gc.collect()
         number, address = self._accept()  # type: ignore[attr-defined]
         visit = Visit(self.family, self.type, self.proto, fileno=number)
         visit.door, visit.address, visit.began = self, address, time.monotonic()
-        if len(self.strangers) >= self.most:
-            self.dismiss(self.crowding())
         self.strangers[address] = visit
         return visit, address
 
@@ -77,10 +92,12 @@ class Door(socket.socket):
     def dismiss(self, visit: Visit) -> None:
         """End a connection."""
         self.leaves(visit)
+        self.leaving.add(visit)
         visit.send_off()
 
     def leaves(self, visit: Visit) -> None:
         """Forget a connection that has ended."""
+        self.leaving.discard(visit)
         for known in (self.strangers, self.clients):
             if known.get(visit.address) is visit:
                 del known[visit.address]

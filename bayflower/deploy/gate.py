@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import socket
 import ssl
@@ -309,6 +310,8 @@ def serve(app: Starlette, door: Door, certificate: str, key: str) -> None:
         timeout_keep_alive=30,
         server_header=False,
     )
+    gc.collect()
+    gc.freeze()  # what was loaded is no garbage; the door collects often
     uvicorn.Server(config).run(sockets=[door])
 
 

@@ -199,11 +199,17 @@ def test_the_door_has_few_places_and_no_patience():
     door.bind(("127.0.0.1", 0))
     door.listen(50)
     calls, visits = [], []
-    for _ in range(20):
+    for turn in range(20):
         calls.append(socket.create_connection(door.getsockname()))
+        if turn >= 8:  # one is sent off, and the next waits until that is closed
+            for _ in range(2):
+                with pytest.raises(BlockingIOError):
+                    door.accept()
+            assert len(door.strangers) == 7
+            visits[turn - 8].close()
         visits.append(door.accept()[0])
     assert len(door.strangers) == 8
-    assert calls[0].recv(1) == b""  # the oldest were sent off
+    assert calls[0].recv(1) == b""
     for address in list(door.strangers)[:5]:
         door.knows(address, "client-0")
     assert len(door.clients) == 3

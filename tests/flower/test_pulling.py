@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -121,7 +122,26 @@ def deep(objects, tree):
     objects[number] = with_body(objects[number], b"[" * 200_000)
 
 
+def other_sender(objects, tree):
+    forged(objects, src_node_id=HONEST)
+
+
+def other_question(objects, tree):
+    forged(objects, reply_to_message_id=f"m{HONEST}")
+
+
+def forged(objects, **facts) -> None:
+    """Flower's SuperLink checks what a client announces; the server reads what is in the object."""
+    number = kinds(objects)["Message"]
+    said = ProtoMessage.FromString(objects[number].split(b"\x00", 1)[1])
+    for name, value in facts.items():
+        setattr(said.metadata, name, value)
+    objects[number] = with_body(objects[number], said.SerializeToString())
+
+
 SPOILED = {
+    other_sender: "it claims to come from node 7",
+    other_question: "it claims to answer another message",
     no_json: "codec can't decode",
     repeated: "would unpack to 40",
     many: "it has 500",

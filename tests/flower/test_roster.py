@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import BOTH, assert_same_bits, some
 from flwr.app import ConfigRecord, Error, Message
+from flwr.proto.node_pb2 import NodeInfo
 from town import Town, silent
 
 from bayflower.errors import BayflowerError
@@ -247,6 +248,35 @@ def test_a_node_that_says_it_is_somebody_else_is_left_out():
     assert [town.trained(round) for round in (1, 2, 3, 4)] == [3, 3, 3, 3]
     assert sorted(town.asked[3]) == [0, 1, 2]
     assert sorted(town.asked[4]) == [0, 2, 9]  # client 1, now on the other node
+
+
+def test_a_node_is_only_the_client_whose_key_it_has():
+    """While client 1 is away, another enrolled node claims its number. The server registered both
+    keys under their clients' names, so nobody else gets what is client 1's, and it can come back.
+    """
+    town = Town("fedavg", {1: [0, 1, 2], 2: [0, 2], 3: [0, 2], 4: [0, 1, 2]})
+    (thief,) = contexts([9])
+    thief.node_config["partition-id"] = 1
+    connect = town.connect
+
+    def more(clients):
+        connect(clients)
+        town.grid.contexts[thief.node_id] = thief
+
+    town.connect = more
+    more([0, 1, 2])
+    town.grid.get_nodes = lambda: [
+        NodeInfo(node_id=node, name=f"client-{node - FIRST_NODE}") for node in town.grid.contexts
+    ]
+    town.start()
+    assert [sorted(town.asked[round]) for round in (1, 2, 3, 4)] == [
+        [0, 1, 2],
+        [0, 2],
+        [0, 2],
+        [0, 1, 2],
+    ]
+    why = "node 1009 cannot be used: its key is that of client 9, and it claims to be client 1"
+    assert why in town.strategy.faults
 
 
 def test_a_client_that_is_back_on_its_own_node_is_not_queried():
