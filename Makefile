@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-NEXT := $(addprefix flower/test_,exchange.py strategy.py hooks.py roster.py plug.py remote.py) deploy/test_gate.py
+NEXT := $(addprefix flower/test_,exchange.py strategy.py hooks.py roster.py plug.py remote.py) $(addprefix deploy/test_,gate.py fleet.py desk.py)
 unexport PYTHONDONTWRITEBYTECODE # tests start many processes: none should compile the package again
 
 .PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean soak flower-all flower-next deployed
@@ -18,7 +18,7 @@ help:
 	@echo "make deployed  bayflower deploy as processes over TLS, a Ray cluster, the examples in a fresh environment (about ten minutes)"
 	@echo "make flower-all  every method in Flower's simulation and as processes, with the bits of the loop (about ten minutes)"
 	@echo "make flower-next  the same strategies, messages and gate under the newest Flower that is supported (minutes)"
-	@echo "make hostile ten thousand mutated replies against every strategy (minutes)"
+	@echo "make hostile ten thousand mutated replies against every strategy, ten thousand requests against gate and SuperLink (minutes)"
 	@echo "make soak    five hundred rounds with flat memory (minutes)"
 	@echo "make clean   remove the environment and caches"
 
@@ -51,13 +51,14 @@ flower-next: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(VENV)/next $(BIN)/python -m pytest -m flower tests/flower/test_flower.py -k as_a_user_types_it
 
 deployed: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py tests/cli/test_docs.py -m flower
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/deploy/test_gate_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py tests/cli/test_docs.py -m flower
 
 flower-all: $(READY)
 	BAYFLOWER_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py -m flower -k "bits_of_the_loop" -n 2
 
 hostile: $(READY)
 	BAYFLOWER_TRIALS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_hostile.py -k mutated -n auto --maxprocesses 4
+	BAYFLOWER_TRIALS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_fleet.py tests/deploy/test_gate_processes.py -k mutated -m "flower or not flower"
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_soak.py -m soak -s

@@ -35,7 +35,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -158,7 +158,9 @@ class Gate:
             self.tell(caller.name, str(error))
             return said(400, f"refused: {error}")
         except (BusyError, TimeoutError):
-            return said(503, "too many requests at once; try again")
+            return said(503, "too many requests at once, or too slow a body; try again")
+        except ClientDisconnect:
+            return said(400, "the body was cut short")
         except httpx.HTTPError as error:
             return said(503, f"the SuperLink does not answer: {type(error).__name__}")
 
@@ -250,9 +252,7 @@ class Gate:
         """
         host = request.client.host if request.client else "a client"
         self.tell(error.name or host, str(error))
-        answer = said(400 if call == "activate-node" else 401, str(error))
-        answer.headers["connection"] = "close"
-        return answer
+        return said(400 if call == "activate-node" else 401, str(error))
 
     def tell(self, who: str, why: str) -> None:
         """Print why a client is refused, but not without end."""
@@ -290,9 +290,11 @@ class Gate:
 
 
 def said(code: int, text: str) -> Response:
-    """Return a refusal in the form that Flower's SuperNode prints."""
-    content = json.dumps({"code": code, "detail": text})
-    return Response(content + "\n", code, media_type="application/json")
+    """Return a refusal in the form that Flower's SuperNode prints. The connection is closed, so a
+    body that was not read never is.
+    """
+    content = json.dumps({"code": code, "detail": text}) + "\n"
+    return Response(content, code, {"connection": "close"}, media_type="application/json")
 
 
 def serve(app: Starlette, door: Door, certificate: str, key: str) -> None:
