@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import plugins
+from .baselines import MORE
 from .errors import ConfigError
 from .plugins import Given, Outside, Table
 from .plugins import Method as Method  # a row
@@ -245,6 +246,7 @@ ROWS = (
         "Ashman et al. 2022, arXiv 2202.12275",
         "a Gaussian posterior over all weights, one factor a client",
     ),
+    *MORE,
     Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),
 )
 DEFAULT = ROWS[0].name  # the method of an app whose run-config names none

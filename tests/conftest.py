@@ -34,9 +34,24 @@ torch.set_num_threads(1)  # small tensors: a second thread only gets in the way 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"  # real data sets, if any
 DEADLINE = time.monotonic() + float(os.environ.get("BAYFLOWER_SLOW_SECONDS", "inf"))
 # what a method needs to be itself: normalisation layers; a prototype of every class
-NEEDED = {"fedbn": {"model": "mlp-bn"}, "fedproto": {"min_count": 1}}
+NEEDED = {"fedbn": {"model": "mlp-bn"}, "fedproto": {"min_count": 1}, "fedpac": {"min_count": 1}}
 # methods of which `make test` has few promises on one engine; `make test-all` has them all
-LATER = {"moon-ft", "fedpa-ft", "ditto", "fedproto", "fedrod", "pfedbayes", "pvi"}
+LATER = {
+    "moon-ft",
+    "fedpa-ft",
+    "ditto",
+    "fedproto",
+    "fedrod",
+    "pfedbayes",
+    "pvi",
+    "fedep",
+    "fedep-ft",
+    "fedsep",
+    "fedpac",
+    "pfedbred",
+    "pfedme",
+    "fedbe",
+}
 FEWER = {"fedpa": {"num_samples": 2, "sample_steps": 3}}  # steps that only take time
 FEWER["fedpa-ft"] = FEWER["fedpa"]
 # methods with states or normalisation layers of their own kind: `make test` has them on both

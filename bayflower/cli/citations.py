@@ -241,6 +241,41 @@ METHODS: dict[str, Entry] = {
         2022,
         **arxiv("2202.12275"),
     ),
+    "fedep": paper(
+        "inproceedings",
+        "guo2023fedep",
+        "Guo, Han and Greengard, Philip and Wang, Hongyi and Gelman, Andrew and Kim, Yoon and "
+        "Xing, Eric P.",
+        "Federated Learning as Variational Inference: A Scalable Expectation Propagation Approach",
+        2023,
+        **at("ICLR"),
+    ),
+    "fedpac": paper(
+        "inproceedings",
+        "xu2023fedpac",
+        "Xu, Jian and Tong, Xinyi and Huang, Shao-Lun",
+        "Personalized Federated Learning with Feature Alignment and Classifier Collaboration",
+        2023,
+        **at("ICLR"),
+    ),
+    "pfedbred": paper(
+        "inproceedings",
+        "shi2023pfedbred",
+        "Shi, Mingjia and Zhou, Yuhao and Wang, Kai and Zhang, Huaizheng and Huang, Shudong and "
+        "Ye, Qing and Lv, Jiancheng",
+        "PRIOR: Personalized Prior for Reactivating the Information Overlooked in Federated "
+        "Learning",
+        2023,
+        **at("NeurIPS"),
+    ),
+    "fedbe": paper(
+        "inproceedings",
+        "chen2021fedbe",
+        "Chen, Hong-You and Chao, Wei-Lun",
+        "{FedBE}: Making {Bayesian} Model Ensemble Applicable to Federated Learning",
+        2021,
+        **at("ICLR"),
+    ),
 }
 DATA: dict[str, Entry] = {
     "fmnist": paper(

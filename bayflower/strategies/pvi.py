@@ -131,12 +131,17 @@ class Server(ServerHalf):
             {name: torch.zeros_like(value) for name, value in like.items()},
         )
 
+    @property
+    def damping(self) -> float:
+        """Return the step of a factor; 0 = 1 / replies."""
+        return float(self.config.pvi_damping)
+
     def broadcast(self, state: State, client: int) -> Broadcast:
         """Return mean and precision, the same for every client."""
         precision = {n: v.to(state.params[n].dtype) for n, v in state.precision.items()}
         damping = (
-            torch.full_like(state.replies, self.config.pvi_damping, dtype=torch.float64)
-            if self.config.pvi_damping
+            torch.full_like(state.replies, self.damping, dtype=torch.float64)
+            if self.damping
             else 1 / state.replies.clamp(min=1).double()
         )
         return Broadcast(state.params, state.buffers, precision, damping, state.epoch, state.fresh)

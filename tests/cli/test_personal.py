@@ -23,7 +23,20 @@ from bayflower.personal.runs import open_run
 OWN = {
     name
     for name, row in METHODS.items()
-    if row.stem in ("metavd", "fednp", "fedbps", "fedla", "pfedvmp", "fedproto", "pfedbayes", "pvi")
+    if row.stem
+    in (
+        "metavd",
+        "fednp",
+        "fedbps",
+        "fedla",
+        "pfedvmp",
+        "fedproto",
+        "pfedbayes",
+        "pvi",
+        "fedep",
+        "fedpac",
+        "fedbe",
+    )
 }
 WITHOUT_US = """
 import json, sys

@@ -146,11 +146,8 @@ def test_rows_are_complete():
     assert absent == {
         "FedCP",
         "GPFL",
-        "FedPAC",
-        "FedEP-FT",
         "QLSD-FT",
         "pFedGP",
-        "pFedBreD",
         "FedBE",
     }
 

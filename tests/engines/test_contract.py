@@ -14,7 +14,13 @@ from bayflower.testing import Bench
 from bayflower.testing.promises import Promises
 
 NAMES = sorted(METHODS)
-BEYOND = {"feddyn", "pvi"}  # methods whose global model is not the clients' mean, by definition
+BEYOND = {
+    "feddyn",
+    "pvi",
+    "fedep",
+    "fedep-ft",
+    "fedsep",
+}  # methods whose global model is not the clients' mean, by definition
 
 # some steps, after which two models that began together differ
 STEPS = {name: {"batch_size": 4} for name in ("ditto",)}

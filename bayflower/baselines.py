@@ -1,0 +1,56 @@
+"""More rows of the table of methods (`methods.py`): baselines of the published tables, and what
+users of a Bayesian library look for.
+"""
+
+from __future__ import annotations
+
+from .plugins import Method
+
+MORE = (
+    Method("fedep", "fedep", "FedEP", "Guo et al. 2023, ICLR", "PVI's factors by moment matching"),
+    Method(
+        "fedep-ft",
+        "fedep",
+        "FedEP-FT",
+        "Guo et al. 2023, ICLR",
+        "FedEP, fine-tuned on the client’s data before each test",
+        {"finetune_epochs": 5},
+    ),
+    Method(
+        "fedsep",
+        "fedep",
+        "FedSEP",
+        "Guo et al. 2023, ICLR",
+        "FedEP whose clients share one factor and keep nothing",
+        {"ep_sites": "shared"},
+    ),
+    Method(
+        "fedpac",
+        "fedpac",
+        "FedPAC",
+        "Xu et al. 2023, ICLR",
+        "a base with class prototypes, and for each client a mixture of all heads",
+    ),
+    Method(
+        "pfedbred",
+        "pfedbred",
+        "PFedBreD",
+        "Shi et al. 2023, NeurIPS",
+        "personal models around a prior that each client moves itself",
+    ),
+    Method(
+        "pfedme",
+        "pfedbred",
+        "PFedMe",
+        "Shi et al. 2023, NeurIPS; of Dinh et al. (NeurIPS 2020)",
+        "personal models tied to the client's copy of the global one",
+        {"bred_prior": "none"},
+    ),
+    Method(
+        "fedbe",
+        "fedbe",
+        "FedBE",
+        "Chen and Chao 2021, ICLR",
+        "FedAvg, and an ensemble of models drawn around the average",
+    ),
+)
