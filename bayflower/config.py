@@ -318,6 +318,11 @@ def parse(
     run = Run(method, **{**made, "data": resolve(made["data"])})
     if run.training.task != "classification" and methods.get(method).client.needs_classes:
         raise ConfigError(f"{method} needs classes, got task={run.training.task}")
+    if run.data.calibrated and not among and not methods.get(method).client.one_network:
+        raise ConfigError(
+            f"the personal model of {method} is more than the network, so it cannot be "
+            "calibrated; use calibration=off"
+        )
     if why := methods.get(method).client.refuses(run.options, run.training):
         raise ConfigError(f"{method} {why}")
     if among:  # a strategy learns its rounds when it is started

@@ -236,14 +236,14 @@ class ClientHalf(ABC):
     """The client half of a method. All functions but `phases` and `noise` are run under
     `torch.func.vmap` by the fused engine.
 
-    A method needs `init`, `begin`, `finish` and `predict`, and usually a `loss`. Everything else is
-    optional.
+    A method needs `init`, `begin`, `finish` and `predict`, and usually a `loss`; no more.
     """
 
     state_type: ClassVar[type]
     update_type: ClassVar[type]
     needs_base: ClassVar[bool] = False  # True if there must be layers before the head
     needs_classes: ClassVar[bool] = False  # True if targets must be classes
+    one_network: ClassVar[bool] = True  # False if a personal model is more: it is not exported
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         self.config = config

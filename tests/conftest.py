@@ -51,6 +51,11 @@ LATER = {
     "pfedbred",
     "pfedme",
     "fedbe",
+    "gpfl",
+    "fedcp",
+    "fedivon",
+    "qlsd",
+    "qlsd-ft",
 }
 FEWER = {"fedpa": {"num_samples": 2, "sample_steps": 3}}  # steps that only take time
 FEWER["fedpa-ft"] = FEWER["fedpa"]

@@ -276,6 +276,44 @@ METHODS: dict[str, Entry] = {
         2021,
         **at("ICLR"),
     ),
+    "gpfl": paper(
+        "inproceedings",
+        "zhang2023gpfl",
+        "Zhang, Jianqing and Hua, Yang and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui "
+        "and Cao, Jian and Guan, Haibing",
+        "{GPFL}: Simultaneously Learning Global and Personalized Feature Information for "
+        "Personalized Federated Learning",
+        2023,
+        **at("ICCV"),
+    ),
+    "fedcp": paper(
+        "inproceedings",
+        "zhang2023fedcp",
+        "Zhang, Jianqing and Hua, Yang and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui "
+        "and Guan, Haibing",
+        "{FedCP}: Separating Feature Information for Personalized Federated Learning via "
+        "Conditional Policy",
+        2023,
+        **at("KDD"),
+    ),
+    "fedivon": paper(
+        "misc",
+        "pal2024fedivon",
+        "Pal, Shivam and Gupta, Aishwarya and Sarwar, Saqib and Rai, Piyush",
+        "Federated Learning with Uncertainty and Personalization via Efficient Second-order "
+        "Optimization",
+        2024,
+        **arxiv("2411.18385"),
+    ),
+    "qlsd": paper(
+        "inproceedings",
+        "vono2022qlsd",
+        "Vono, Maxime and Plassier, Vincent and Durmus, Alain and Dieuleveut, Aymeric and "
+        "Moulines, Eric",
+        "{QLSD}: Quantised {Langevin} Stochastic Dynamics for {Bayesian} Federated Learning",
+        2022,
+        **at("AISTATS"),
+    ),
 }
 DATA: dict[str, Entry] = {
     "fmnist": paper(

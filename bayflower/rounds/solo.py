@@ -241,6 +241,11 @@ def numbers(half: ClientHalf, state: Any, broadcast: Any, x: Tensor) -> tuple[Te
     """Return (parameters, buffers) of the personal model: those that `predict` passes through the
     network.
     """
+    if not half.one_network:
+        raise BayflowerError(
+            "the personal model is more than the network, so it cannot be exported or calibrated; "
+            "use calibration=off"
+        )
     seen: list[Tensors] = []
     model, watching = copy(half.model), copy(half)
 

@@ -144,9 +144,6 @@ def test_rows_are_complete():
     cells = [cell for table in load_tables().values() for cell in table.cells("full")]
     absent = {cell.row.name for cell in cells if cell.spec is None} - {"Test accuracy"}
     assert absent == {
-        "FedCP",
-        "GPFL",
-        "QLSD-FT",
         "pFedGP",
         "FedBE",
     }

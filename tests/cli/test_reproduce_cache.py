@@ -148,7 +148,7 @@ def test_methods_that_do_not_exist_say_so(tmp_path):
     table = find("pfedvmp-1")
     found = look(table, plan(), Cache(tmp_path))
     text = markdown(table, plan(), found)
-    assert "| FedCP | not yet; *96.87* |" in text
+    assert "| pFedGP | not yet; *96.11* |" in text
     assert "| pFedVMP | not run; *97.23* |" in text
     assert all(cell["state"] != "done" for cell in content(table, plan(), found)["cells"])
 

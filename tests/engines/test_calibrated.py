@@ -32,6 +32,7 @@ FIRST = {"fedbps", "fedmap", "metavd", "pfedvmp"}  # posteriors of four kinds
 EVERY = [
     pytest.param(method, marks=() if method in FIRST else pytest.mark.slow)
     for method in sorted(METHODS)
+    if METHODS[method].client.one_network
 ]
 
 

@@ -20,6 +20,9 @@ BEYOND = {
     "fedep",
     "fedep-ft",
     "fedsep",
+    "fedivon",
+    "qlsd",
+    "qlsd-ft",
 }  # methods whose global model is not the clients' mean, by definition
 
 # some steps, after which two models that began together differ
