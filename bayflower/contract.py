@@ -300,9 +300,7 @@ class ClientHalf(ABC):
 
     def noise(self, stage: str, batch_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the standard normal noise one call of `stage` (a phase's name, or
-        "predict") needs.
-
-        Always for a full batch: a half that gets fewer samples uses the first rows.
+        "predict") needs, for a full batch: a half that gets fewer samples uses the first rows.
         """
         return {}
 
@@ -333,10 +331,8 @@ class ClientHalf(ABC):
         self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
     ) -> tuple[Work, Tensors]:
         """Return (the work after one step, what a person wants to see). Default: one step of the
-        optimiser down `gradient`.
-
-        The fused engine does the default on stacks in place; a half that overrides it is stepped as
-        it says.
+        optimiser down `gradient`; the fused engine does it on stacks in place. A half that
+        overrides it is stepped as it says.
         """
         grads, buffers, loss = self.gradient(phase, work, batches, noise)
         old = {name: work.params[name] for name in grads}
@@ -386,6 +382,10 @@ class ClientHalf(ABC):
 
     def spread(self, state: Any, broadcast: Any) -> Tensors:
         """Return standard deviations of the personal model's weights that the state holds."""
+        return {}
+
+    def extra_of(self, state: Any) -> Tensors:
+        """Return the parameters of the task that only this client has, by name."""
         return {}
 
     def posterior(

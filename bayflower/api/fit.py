@@ -66,8 +66,8 @@ def fit(
                  a torch Dataset, a DataLoader or a data frame; one data frame with a column of
                  sites; a Hugging Face Dataset; a Flower partitioner; paths; or a data set's name
     model        a network: the class of a torch.nn.Module or a function that returns one (given
-                 `input_shape` and `num_classes` if it has such parameters), a module, a name of
-                 `bayflower models`, or "package.module:factory"
+                 `input_shape`, `num_classes` and `num_outputs` if it has such parameters), a
+                 module, a name of `bayflower models`, or "package.module:factory"
     rounds       rounds of training [50]
     seed         seed of partition, initialisation, batches and client sampling [0]
     device       cpu, cuda, cuda:N or auto

@@ -15,7 +15,7 @@ import torch
 from torch.utils import data as torch_data
 
 from ..errors import ConfigError
-from . import cells, doors, loaders
+from . import cells, doors, loaders, outcomes
 from .checks import is_path
 from .hugging import (
     as_tables,
@@ -174,6 +174,8 @@ def part_of(given: Any, what: str, how: Reading) -> Part:
         raise ConfigError(f"{what} has no samples; every client needs some, or leave it out")
     if x.dtype.kind not in "fiub":
         raise ConfigError(f"{what} has samples of type {x.dtype}; give numbers")
+    if (kind := how.options.kind) in ("times", "labels"):
+        return Part(x, outcomes.of_array(y, kind, what))
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.ndim != 1:

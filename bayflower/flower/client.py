@@ -28,6 +28,7 @@ from ..files import journal
 from ..files.store import DiskStore, Saved, Store
 from ..networks.model import Model
 from ..rounds import solo
+from ..rounds.ownnoise import client_half
 from ..tree import Tensors, digest, flatten, to, unflatten
 from ..wire.hello import facts_of, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
@@ -327,7 +328,7 @@ def make_half(method: str, instructions: str, model: Model) -> ClientHalf:
     if not model.task.classes:  # with everyone's moments
         model = copy(model)
         model.task = task
-    return methods.get(method).client(options, training, model)
+    return client_half(methods.get(method).client, options, training, model)
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ from ..config import Training
 from ..errors import BayflowerError, ConfigError
 from ..networks.model import Batch
 from ..rounds import solo
+from ..rounds.ownnoise import client_half
 from ..stacked import chance
 from ..tree import to
 from .client import Site
@@ -38,7 +39,8 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
         for part in model.initial(0, few.mask.dtype)
     ]
     try:
-        half, server = row.client(config, training, model), row.server(config, model.anatomy)
+        half = client_half(row.client, config, training, model)
+        server = row.server(config, model.anatomy)
         sent = server.broadcast(server.init(initial[0], initial[1], (site.client,)), site.client)
         state = to(half.init(initial[0], initial[1]), few.mask.device)
         with solo.seeded(0, 0, 0), chance.step(0):

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..stacked import chance
+from ..tasks import Task
+from ..tasks.saved import to_json
 from .model import Model
 from .several import Layout, one_tensor
 
@@ -46,18 +48,38 @@ def checked_model(
 
 def check_fit(model: Model, x: Tensor) -> None:
     """Raise unless a network of one's own can be trained on samples x with the classes of the
-    data.
+    data, or for the task.
     """
     check_layers(model.module_for(False), model.name)
     _ = model.head_layers  # raises if the head's name does not exist, for every method
     logits, last = trial(model, x[:FEW])
-    outputs, classes = logits.shape[1], model.num_classes
+    task = model.task
+    outputs, classes = logits.shape[1] - len(task.extra()), model.num_classes
+    if not task.classes:
+        if outputs != task.network:
+            raise ConfigError(
+                f"layer {last!r} of model {model.name} has {outputs} outputs, but {needs(task)} "
+                f"needs {task.network}; give it {task.network} (a parameter called num_outputs is "
+                "filled in)"
+            )
+        return
     if outputs != classes and not (outputs == 1 and classes == 2):
         raise ConfigError(
             f"layer {last!r} of model {model.name} has {outputs} outputs, but the data have "
             f"{classes} classes; give it {classes} (a parameter called num_classes is filled in), "
             "or say num_classes if some class does not occur"
         )
+
+
+def needs(task: Task) -> str:
+    """Return a task in the words of settings, as far as they decide the outputs."""
+    known = to_json(task)
+    more = {
+        "survival": f"likelihood={known['likelihood']}",
+        "regression": f"noise={known.get('noise')}",
+        "labels": f"{known.get('size')} labels",
+    }
+    return f"task={task.name}" + (f" with {more[task.name]}" if task.name in more else "")
 
 
 def check_layers(module: nn.Module, name: str) -> None:
@@ -127,12 +149,15 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
                     f"{owner} keeps {attribute!r} from one call to the next; start it anew in "
                     "forward(), or make it a registered buffer"
                 )
-        check_logits(logits, x, module, model.name, last)
+        check_logits(logits, x, module, model, last)
     return logits, last
 
 
-def check_logits(logits: Any, x: Tensor, module: nn.Module, name: str, last: str) -> None:
+def check_logits(logits: Any, x: Tensor, module: nn.Module, model: Model, last: str) -> None:
     """Raise unless the output is one row of logits a sample."""
+    name, wanted = model.name, "(samples, classes), or (samples, 1) for two classes"
+    if not model.task.classes:
+        wanted = f"(samples, {model.task.network}) for task={model.task.name}"
     if not isinstance(logits, Tensor):
         raise ConfigError(
             f"model {name} returns a {type(logits).__name__} without logits; forward() must return "
@@ -141,7 +166,7 @@ def check_logits(logits: Any, x: Tensor, module: nn.Module, name: str, last: str
     if logits.ndim != 2 or logits.shape[0] != len(x) or not logits.is_floating_point():
         raise ConfigError(
             f"layer {last!r} of model {name} gives {tuple(logits.shape)} for {len(x)} samples; "
-            "it must give (samples, classes), or (samples, 1) for two classes"
+            f"it must give {wanted}"
         )
     if not bool(logits.isfinite().all()):
         what = "the samples have" if not bool(x.isfinite().all()) else f"model {name} gives"

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from ..errors import ConfigError
 from ..stacked.losses import mean_nll, nll
-from ..stacked.masked import INSTANCES, MASKABLE, mask_norms, real_samples
+from ..stacked.masked import mask_norms, real_samples
 from ..stacked.randomly import with_our_numbers
 from ..stacked.rewriting import Seen, passing
 from ..stacked.shaped import PLAIN, is_mixed, own_mean, shape, shaped_mean
@@ -29,12 +29,9 @@ from ..tasks import EXTRA, Task
 from ..tasks.classes import Classification
 from ..tree import Tensors
 from .heads import find_head, head_parameters
-from .parts import cast, persistent, trainable, unflattened
+from .parts import COUPLING, cast, norm_names, persistent, trainable, unflattened, unstackable
 from .several import Layout
 
-NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
-# a sample's output depends on the other samples of its batch
-COUPLING = (nn.modules.batchnorm._BatchNorm,)
 # frozen layers that nobody loads weights into are initialised with it, so that they are the same on
 # every client
 FROZEN_SEED = 0
@@ -94,6 +91,7 @@ class Model:
         self._head = head
         # the constants, by device and dtype
         self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}
+        self.own: Tensor | None = None  # extra parameters that only the client at work has
         self.bf16 = False  # whether training passes have products of bfloat16
         self.stacked = False  # whether layers have the form for stacks on a GPU
         self.in_stack = False  # whether it runs as one of a stack, on any device
@@ -107,7 +105,7 @@ class Model:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = self.factory()
-        if extra := self.task.extra():
+        if (extra := self.task.extra()) and not self.task.extra_stays:
             module.register_parameter(EXTRA, nn.Parameter(torch.tensor(extra)))
         return module
 
@@ -148,6 +146,8 @@ class Model:
         """
         some = next(iter(params.values()))
         module = self.made(FROZEN_SEED).to(device=some.device, dtype=some.dtype)
+        if self.task.extra_stays and EXTRA in params:
+            module.register_parameter(EXTRA, nn.Parameter(torch.empty_like(params[EXTRA])))
         known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         with torch.no_grad():
             for name, value in {**self.fixed(some), **params, **buffers}.items():
@@ -164,6 +164,11 @@ class Model:
         where batches are padded. Random layers take the numbers of the step (`stacked/chance.py`).
         """
         module = self.module_for(train)
+        if EXTRA in buffers:  # a client's own, which stays as it is
+            own = {EXTRA: buffers[EXTRA]}
+            rest = {name: value for name, value in buffers.items() if name != EXTRA}
+            out, rest = self.with_own(buffers[EXTRA]).forward(params, rest, x, train, mask)
+            return out, {**rest, **own}
         if train and buffers:
             buffers = {name: value.clone() for name, value in buffers.items()}
         if self.constants:
@@ -183,9 +188,21 @@ class Model:
 
     def with_extra(self, out: Tensor, params: Tensors) -> Tensor:
         """Return the network's outputs with the task's extra parameters behind them."""
-        if EXTRA not in params:
+        if not isinstance(out, Tensor) or out.ndim != 2:  # refused later, with its layer's name
             return out
-        return torch.cat([out, params[EXTRA].expand(out.shape[0], -1)], -1)
+        if EXTRA in params:
+            extra = params[EXTRA]
+        elif not self.task.extra_stays:
+            return out
+        else:  # of the client at work; where nobody is, what everyone starts with
+            extra = out.new_tensor(self.task.extra()) if self.own is None else self.own
+        return torch.cat([out, extra.to(out.dtype).expand(out.shape[0], -1)], -1)
+
+    def with_own(self, extra: Tensor) -> Model:
+        """Return this model with a client's own extra parameters of the task."""
+        other = copy(self)
+        other.own = extra
+        return other
 
     def for_stacks(self, gpu: bool) -> Model:
         """Return this model for stacks of clients: BatchNorm leaves padding out, and on a GPU
@@ -302,30 +319,12 @@ class Model:
         """Return why networks of this kind cannot be trained as a stack,
         as far as its layers tell.
         """
-        for name, module in self._train.named_modules():
-            counts = isinstance(module, COUPLING) or (
-                isinstance(module, nn.modules.instancenorm._InstanceNorm)
-                and module.track_running_stats
-            )
-            if counts and type(module) not in (*MASKABLE, *INSTANCES):
-                return (
-                    f"clients were trained one by one because layer {name!r} "
-                    f"({type(module).__name__}) cannot leave padding out"
-                )
-        return None
+        return unstackable(self._train)
 
     @cached_property
     def norm_names(self) -> frozenset[str]:
         """Return the names of parameters and buffers that belong to normalisation layers."""
-        names = set()
-        for prefix, module in self._train.named_modules():
-            if isinstance(module, NORMS):
-                for name, _ in [
-                    *module.named_parameters(recurse=False),
-                    *module.named_buffers(recurse=False),
-                ]:
-                    names.add(f"{prefix}.{name}" if prefix else name)
-        return frozenset(names & {*trainable(self._train), *persistent(self._train)})
+        return norm_names(self._train)
 
     @cached_property
     def head_layers(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 The name is all that travels to other processes, which import it; nothing is pickled. Arguments in a
 name are numbers, true, false and none only: a name in a file of settings can build a network, and
 nothing else. A factory that has a parameter called `input_shape` or `num_classes` is given the
-data's.
+data's; `num_outputs`, and of tasks without classes also `num_classes`, is the number of outputs
+that the task needs.
 
 A network that cannot be imported (defined in a notebook or a function, or a module that exists
 already) is known to this process only, while `given` lasts.
@@ -27,11 +28,16 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import ConfigError
+from ..tasks import Task
 from ..tree import digest
 from .model import Model
 
 Factory = Callable[..., nn.Module]
-FACTS = ("input_shape", "num_classes")  # parameters that a factory is given if it has them
+FACTS = (
+    "input_shape",
+    "num_classes",
+    "num_outputs",
+)  # parameters that a factory is given if it has them
 FORM = "write package.module:factory, for instance nets:Net or nets:Net(width=64)"
 _given: dict[str, Factory] = {}  # networks of this process by name
 
@@ -198,14 +204,14 @@ def home(name: str) -> str | None:
 
 def made(factory: Factory, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Return a new module of a factory, which is given the data's facts that it has parameters
-    for.
+    for; `num_classes` is the number of outputs where there are no classes.
     """
     if isinstance(factory, nn.Module) or not callable(factory):
         raise ConfigError(
             f"model must be a class or a function that returns a torch.nn.Module, got "
             f"{type(factory).__name__}"
         )
-    facts = {"input_shape": tuple(input_shape), "num_classes": num_classes}
+    facts = {"input_shape": tuple(input_shape), **dict.fromkeys(FACTS[1:], num_classes)}
     try:
         known = inspect.signature(factory).parameters
     except (TypeError, ValueError):
@@ -222,8 +228,8 @@ def made(factory: Factory, input_shape: tuple[int, ...], num_classes: int) -> nn
     if open_ones:
         raise ConfigError(
             f"model {shown(factory)} needs {', '.join(open_ones)}; give them defaults, or pass "
-            f"functools.partial({shown(factory)}, {open_ones[0]}=…). Only input_shape and "
-            "num_classes are filled in"
+            f"functools.partial({shown(factory)}, {open_ones[0]}=…). Only input_shape, "
+            "num_classes and num_outputs are filled in"
         )
     try:
         module = factory(**told)
@@ -247,12 +253,18 @@ def shown(factory: Any) -> str:
     return str(getattr(factory, "__name__", type(factory).__name__))
 
 
-def build_own(name: str, input_shape: tuple[int, ...], num_classes: int, head: str) -> Model:
+def build_own(
+    name: str, input_shape: tuple[int, ...], num_classes: int, head: str, task: Task | None = None
+) -> Model:
     """Return the model of a network of one's own; `head` names its classifier, layers separated by
     commas.
     """
     factory = factory_of(name)
     layers = [part.strip() for part in head.split(",") if part.strip()]
-    return Model(
-        partial(made, factory, tuple(input_shape), num_classes), num_classes, name, layers or None
-    )
+    built = partial(made, factory, tuple(input_shape), num_outputs(num_classes, task))
+    return Model(built, num_classes, name, layers or None, task)
+
+
+def num_outputs(num_classes: int, task: Task | None) -> int:
+    """Return how many outputs a network needs: one a class, or what the task says."""
+    return num_classes if task is None or task.classes else task.network

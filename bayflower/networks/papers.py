@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..tasks import Task
 from .model import Model
-from .own import build_own, is_own, taken_apart
+from .own import build_own, is_own, num_outputs, taken_apart
 
 
 def linear(shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -240,10 +240,8 @@ def build(
         "num_classes": num_classes,
         "features": features,
     }
-    if is_own(name) and task is not None and not task.classes:
-        raise ConfigError(f"a network of your own is for task=classification, got task={task.name}")
     if is_own(name):
-        own = build_own(name, input_shape, num_classes, head)
+        own = build_own(name, input_shape, num_classes, head, task)
         own.recipe = recipe
         return own
     check_name(name)
@@ -256,11 +254,9 @@ def build(
             f"{tuple(input_shape)}; use model=mlp"
         )
     network = partial(cnn, features=features) if name == "cnn" else NETWORKS[name]
-    outputs = num_classes
-    if task is not None and not task.classes:
-        outputs = task.network
-        if name.startswith("mlp"):
-            network = partial(mlp, norm=name == "mlp-bn", single=False)
+    outputs = num_outputs(num_classes, task)
+    if task is not None and not task.classes and name.startswith("mlp"):
+        network = partial(mlp, norm=name == "mlp-bn", single=False)
     made = partial(network, input_shape, outputs)
     if task is not None and task.shifts:
         made = partial(without_shift, made)

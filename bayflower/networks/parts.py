@@ -7,7 +7,12 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from ..stacked.masked import INSTANCES, MASKABLE
 from ..tree import Tensors
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+# a sample's output depends on the other samples of its batch
+COUPLING = (nn.modules.batchnorm._BatchNorm,)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -51,3 +56,30 @@ def nothing() -> None:
 def looks_up(module: nn.Module) -> bool:
     """Return whether the network looks up rows of a table by its inputs (words)."""
     return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) for part in module.modules())
+
+
+def norm_names(network: nn.Module) -> frozenset[str]:
+    """Return the names of parameters and buffers that belong to normalisation layers."""
+    names = set()
+    for prefix, module in network.named_modules():
+        if isinstance(module, NORMS):
+            for name, _ in [
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ]:
+                names.add(f"{prefix}.{name}" if prefix else name)
+    return frozenset(names & {*trainable(network), *persistent(network)})
+
+
+def unstackable(network: nn.Module) -> str | None:
+    """Return why a network cannot be trained as a stack, as far as its layers tell, or None."""
+    for name, module in network.named_modules():
+        counts = isinstance(module, COUPLING) or (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        )
+        if counts and type(module) not in (*MASKABLE, *INSTANCES):
+            return (
+                f"clients were trained one by one because layer {name!r} "
+                f"({type(module).__name__}) cannot leave padding out"
+            )
+    return None

@@ -1,6 +1,6 @@
 """A personal model of times to an event or of several labels.
 
-Beside `input/…` (network.py), extras.safetensors of Cox's model has
+Beside `input/…` and `posterior/…` (network.py), extras.safetensors of Cox's model has
 
     baseline/hazard     H at the ends of the intervals: S(t|x) = exp(−H(t) e^score)
 
@@ -18,42 +18,58 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..rounds.spread import Taken
 from ..tasks import Task
 from ..tasks.survival import Cox, Hazards, breslow
 from ..tree import Tensors
+from .card import point_only
 from .classifier import Personal
-from .network import Ready
+from .numbers import check_share
+from .spreadcard import why
+from .spreading import ReadyNumbers
 
 KEYS = (
     *("num_examples", "events", "nll", "c_index", "c_index_uno", "integrated_brier", "brier"),
     *("horizon", "calibration_error", "label_accuracy", "macro_auroc", "macro_auprc"),
     *("micro_auroc", "micro_auprc"),
 )
-POINT = "The point is used: there is no posterior for this task."
+BASELINE = "baseline/hazard"
 
 
-class ReadyEvents(Ready):
-    """The network with its inputs' preparation and its curves, or its labels' probabilities."""
+class ReadyEvents(ReadyNumbers):
+    """The network with its inputs' preparation and its curves, or its labels' probabilities; their
+    mean where the last layer's weights are uncertain.
+    """
 
-    def __init__(self, network: nn.Module, extras: Tensors | None, task: Task) -> None:
-        super().__init__(network, extras)
-        self.task = task
-        self.said = repr(task)  # tells programs of different tasks apart
+    def __init__(
+        self,
+        network: nn.Module,
+        extras: Tensors | None,
+        kind: str,
+        layer: str | None,
+        task: Task,
+    ) -> None:
+        super().__init__(network, extras, kind, layer, task, 0.0)
         if isinstance(task, Hazards):
             ends = torch.tensor((*task.edges, float("inf")), dtype=torch.float64)
             self.register_buffer("ends", ends, persistent=False)
 
     def outputs(self, x: Tensor) -> Tensors:
         """Return what the model says of prepared inputs, by name."""
-        out = self.network(x).double()
+        found = self.parameters_of(x)
         if not isinstance(self.task, Hazards):
-            return {"probabilities": self.task.predict(out)}
-        curves = self.task.predict(out)
+            return {"probabilities": found}
+        curves, risk = found, None
         if isinstance(self.task, Cox):
-            curves = torch.exp(-self.extras()["baseline/hazard"] * out.exp())
-        risk = out[:, 0] if isinstance(self.task, Cox) else self.task.risk(curves)
+            risk = found[:, 0]
+            spread = found[:, 1] if found.shape[1] > 1 else None
+            curves = self.task.curves(risk, self.extras()[BASELINE], spread)
         known: Any = self.ends
-        return {"survival": curves, "risk": risk, "median": known[(curves > 0.5).sum(-1)]}
+        return {
+            "survival": curves,
+            "risk": self.task.risk(curves) if risk is None else risk,
+            "median": known[(curves > 0.5).sum(-1)],
+        }
 
 
 class PersonalSurvival(Personal):
@@ -96,6 +112,16 @@ class PersonalSurvival(Personal):
         """Return the first end by which half are expected to have had the event, ∞ if none."""
         return self._said(X)["median"]
 
+    def predict_quantile(self, X: Any, shares: Any = (0.1, 0.5, 0.9)) -> np.ndarray:  # noqa: N803
+        """Return the first ends (N, len(shares)) by which the event has happened with each
+        probability, ∞ if none.
+        """
+        asked = np.atleast_1d(np.asarray(shares, np.float64))
+        for share in asked.tolist():
+            check_share("a share", share)
+        curves, ends = self._said(X)["survival"], np.append(self.times, np.inf)
+        return np.stack([ends[(curves > 1 - share).sum(-1)] for share in asked], -1)
+
     def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
         """Refuse: there are no classes."""
         raise ConfigError("a model of survival has no classes; use predict_survival")
@@ -111,7 +137,7 @@ class PersonalSurvival(Personal):
         return float(right / pairs) if pairs else float("nan")
 
     def uncertainty(self, X: Any, abstain: float | None = None) -> Any:  # noqa: N803
-        """Refuse: there is no posterior."""
+        """Refuse: sets are of classes."""
         raise ConfigError("a model of survival has no sets; use predict_survival")
 
     def drift(self, X: Any) -> Any:  # noqa: N803
@@ -139,7 +165,7 @@ class PersonalLabels(Personal):
         return float((self.predict(X) == known)[there].mean())
 
     def uncertainty(self, X: Any, abstain: float | None = None) -> Any:  # noqa: N803
-        """Refuse: there is no posterior."""
+        """Refuse: sets are of classes."""
         raise ConfigError("a model of several labels has no sets; use predict_proba")
 
     def drift(self, X: Any) -> Any:  # noqa: N803
@@ -161,7 +187,22 @@ def extras_of(task: Task, tally: Any, baseline: Tensor | None) -> Tensors:
     if not isinstance(task, Cox):
         return {}
     own = breslow(tally.events, tally.at_risk) if baseline is None else baseline
-    return {"baseline/hazard": own.double().cpu()}
+    return {BASELINE: own.double().cpu()}
+
+
+def block(taken: Taken, task: Task, baseline: Tensor | None) -> dict[str, Any]:
+    """Return the block "uncertainty" of a card."""
+    name = taken.one.choice.posterior
+    kind, origin = taken.kinds.get(name, ("", ""))
+    forms = {form: metrics_of(task, one, baseline) for form, one in taken.one.judged.items()}
+    return {
+        **point_only(why(taken)),
+        "used": "posterior" if name else "point",
+        "posterior": {"name": name, "kind": kind, "origin": origin} if name else None,
+        "doubt": "It is in the probabilities: curves and labels are means over the posterior.",
+        "tests": {"test": forms} if forms["point"] else None,
+        "information": {"offered": False, "why": "It is a measure of classes."},
+    }
 
 
 def metrics_of(task: Task, tally: Any, baseline: Tensor | None) -> dict[str, Any] | None:

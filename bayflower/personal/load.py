@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..errors import ConfigError
-from ..networks.own import is_own, made
+from ..networks.own import is_own, made, num_outputs
 from ..networks.papers import build
 from ..networks.several import Layout, one_tensor
 from ..tasks import EXTRA
@@ -55,7 +55,7 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
     task = from_json(card["task"]) if "task" in card else None
     shape, number = tuple(card["network"]["input_shape"]), card["network"]["num_classes"]
     built = (
-        partial(made, model, shape, number)
+        partial(made, model, shape, num_outputs(number, task))
         if model is not None
         else build(
             recipe["name"],
@@ -91,7 +91,7 @@ def made_of(ready: nn.Module, card: dict[str, Any], extras: Tensors) -> Personal
     """Return the model for what its card says of the task; a card without one is of classes."""
     if "task" not in card:
         return Personal(ready, card, extras).eval()
-    if from_json(card["task"]).point:
+    if from_json(card["task"]).events:
         return model_of(ready, card, extras)
     return PersonalNumbers(ready, card, extras, from_json(card["task"])).eval()
 

@@ -84,9 +84,9 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
     half, train = kept.half, kept.data.train
     params, buffers = numbers(half, kept.state, kept.broadcast, train.x[:1])
     network = half.model.module(params, buffers).eval().cpu()
-    if half.model.task.point:
-        kept = kept._replace(taken=None, tally=tally_of(kept))
-    elif not half.model.task.classes and kept.taken is None:  # a client's own spread, uncalibrated
+    if half.model.task.events:
+        kept = kept._replace(tally=tally_of(kept))
+    if not half.model.task.classes and kept.taken is None:  # a client's own spread, uncalibrated
         known = (kept.state, kept.broadcast, kept.data, None, "off", LEVEL)
         kept = kept._replace(taken=take_home(half, *known))
     extras, uncertainty = surroundings(kept, network)
@@ -115,11 +115,11 @@ def assembled(network: nn.Module, extras: Tensors, card: dict[str, Any]) -> Read
     """Return the network with what the files have about it."""
     found = card["uncertainty"]
     if said := card.get("task"):
-        if (task := from_json(said)).point:
-            return ReadyEvents(network, extras, task)
-        known, level = found["posterior"], found["intervals"]["level"]
+        task, known = from_json(said), found["posterior"]
         kind, layer = known["kind"] if known else "", card["network"]["last_layer"]
-        return ReadyNumbers(network, extras, kind, layer, task, level)
+        if task.events:
+            return ReadyEvents(network, extras, kind, layer, task)
+        return ReadyNumbers(network, extras, kind, layer, task, found["intervals"]["level"])
     kind = found["posterior"]["kind"] if found["posterior"] else ""
     return Ready(network, extras, kind, card["network"]["last_layer"], tuple(found["alarms"]))
 
@@ -132,12 +132,12 @@ def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any
     if kept.scaling:
         extras = {f"input/{n}": torch.as_tensor(v) for n, v in kept.scaling._asdict().items()}
     task = kept.half.model.task
-    if task.point:
-        extras |= events.extras_of(task, kept.tally, kept.baseline)
-        return extras, cards.point_only(events.POINT)
     if not task.classes:
         assert isinstance(kept.taken, SpreadTaken)
         extras |= spreadcard.extras_of(kept.taken, task)
+        if task.events:
+            extras |= (own := events.extras_of(task, kept.tally, kept.baseline))
+            return extras, events.block(kept.taken, task, own.get(events.BASELINE))
         return extras, spreadcard.block(kept.taken, task, kept.client)
     if kept.taken is None:
         missed = kept.data.held is not None
@@ -196,8 +196,9 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
     task = half.model.task
     ours = ("num_examples", "accuracy", "balanced_accuracy", "nll")
     result = {key: summary[key] for key in ours} if summary and task.classes else None
-    if task.point:
-        result = events.metrics_of(task, kept.tally, kept.baseline)
+    if task.events:
+        own = events.extras_of(task, kept.tally, kept.baseline).get(events.BASELINE)
+        result = events.metrics_of(task, kept.taken.one.judged["calibrated"], own)
     elif not task.classes:
         result = spreadcard.metrics_of(summary)
     theirs = ("ece", "ece_allclass", "mce", "reliability")
@@ -266,7 +267,7 @@ def tested(kept: Kept) -> dict[str, Any] | None:
     if not len(kept.data.test.y):
         return None
     task = kept.half.model.task
-    if task.point:
+    if task.events:
         return None  # `events.metrics_of` has them
     if not task.classes:
         return task.summarise({kept.client: kept.taken.one.judged["calibrated"]})
@@ -286,7 +287,7 @@ def tally_of(kept: Kept) -> Any:
 
 def targets_of(task: Task, y: Tensor) -> dict[str, Any]:
     """Return what training targets are like."""
-    return events.targets_of(task, y) if task.point else spreadcard.targets_of(y)
+    return events.targets_of(task, y) if task.events else spreadcard.targets_of(y)
 
 
 def units(kept: Kept) -> str:

@@ -250,9 +250,7 @@ def kept(
         adapted = solo.adapt(
             half, before, broadcast, samples.train, "new" if state is None else "finetune", **keys
         )
-        if half.model.task.point:
-            taken = None
-        elif not half.model.task.classes:
+        if not half.model.task.classes:
             data = opened.run.data
             how = data.calibration if data.calibrated else "off"
             total = load_spread(opened.folder)

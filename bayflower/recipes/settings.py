@@ -17,7 +17,7 @@ from .labels import given
 from .rates import Kind, Schedule
 
 Predicted = Literal["classification", "regression", "counts", "ordinal", "survival", "labels"]
-Noise = Literal["known", "global", "input"]
+Noise = Literal["known", "global", "client", "input"]
 RECIPE_OFF = {"mixup": 0.0, "label_smoothing": 0.0, "class_weights": "none"}
 
 
@@ -98,8 +98,8 @@ class Training:
     )
     noise: Noise = setting(
         "global",
-        "regression: known (noise_std), global (one learned number), input (an output of the "
-        "network)",
+        "regression: known (noise_std), global (one learned number), client (one of each client, "
+        "from its own residuals; it never leaves it), input (an output of the network)",
     )
     noise_std: float = setting(1.0, "noise=known: standard deviation, in the target's units")
     dof: int = setting(4, "likelihood=student-t: degrees of freedom, a whole number from 3")

@@ -20,6 +20,7 @@ from ..recipes.check import checked, resolved, scaled, standardised
 from ..recipes.labels import FEDERATION, counted, together
 from ..tasks.choice import target_sums
 from ..tree import Tensors
+from .ownnoise import client_half
 
 
 class Halves(NamedTuple):
@@ -105,7 +106,7 @@ def make_halves(
     model.task = task
     model.bf16 = run.settings.bf16
     server = row.server(run.options, model.anatomy)
-    client = row.client(run.options, training, model)
+    client = client_half(row.client, run.options, training, model)
     return Halves(
         server, client, model, model.initial(run.settings.seed, run.settings.torch_dtype())
     )

@@ -264,9 +264,9 @@ def numbers(half: ClientHalf, state: Any, broadcast: Any, x: Tensor) -> tuple[Te
             f"the personal model is {len(seen)} networks, not one; it cannot be exported"
         )
     names = half.model.shapes
-    return {name: seen[0][name] for name in names}, {
-        name: value for name, value in seen[0].items() if name not in names
-    }
+    params = {name: seen[0][name] for name in names}
+    buffers = {name: value for name, value in seen[0].items() if name not in names}
+    return params | half.extra_of(state), buffers
 
 
 def detach(tree: Any) -> Any:

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from numpy.polynomial.hermite import hermgauss
 from torch import Tensor, nn
 
 from .. import metrics
-from .task import Task
-
-NODES = 24  # of the quadrature over an uncertain score
+from .task import Task, over_gaussian
 
 
 @dataclass(frozen=True)
@@ -146,13 +143,11 @@ class Ordinal(Classification):
 
     def widened(self, out: Tensor, variance: Tensor) -> Tensor:
         """Return the mean probabilities over a Gaussian score, by Gauss–Hermite quadrature."""
-        nodes, weights = (torch.as_tensor(one, dtype=out.dtype) for one in hermgauss(NODES))
-        spread = (2 * variance[..., 0].clamp(min=0)).sqrt().to(out.dtype)
-        total = torch.zeros_like(self.predict(out))
-        for node, weight in zip(nodes.tolist(), (weights / weights.sum()).tolist(), strict=True):
-            moved = torch.cat([out[..., :1] + node * spread[..., None], out[..., 1:]], -1)
-            total = total + weight * self.predict(moved)
-        return total
+
+        def moved(score: Tensor) -> Tensor:
+            return self.predict(torch.cat([score, out[..., 1:]], -1))
+
+        return over_gaussian(moved, out[..., :1], variance[..., :1])
 
     def quantile(self, prediction: Tensor, share: float) -> Tensor:
         """Return the lowest class whose cumulative probability reaches `share`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..metrics import GRID, LARGEST_NLL, SCORE_BINS, add, area, on_grid
-from .task import Task
+from .task import Task, over_gaussian
 
 
 class Labelled(NamedTuple):
@@ -36,7 +36,7 @@ class SeveralLabels(Task):
     size: int
 
     name = "labels"
-    point = True
+    events = True
     curve = ("nll", "macro_auroc")
 
     @property
@@ -59,6 +59,10 @@ class SeveralLabels(Task):
     def predict(self, out: Tensor) -> Tensor:
         """Return the probabilities."""
         return torch.sigmoid(out)
+
+    def widened(self, out: Tensor, variance: Tensor) -> Tensor:
+        """Return the mean probabilities over Gaussian logits."""
+        return over_gaussian(torch.sigmoid, out, variance)
 
     def mean(self, prediction: Tensor) -> Tensor:
         """Return the probabilities."""

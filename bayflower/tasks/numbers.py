@@ -7,8 +7,12 @@
     Student    −log p = c(ν) + s + ½ (ν + 1) log(1 + r²/ν)
                I = diag((ν + 1)/(ν + 3) e^{−2s}, 2ν/(ν + 3))
 
-The noise is known (no s: it is a constant), a parameter of its own (all samples share it, `extra`)
-or a second output of the network. Location and scale come from everyone's sums (n, Σ y, Σ y²).
+The noise is known (no s: it is a constant), a parameter of its own (all samples share it, `extra`),
+each client's own, or a second output of the network. Location and scale come from everyone's sums
+(n, Σ y, Σ y²). A client's own noise is the mode under a prior that is worth one sample of the
+targets' variance, from the residuals r_i of its training samples:
+
+    e^{2s} = (1 + Σ w_i r_i²) / (1 + n),  w_i = 1, or of Student's t (ν + 1) / (ν + r_i² e^{−2s})
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from .task import Task
 
 Noise = Literal["known", "global", "client", "input"]
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+EM_STEPS = 50  # for the own noise of a client, of Student's t
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,20 @@ class Gaussian(Task):
     def extra(self) -> tuple[float, ...]:
         """Return the log of a shared noise, at first as wide as the targets."""
         return (0.0,) if self.noise in ("global", "client") else ()
+
+    @property
+    def extra_stays(self) -> bool:
+        """Return whether each client has a noise of its own."""
+        return self.noise == "client"
+
+    def own_extra(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        """Return s (1,) of a client from the residuals of its training samples."""
+        squares = ((y - prediction[..., 0]) / self.scale).square() * mask
+        return 0.5 * self.own_variance(squares, mask).log()[None]
+
+    def own_variance(self, squares: Tensor, mask: Tensor) -> Tensor:
+        """Return e^{2s} from squared residuals."""
+        return (1 + squares.sum()) / (1 + mask.sum())
 
     # -- parts -------------------------------------------------------------------------------------
     def log_scale(self, out: Tensor) -> Tensor:
@@ -177,6 +196,14 @@ class StudentT(Gaussian):
         s = self.log_scale(out)
         r = (self.standard(y) - out[..., 0]) * torch.exp(-s)
         return s + self.standard_nll(r)
+
+    def own_variance(self, squares: Tensor, mask: Tensor) -> Tensor:
+        """Return e^{2s} from squared residuals, by EM."""
+        found = super().own_variance(squares, mask)
+        for _ in range(EM_STEPS):
+            weights = (self.dof + 1) / (self.dof + squares / found)
+            found = (1 + (weights * squares).sum()) / (1 + mask.sum())
+        return found
 
     def information(self) -> tuple[float, float]:
         """Return the factors of I."""

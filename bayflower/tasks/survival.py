@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..metrics import GRID, LARGEST_NLL, add, on_grid
 from . import censored
 from .censored import NEAR, SCORES, Parts
-from .task import Task
+from .task import Task, over_gaussian
 
 LARGEST_SCORE = 13.0  # of Cox's model, where e^score is summed
 
@@ -66,7 +66,7 @@ class Hazards(Task):
     horizon: float = 0.0  # time at which calibration is judged; 0 = the middle edge
 
     name = "survival"
-    point = True
+    events = True
     target = (2,)
     curve = ("nll", "c_index")
 
@@ -104,6 +104,12 @@ class Hazards(Task):
     def predict(self, out: Tensor) -> Tensor:
         """Return the survival function at the edges."""
         return torch.exp(nn.functional.logsigmoid(-out - self.start).cumsum(-1))
+
+    def widened(self, out: Tensor, variance: Tensor) -> Tensor:
+        """Return the mean of S over independent Gaussian logits: Π_{i≤k} E[1 − h_i]."""
+        stays = over_gaussian(torch.sigmoid, -out - self.start, variance)
+        tiny = torch.finfo(stays.dtype).tiny
+        return torch.exp(stays.clamp(min=tiny).log().cumsum(-1))
 
     def mean(self, prediction: Tensor) -> Tensor:
         """Return the expected time within the last edge: Σ_k S_{k−1} (e_k − e_{k−1})."""
@@ -227,8 +233,8 @@ class Hazards(Task):
 
 @dataclass(frozen=True)
 class Cox(Hazards):
-    """Proportional hazards: one score a sample. Prediction: the score. `edges` are the
-    times of the baseline.
+    """Proportional hazards: one score a sample. Prediction: the score, with its variance where
+    there is a posterior. `edges` are the times of the baseline.
     """
 
     coupled = True
@@ -265,6 +271,14 @@ class Cox(Hazards):
     def predict(self, out: Tensor) -> Tensor:
         """Return the score."""
         return out
+
+    def widened(self, out: Tensor, variance: Tensor) -> Tensor:
+        """Return (score, variance): `curves` takes the mean over them."""
+        return torch.cat([out, variance.to(out.dtype)], -1)
+
+    def mixed(self, predictions: Tensor) -> Tensor:
+        """Return the mean score."""
+        return predictions[..., :1].mean(0)
 
     def mean(self, prediction: Tensor) -> Tensor:
         """Return the score: a time needs a baseline (`breslow`)."""
@@ -322,9 +336,17 @@ class Cox(Hazards):
             and bool((tally.events < 2**40).all())
         )
 
-    def curves(self, scores: Tensor, hazard: Tensor) -> Tensor:
-        """Return S at the edges (B, K) for a cumulative baseline hazard (K,)."""
-        return torch.exp(-hazard * scores[:, None].exp())
+    def curves(self, scores: Tensor, hazard: Tensor, variance: Tensor | None = None) -> Tensor:
+        """Return S at the edges (B, K) for a cumulative baseline hazard (K,); of a Gaussian score
+        its mean.
+        """
+
+        def one(score: Tensor) -> Tensor:
+            return torch.exp(-hazard * score.exp())
+
+        if variance is None:
+            return one(scores[:, None])
+        return over_gaussian(one, scores[:, None], variance[:, None])
 
     def parts(self, tally: Any, pooled: Any) -> tuple[Parts, float]:
         """Return (what is judged, Σ −log p) under everyone's baseline."""

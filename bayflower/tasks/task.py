@@ -15,14 +15,26 @@ behind them. All functions are pure, map over samples and run under vmap.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from numpy.polynomial.hermite import hermgauss
 from torch import Tensor
 
+NODES = 24  # of the quadrature over an uncertain output
 EXTRA = "task_extra"  # the name of the extra parameters beside those of the network
+
+
+def over_gaussian(change: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
+    """Return E[change(f)] of a Gaussian f, each output by itself, by Gauss–Hermite quadrature."""
+    nodes, weights = hermgauss(NODES)
+    spread = (2 * variance.clamp(min=0)).sqrt().to(mean.dtype)
+    total = torch.zeros_like(change(mean))
+    for node, weight in zip(nodes.tolist(), (weights / weights.sum()).tolist(), strict=True):
+        total = total + weight * change(mean + node * spread)
+    return total
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,7 @@ class Task(ABC):
     classes: ClassVar[bool] = False  # True if a target is one of some classes
     coupled: ClassVar[bool] = False  # True if a sample's loss depends on the others of its batch
     tallies_training: ClassVar[bool] = False  # True if a test counts training samples too
-    point: ClassVar[bool] = False  # True if personal models have no posterior: the point is used
+    events: ClassVar[bool] = False  # True if it is about times to events or several labels
     shifts: ClassVar[bool] = False  # True if a constant added to all outputs changes nothing
     target: ClassVar[tuple[int, ...]] = ()  # shape of one target
     whole: ClassVar[bool] = False  # True if targets are whole numbers (int64)
@@ -47,6 +59,17 @@ class Task(ABC):
     def extra(self) -> tuple[float, ...]:
         """Return the initial values of the extra parameters; () if there are none."""
         return ()
+
+    @property
+    def extra_stays(self) -> bool:
+        """Return whether the extra parameters are each client's own and never leave it: then they
+        are no parameters of the model, and `own_extra` computes them.
+        """
+        return False
+
+    def own_extra(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        """Return a client's own extra parameters from predictions of its training samples."""
+        raise NotImplementedError(f"a task of {self.name} has no parameters of one client")
 
     @property
     def outputs(self) -> int:
