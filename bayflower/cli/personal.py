@@ -91,8 +91,10 @@ def export_everyone(
         "coverage",
         "uses",
     )
-    if any("rmse" in one for one in rows):
-        columns = ("client", "new", "tested", "rmse", "nll_point", "nll", "coverage", "uses")
+    for key in ("rmse", "c_index", "macro_auroc"):
+        if any(key in one for one in rows):
+            covered = ("coverage",) if key == "rmse" else ()
+            columns = ("client", "new", "tested", key, "nll_point", "nll", *covered, "uses")
     if any(one["site"] for one in rows):
         columns = ("client", "site", *columns[1:])
     if not as_json:
@@ -105,10 +107,12 @@ def row(card: dict[str, Any], now: bool) -> dict[str, Any]:
     tests = (card["uncertainty"]["tests"] or {}).get("test", {})
     calibrated, numbers = tests.get("calibrated", {}), card["metrics"] or {}
     point = tests.get("point", {}).get("nll", numbers.get("nll"))
-    measured = "task" in card and card["task"]["likelihood"] != "cumulative"
+    name = card["task"]["name"] if "task" in card else "classification"
+    key = {"survival": "c_index", "labels": "macro_auroc"}.get(name, "rmse")
+    measured = name not in ("classification", "ordinal")
     covered = calibrated.get("coverage_90" if measured else "coverage")
     return {
-        **({"rmse": numbers.get("rmse")} if measured else {}),
+        **({key: numbers.get(key)} if measured else {}),
         "client": card["client"],
         "site": card.get("site"),
         "model": f"client-{card['client']}",
@@ -134,7 +138,7 @@ def shown(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3f}" if name.startswith(("nll", "rmse")) else f"{value:.1%}"
+        return f"{value:.3f}" if name.startswith(("nll", "rmse", "c_index")) else f"{value:.1%}"
     return "–" if value is None else str(value)
 
 

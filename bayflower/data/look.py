@@ -33,14 +33,37 @@ def in_words(source: Source) -> str:
     else:
         said = f"{rows} samples of shape {'×'.join(map(str, shape_of(source)))}"
     if source.measured:
-        low, high = float(source.y.min()), float(source.y.max())
         sites = source.site_names()
         where = f"; {len(sites)} sites" if sites else ""
-        return f"{source.name}: {said}; targets are numbers from {low:g} to {high:g}{where}"
+        return f"{source.name}: {said}; {targets(source)}{where}"
     known = ", ".join(classes) if len(classes) <= 5 else f"{classes[0]} … {classes[-1]}"
     sites = source.site_names()
     where = f"; {len(sites)} sites" if sites else ""
     return f"{source.name}: {said}; {len(classes)} classes ({known}){where}"
+
+
+def targets(source: Source) -> str:
+    """Return in words what targets that are no classes are like."""
+    if source.kind == "times":
+        events, longest = int((source.y[:, 1] > 0).sum()), float(source.y[:, 0].max())
+        return f"targets are times up to {longest:g}, {events} of them with an event"
+    if source.kind == "labels":
+        names = source.class_names()
+        known = ", ".join(names) if len(names) <= 5 else f"{names[0]} … {names[-1]}"
+        gone = int((source.y < 0).sum())
+        said = f"; {gone} are missing" if gone else ""
+        return f"{source.y.shape[1]} labels" + (f" ({known}{said})" if names else said)
+    return f"targets are numbers from {float(source.y.min()):g} to {float(source.y.max()):g}"
+
+
+def of_site(source: Source, y: np.ndarray) -> dict[str, Any]:
+    """Return what a site's targets are like, where they are no classes."""
+    if source.kind == "times":
+        return {"events": int((y[:, 1] > 0).sum()), "longest": round(float(y[:, 0].max()), 4)}
+    if source.kind == "labels":
+        names = source.class_names() or [f"label {k}" for k in range(y.shape[1])]
+        return {f"{name} true": int((y[:, k] > 0).sum()) for k, name in enumerate(names)}
+    return {"mean": round(float(y.mean()), 4), "std": round(float(y.std()), 4)}
 
 
 def shape_of(source: Source) -> tuple[int, ...]:
@@ -86,9 +109,7 @@ def sites(source: Source) -> list[dict[str, Any]]:
         if source.test is not None:
             row["test"] = int(source.test[rows].sum())
         if source.measured:
-            y = source.y[rows].reshape(len(rows), -1)[:, 0]
-            numbers = {"mean": round(float(y.mean()), 4), "std": round(float(y.std()), 4)}
-            found.append({**row, **numbers})
+            found.append({**row, **of_site(source, source.y[rows])})
             continue
         counts = np.bincount(source.y[rows], minlength=len(classes))
         found.append({**row, **{label: int(n) for label, n in zip(classes, counts, strict=True)}})
@@ -106,7 +127,7 @@ def sizes(source: Source, settings: DataSettings) -> list[str]:
     by_site = source.client is not None and settings.partition == "natural"
     for row in sites(source) if by_site else []:
         name, number = row["site"], row["rows"]
-        present = [label for label in classes if row[label]]
+        present = [] if source.measured else [label for label in classes if row[label]]
         if number < settings.min_size:
             found.append(
                 f"site {name!r} has {number} rows, fewer than min_size {settings.min_size}: leave "
@@ -117,7 +138,7 @@ def sizes(source: Source, settings: DataSettings) -> list[str]:
         if len(present) == 1 and not source.measured:
             found.append(f"site {name!r} has one class only, {present[0]!r}")
     counts: Any = [] if source.measured else np.bincount(source.y, minlength=len(classes))
-    for label, count in zip(classes, counts, strict=True):
+    for label, count in zip(classes, counts, strict=False):
         if count < FEW:
             found.append(f"class {label!r} has {count} rows only")
     if by_site and len(source.site_names()) == 1:

@@ -13,7 +13,18 @@ import numpy as np
 from ..config import parse
 from ..data import load_federation
 from ..errors import BayflowerError, ConfigError
-from . import board, figures, measured, numbers, page, panels, special, twoclass, uncertainty
+from . import (
+    board,
+    figures,
+    measured,
+    numbers,
+    outcomes,
+    page,
+    panels,
+    special,
+    twoclass,
+    uncertainty,
+)
 from .collect import DATA, Found, Group, brief, group, read, same_data, title, unequal
 from .glossary import glossary
 from .verdict import Verdict, verdict
@@ -69,7 +80,11 @@ def made(groups: Sequence[Group], features: str, data_dir: str, say: Callable[[s
         for run in one.runs
     )
     two = any(twoclass.of_group(one) for one in groups)
-    end = [("Glossary", glossary(calibrated, two)), ("Runs and versions", numbers.origins(shown))]
+    metrics = {key for one in groups for key in one.first["final"]["personal"]}
+    end = [
+        ("Glossary", glossary(calibrated, two, metrics)),
+        ("Runs and versions", numbers.origins(shown)),
+    ]
     about = ", ".join(names) if len(names) < 5 else f"{len(names)} data sets"
     return page.page(f"Bayflower: {about}", parts, end)
 
@@ -122,7 +137,7 @@ def sections_of(
     at most SHOWN groups, so more groups make more pictures in the same sections.
     """
     found = verdict(some)
-    if measured.is_measured(some):
+    if measured.is_measured(some) or outcomes.is_about(some):
         return sections_of_numbers(some, found)
     states, notes = special.from_states(some, features, say, data_dir)
     text = "".join(f"<p class=soft>{escape(note)}</p>" for note in notes)
@@ -149,22 +164,31 @@ def sections_of(
 
 
 def sections_of_numbers(some: Sequence[Group], found: Verdict) -> list[tuple[str, str]]:
-    """Return the sections of groups whose targets are numbers or counts."""
+    """Return the sections of groups whose targets are no classes."""
     parts = [some[i : i + figures.SHOWN] for i in range(0, len(some), figures.SHOWN)]
 
     def each(*draw: Callable[[Sequence[Group]], list[figures.Figure]]) -> list[figures.Figure]:
         return [one for part in parts for make in draw for one in make(part)]
 
-    people = each(lambda part: measured.gains(part, found), measured.sites)
+    people = each(
+        lambda part: measured.gains(part, found), lambda part: measured.sites(part, found.metric)
+    )
+    if outcomes.is_about(some):
+        trust = outcomes.section(some, each(*outcomes.pictures(some)))
+        rounds = each(lambda part: measured.curves(part, outcomes.over_rounds(some)))
+        tables = outcomes.tables(some)
+    else:
+        trust = measured.section(some, each(measured.pits))
+        rounds, tables = each(measured.curves), measured.tables(some)
     return [
         ("Verdict", board.section(some, found)),
         ("Sites", page.figures(people)),
-        ("Trust", measured.section(some, each(measured.pits))),
+        ("Trust", trust),
         ("Cost", page.figures(each(panels.costs))),
-        ("Over rounds", page.figures(each(measured.curves))),
+        ("Over rounds", page.figures(rounds)),
         ("What the methods show", page.figures(each(special.over_rounds))),
         ("Data", page.figures([panels.partition(some[0].runs[0], None)])),
-        ("Tables", measured.tables(some)),
+        ("Tables", tables),
         ("Settings", numbers.settings(some, unequal(some))),
     ]
 
@@ -174,11 +198,6 @@ def class_counts(run: Found, data_dir: str = "") -> list[list[int]] | None:
     where the data are not at hand.
     """
     config = {key: value for key, value in run.result["config"].items() if key != "method"}
-    if config.get("task") in ("survival", "labels"):
-        raise ConfigError(
-            f"a report of task={config['task']} is not written yet; `bayflower results` shows the "
-            "runs with paired differences"
-        )
     config.setdefault("calibration", "off")  # runs from before held no samples out
     try:
         settings = parse(

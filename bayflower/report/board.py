@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from . import measured, twoclass, uncertainty
+from . import measured, outcomes, twoclass, uncertainty
 from .collect import Group, unequal
 from .page import items
 from .text import size
@@ -42,9 +42,11 @@ def section(groups: Sequence[Group], found: Verdict) -> str:
     elif found.rivals:
         lines = [f"Over {one.base}: {told(found, one)}." for one in found.rivals[: 2 * LINES]]
         rows.append((f"{found.rivals[0].title} leads by", lines))
-    if measured.is_measured(groups):
-        said = [measured.trusted(group) for group in leading]
-        rows.append(("Can the intervals be trusted?", said))
+    if measured.is_measured(groups) or outcomes.is_about(groups):
+        room = measured if measured.is_measured(groups) else outcomes
+        what = "intervals" if room is measured else "probabilities"
+        said = [room.trusted(group) for group in leading]
+        rows.append((f"Can the {what} be trusted?", said))
         rows.append(("What it costs", [cost(group) for group in leading]))
         rows.append(("Caveats", caveats(groups, found)))
         return verdict_of(rows, found)

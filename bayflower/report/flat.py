@@ -24,6 +24,9 @@ TOTALS = (
 OF_NUMBERS = (
     *("rmse", "mae", "nll", "crps", "deviance"),
     *("coverage_50", "width_50", "coverage_90", "width_90"),
+    *("events", "c_index", "c_index_uno", "c_index_within", "integrated_brier", "brier"),
+    *("label_accuracy", "macro_auroc", "macro_auprc", "micro_auroc", "micro_auprc"),
+    "calibration_error",
 )
 KINDS = (".csv", ".parquet", ".json")
 

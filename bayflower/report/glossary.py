@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from html import escape
 
 ALWAYS = {
@@ -49,11 +50,40 @@ TWO = {
     "sensitivity": "Share of the positive samples that are found.",
     "specificity": "Share of the negative samples that are cleared.",
 }
+# words of tasks without classes, by a metric that tells the task
+TASKS = {
+    "rmse": {
+        "CRPS": "Distance between the predicted distribution and the value that was seen, in its "
+        "units.",
+        "PIT": "The predicted probability of a smaller value than the one seen; evenly spread if "
+        "the distributions are right.",
+        "RMSE": "Root of the mean squared error, in the target's units.",
+    },
+    "c_index": {
+        "Brier score": "Mean squared difference between the predicted probability of no event and "
+        "what happened; 0.25 is a coin's. Censored samples count through weights. Integrated: its "
+        "mean over time.",
+        "C-index": "Share of pairs of samples of which the one with the earlier event has the "
+        "higher risk; 0.5 is blind, 1 perfect. Uno's is not changed by when samples are censored.",
+        "censored": "The event had not been seen when the observation ended.",
+        "horizon": "The time by which predicted and observed probabilities of an event are "
+        "compared.",
+    },
+    "macro_auroc": {
+        "AUPRC": "Mean share of true labels among those with the highest scores (average "
+        "precision); the share of true labels is blind, 1 perfect.",
+        "AUROC": TWO["AUROC"],
+        "macro, micro": "Macro is the mean over labels, so that a rare one counts as much as a "
+        "common one. Micro is over all labels together.",
+    },
+}
 
 
-def glossary(calibrated: bool, two: bool) -> str:
-    """Return the words that this page uses, in order."""
+def glossary(calibrated: bool, two: bool, shown: Container[str] = ()) -> str:
+    """Return the words that this page uses, in order; `shown` are metrics of the runs."""
     known = {**ALWAYS, **(CALIBRATED if calibrated else {}), **(TWO if two else {})}
+    for metric, words in TASKS.items():
+        known |= words if metric in shown else {}
     rows = [
         f"<dt>{escape(word)}</dt><dd>{escape(known[word])}</dd>"
         for word in sorted(known, key=str.lower)

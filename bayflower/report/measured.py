@@ -46,10 +46,13 @@ def is_measured(groups: Sequence[Group]) -> bool:
     return all("rmse" in one.first["final"]["personal"] for one in groups)
 
 
-def curves(groups: Sequence[Group]) -> list[Figure]:
+OVER_ROUNDS = (("rmse", "RMSE"), ("nll", "−log p(y), nats"), ("crps", "CRPS"))
+
+
+def curves(groups: Sequence[Group], keys: Sequence[tuple[str, str]] = OVER_ROUNDS) -> list[Figure]:
     """Return the metrics of rounds."""
     found = []
-    for key, words in (("rmse", "RMSE"), ("nll", "−log p(y), nats"), ("crps", "CRPS")):
+    for key, words in keys:
         lines = [(one.title, one.curve(picked(key))) for one in groups[:SHOWN]]
         if max((len(points) for _, points in lines), default=0) < 2:
             continue
@@ -79,7 +82,9 @@ def by_site(group: Group, key: str) -> dict[str, float]:
 
 
 def sites(groups: Sequence[Group], key: str = "rmse") -> list[Figure]:
-    """Return every client's error by method, a row a client; many clients as a curve."""
+    """Return every client's error, or other number, by method: a row a client; many clients as a
+    curve.
+    """
     means = {group.title: by_site(group, key) for group in groups[:SHOWN]}
     means = {title: mean for title, mean in means.items() if mean}
     if not means:
@@ -93,7 +98,7 @@ def sites(groups: Sequence[Group], key: str = "rmse") -> list[Figure]:
             heading, (0.0, 100.0), span, x_title="share of the clients, best first, %", y_title=name
         ).axes()
         for series, (title, mean) in enumerate(means.items()):
-            values = sorted(mean.values())
+            values = sorted(mean.values(), reverse=METRICS[key].sign > 0)
             line = [(100 * (i + 0.5) / len(values), value) for i, value in enumerate(values)]
             chart.line(line, series, title)
         return [Figure(heading, chart.svg(), words, legend(list(means)))]
@@ -109,12 +114,13 @@ def sites(groups: Sequence[Group], key: str = "rmse") -> list[Figure]:
 
 
 def gains(groups: Sequence[Group], found: Verdict) -> list[Figure]:
-    """Return, for each method, how much smaller each client's error is than with its own data
-    alone.
+    """Return, for each method, how much smaller each client's error is, or how much larger another
+    number, than with its own data alone.
     """
+    sign = METRICS[found.metric].sign
     series, drawn = {group.title: place for place, group in enumerate(groups)}, []
     for one in found.against:
-        parts = sorted(one.difference.sites, key=lambda site: site.mean)
+        parts = sorted(one.difference.sites, key=lambda site: -sign * site.mean)
         if one.title not in series or not parts:
             continue
         heading = f"Change of {METRICS[found.metric].words} by {one.title}"
@@ -130,8 +136,9 @@ def gains(groups: Sequence[Group], found: Verdict) -> list[Figure]:
             text = f"{found.names[site.id]}: {site.mean:+.3f}"
             chart.bar(place + 0.1, place + 0.9, 0.0, site.mean, series[one.title], text)
         chart.rule(0.0, 0.0, float(len(parts)), 0.0)
-        better = sum(site.mean < 0 for site in parts)
-        words = f"Below zero is better: {better} of {len(parts)} clients gain."
+        better = sum(sign * site.mean > 0 for site in parts)
+        side = "Above" if sign > 0 else "Below"
+        words = f"{side} zero is better: {better} of {len(parts)} clients gain."
         drawn.append(Figure(heading, chart.svg(), words))
     return drawn
 
@@ -212,14 +219,18 @@ def forms(groups: Sequence[Group]) -> str:
     return table(head, rows)
 
 
-def summary(groups: Sequence[Group], view: str) -> str:
+def summary(
+    groups: Sequence[Group],
+    view: str,
+    columns: Sequence[tuple[str, str, int, int]] = COLUMNS,
+) -> str:
     """Return the table of the final test."""
-    some = [group for group in groups if group.values("rmse", view)]
+    some = [group for group in groups if group.values(columns[0][1], view)]
     if not some:
         return ""
     found = verdict(some, leading(some), view)
     against = {one.title: one for one in found.against}
-    columns = [one for one in COLUMNS if any(group.values(one[1], view) for group in some)]
+    columns = [one for one in columns if any(group.values(one[1], view) for group in some)]
     rows = []
     for group in some:
         cells = [
@@ -233,11 +244,15 @@ def summary(groups: Sequence[Group], view: str) -> str:
     return table(["method", *(name for name, *_ in columns), *more, "seeds"], rows)
 
 
-def tables(groups: Sequence[Group]) -> str:
+def tables(
+    groups: Sequence[Group],
+    columns: Sequence[tuple[str, str, int, int]] = COLUMNS,
+    about: str = "Errors, scores and widths are in the target's units: lower is better.",
+) -> str:
     """Return the tables of all tested models."""
-    made = [(words, summary(groups, view)) for view, words in VIEWS]
+    made = [(words, summary(groups, view, columns)) for view, words in VIEWS]
     text = "".join(f"<h4>{escape(words)}</h4>{one}" for words, one in made if one)
     return (
-        "<p class=soft>Mean ± standard deviation over seeds, after the last round. Errors, scores "
-        "and widths are in the target's units: lower is better.</p>" + text
+        "<p class=soft>Mean ± standard deviation over seeds, after the last round. "
+        f"{about}</p>" + text
     )

@@ -43,14 +43,20 @@ def reliability(groups: Sequence[Group]) -> list[Figure]:
     return found
 
 
-def diagram(name: str, words: str, bars: Sequence[dict[str, Any]], series: int) -> Chart:
+def diagram(
+    name: str,
+    words: str,
+    bars: Sequence[dict[str, Any]],
+    series: int,
+    share: str = "share that is right",
+) -> Chart:
     """Return a reliability diagram."""
     chart = Chart(
         name,
         (0.0, 1.0),
         (0.0, 1.0),
         x_title=words,
-        y_title="share that is right",
+        y_title=share,
         width=360.0,
         height=330.0,
     ).axes()

@@ -96,11 +96,17 @@ SHOWN = (
 )
 
 
+SHORT = {  # long names in two lines, so that a table fits a terminal of 80 columns
+    **{key: key.replace("_", "\n") for key in ("integrated_brier", "calibration_error")},
+    **{f"{one}_{two}": f"{one}\n{two}" for one in ("macro", "micro") for two in ("auroc", "auprc")},
+}
+
+
 def numbers_table(result: dict[str, Any], title: str) -> Table:
     """Return the final block of a result whose targets are no classes: a row a model."""
     grid = bare_table(title, f"{result['engine']} engine, {result['device']}")
     keys = [key for key in SHOWN if key in result["final"]["personal"]]
-    for column in ("model", *keys):
+    for column in ("model", *(SHORT.get(key, key) for key in keys)):
         grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     for name, block in result["final"].items():
         if block:

@@ -5,6 +5,7 @@
     late      (K,)             Σ (1 − S_k)² over samples whose time is beyond e_k
     near      (2, K + 1, 20)   samples by event, interval, and bin of 1 − S at the horizon
     said      (20,)            Σ (1 − S) at the horizon, by the same bin
+    whole     (K,)             Σ S_k
 
     d_j events, c_j censored, n_j at risk at the beginning of interval j
     G_j = Π_{i≤j} (1 − c_i / (n_i − d_i))       nobody was censored by e_j (Kaplan and Meier)
@@ -27,6 +28,7 @@ from torch import Tensor
 
 SCORES = 256  # bins of the risk, for the concordance
 NEAR = 20  # bins of the predicted probability of an event by the horizon
+GROUPS, FEW = 10, 10  # of calibration: most groups of samples, and the fewest samples of one
 
 
 class Parts(NamedTuple):
@@ -37,6 +39,7 @@ class Parts(NamedTuple):
     late: Tensor
     near: Tensor
     said: Tensor
+    whole: Tensor
 
 
 def one_hot(place: Tensor, number: int) -> Tensor:
@@ -108,13 +111,53 @@ def observed(table: Tensor, horizon: int) -> float | None:
 
 def calibration(parts: Parts, horizon: int) -> list[dict[str, Any]]:
     """Return (predicted, observed) probability of an event by the horizon, by bin."""
-    rows = []
+    filled = [[place] for place in range(NEAR) if int(parts.near[..., place].sum())]
+    return [compared(parts, places, horizon) for places in filled]
+
+
+def grouped(parts: Parts, horizon: int) -> list[dict[str, Any]]:
+    """Return the same by groups of rising probability: bins put together until a group has a tenth
+    of the samples, and at least FEW. A bin alone may have too few to tell.
+    """
+    least, groups = max(FEW, int(parts.near.sum()) / GROUPS), []
+    open_ones: list[int] = []
     for place in range(NEAR):
-        number = int(parts.near[..., place].sum())
-        if number:
-            said = float(parts.said[place]) / number
-            seen = observed(parts.near[..., place], horizon)
-            rows.append({"num_examples": number, "predicted": said, "observed": seen})
+        open_ones.append(place)
+        if int(parts.near[..., open_ones].sum()) >= least:
+            groups.append(open_ones)
+            open_ones = []
+    if int(parts.near[..., open_ones].sum()):  # too few: they go to the last group
+        groups = [*groups[:-1], [*(groups[-1] if groups else []), *open_ones]]
+    return [compared(parts, places, horizon) for places in groups]
+
+
+def compared(parts: Parts, places: list[int], horizon: int) -> dict[str, Any]:
+    """Return the predicted and the observed probability of the samples in some bins."""
+    table = parts.near[..., places].sum(-1)
+    number, said = int(table.sum()), float(parts.said[places].sum())
+    seen = observed(table, horizon)
+    return {"num_examples": number, "predicted": said / number, "observed": seen}
+
+
+def over_time(parts: Parts, edges: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Return at each edge the mean predicted S, the observed one (Kaplan and Meier) and the Brier
+    score, as long as some samples are not censored; [] of no samples.
+    """
+    number, share = int(parts.table.sum()), not_censored(parts.table)
+    if not number:
+        return []
+    scores, rows = brier(parts, inverse(share)), []
+    for k, edge in enumerate(edges):
+        if float(share[k]) > 0:
+            seen = observed(parts.table.sum(-1), k)
+            rows.append(
+                {
+                    "time": edge,
+                    "predicted": float(parts.whole[k]) / number,
+                    "observed": None if seen is None else 1 - seen,
+                    "brier": float(scores[k]),
+                }
+            )
     return rows
 
 
@@ -159,6 +202,7 @@ def of_curves(table: Tensor, curves: Tensor, horizon: int) -> Parts:
         late,
         (known.reshape(-1, SCORES) @ hot).reshape(2, intervals, NEAR).round().long(),
         (known.sum((0, 1)) * risk) @ hot,
+        known.sum((0, 1)) @ curves,
     )
 
 

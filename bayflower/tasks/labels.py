@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from ..metrics import GRID, LARGEST_NLL, SCORE_BINS, add, area, on_grid
 from .task import Task, over_gaussian
 
+PARTS = 10  # of the probability, for reliability
+
 
 class Labelled(NamedTuple):
     """What is counted on test samples."""
@@ -127,6 +129,7 @@ class SeveralLabels(Task):
                     zip(pooled.scores, pooled.correct, strict=True)
                 )
             ],
+            "reliability": reliability(pooled.scores.sum(0)),
             "per_client": per_client,
         }
 
@@ -145,7 +148,38 @@ def shown(t: Labelled) -> dict[str, Any]:
         "macro_auprc": average([precision_area(scores) for scores in t.scores]),
         "micro_auroc": area(every),
         "micro_auprc": precision_area(every),
+        "calibration_error": off(reliability(every)),
     }
+
+
+def reliability(scores: Tensor) -> list[dict[str, Any]]:
+    """Return the share of true labels by tenths of the probability, from the histogram (2, 50):
+    `confidence` is the mean of the bins' middles, `accuracy` the share.
+    """
+    rows, bins = [], scores.tolist()
+    each = SCORE_BINS // PARTS
+    for part in range(PARTS):
+        places = range(part * each, (part + 1) * each)
+        number = sum(bins[side][k] for side in (0, 1) for k in places)
+        if number:
+            said = sum((bins[0][k] + bins[1][k]) * (k + 0.5) / SCORE_BINS for k in places)
+            rows.append(
+                {
+                    "low": part / PARTS,
+                    "high": (part + 1) / PARTS,
+                    "count": number,
+                    "confidence": said / number,
+                    "accuracy": sum(bins[1][k] for k in places) / number,
+                }
+            )
+    return rows
+
+
+def off(rows: list[dict[str, Any]]) -> float | None:
+    """Return the mean difference between probability and share; None of no labels."""
+    number = sum(row["count"] for row in rows)
+    gaps = [row["count"] * abs(row["confidence"] - row["accuracy"]) for row in rows]
+    return math.fsum(gaps) / number if number else None
 
 
 def rate(part: float, whole: int) -> float | None:

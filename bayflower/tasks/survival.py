@@ -47,6 +47,7 @@ class Events(NamedTuple):
     late: Tensor
     near: Tensor
     said: Tensor
+    whole: Tensor
 
 
 class Scores(NamedTuple):
@@ -163,7 +164,8 @@ class Hazards(Task):
         n, k = torch.zeros((), dtype=torch.int64), len(self.edges)
         table, close = torch.zeros(2, k + 1, SCORES).long(), torch.zeros(2, k + 1, NEAR).long()
         squares = torch.zeros(k, k, dtype=torch.float64)
-        return Events(n, n.double(), table, squares, squares[0], close, squares.new_zeros(NEAR))
+        none = squares.new_zeros(NEAR)
+        return Events(n, n.double(), table, squares, squares[0], close, none, squares[0])
 
     def tally(self, prediction: Tensor, y: Tensor, mask: Tensor) -> Any:
         """Return the tally; what is not finite counts as a curve of ½."""
@@ -185,12 +187,13 @@ class Hazards(Task):
             (rest * ((place[:, None] > every) & used[:, None])).sum(0),
             censored.counted(place, event, bins, used, shape),
             censored.one_hot(bins, NEAR).mT @ (on_grid(risk).double() / GRID * used),
+            (on_grid(known) * used[:, None]).sum(0).double() / GRID,
         )
 
     def possible(self, tally: Any) -> bool:
         """Return whether a tally can have come from samples."""
         number = int(tally.num_examples)
-        sums = (tally.early, tally.late, tally.said)
+        sums = (tally.early, tally.late, tally.said, tally.whole)
         return (
             0 <= number < 2**40
             and all(bool((one >= 0).all()) for one in (tally.table, tally.near, *sums))
@@ -222,6 +225,8 @@ class Hazards(Task):
             "c_index_within": sum(pair[0] for pair in pairs) / within if within else None,
             "horizon": self.edges[self.judged_at],
             "calibration": censored.calibration(parts, self.judged_at),
+            "calibration_groups": censored.grouped(parts, self.judged_at),
+            "curve": censored.over_time(parts, self.edges),
             **self.also(pooled),
             "per_client": [{"client": int(client), **of(t)} for client, t in clients],
         }

@@ -15,6 +15,7 @@ from bayflower.engines import prepare, run_to_result
 from bayflower.errors import ConfigError
 from bayflower.personal.events import PersonalSurvival
 from bayflower.personal.runs import export, export_all, personalise
+from bayflower.report import write_report
 from bayflower.tasks.survival import breslow
 
 
@@ -42,6 +43,12 @@ def run(folder: Path, name: str, out: Path, **settings: Any) -> tuple[dict[str, 
 
 def models_of(path: Path) -> list[dict[str, Any]]:
     return [one for one, _ in export_all(path / "run", path / "models", ("safetensors",))]
+
+
+def reported(path: Path) -> str:
+    """Return the report of the run."""
+    assert write_report([path / "run"], path / "report.html") == 1
+    return (path / "report.html").read_text()
 
 
 def outputs_drawn(model: Any, x: np.ndarray, number: int = 3000) -> torch.Tensor:
@@ -103,6 +110,10 @@ def test_survival_models_give_curves_risks_and_medians(
     assert model.score(x, y) > 0.6
     with pytest.raises(ConfigError, match="predict_survival"):
         model.predict_proba(x)
+    page = reported(tmp_path)
+    for words in ("Share without the event over time", "Calibration at the horizon", "C-index"):
+        assert words in page
+    assert f"by time {block['horizon']:.4g}, predicted and observed" in page
     # a new client fits its own model, under everyone's baseline
     np.savez(tmp_path / "new.npz", x=x, y=y)
     card = personalise(tmp_path / "run", tmp_path / "new.npz", tmp_path / "new", ("safetensors",))
@@ -133,6 +144,9 @@ def test_models_of_labels_give_a_probability_each(folder: Path, tmp_path: Path) 
     assert point["nll"] == pytest.approx(row["nll"], rel=1e-5)
     assert cards[2]["metrics"]["nll"] != point["nll"]
     assert cards[2]["data"]["classes"] == ["u", "v"]
+    page = reported(tmp_path)
+    for words in ("AUROC of each label", "Reliability: FedPer", ">u</td>", "macro, micro"):
+        assert words in page
     model = load_personal(tmp_path / "models" / "client-2")
     raw = np.load(folder / "labels.npz")
     x, y = raw["x"][100:].astype(np.float32), raw["y"][100:]

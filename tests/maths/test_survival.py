@@ -131,6 +131,23 @@ def test_metrics_equal_sums_over_samples_and_pairs(name: str) -> None:
         assert row["observed"] == pytest.approx(1 - share)
         off += mine.sum() * abs(said[mine].mean() - 1 + share) / N
     assert found["calibration_error"] == pytest.approx(off, abs=1e-8)
+    # groups: neighbouring bins with at least ten samples, which have the bins' samples and sums
+    groups = found["calibration_groups"]
+    assert all(one["num_examples"] >= censored.FEW for one in groups)
+    assert len(groups) <= censored.GROUPS
+    assert sum(one["num_examples"] for one in groups) == N
+    sums = [sum(one["num_examples"] * one["predicted"] for one in some) for some in (rows, groups)]
+    assert sums[0] == pytest.approx(sums[1])
+    # over time: the mean curve, Kaplan and Meier's, and the Brier score
+    share = 1.0
+    for k, row in enumerate(found["curve"]):
+        at_risk = (EDGES[k] <= TIME).sum()
+        share *= 1 - ((EDGES[k] == TIME) & EVENT).sum() / max(at_risk, 1)
+        assert row["time"] == EDGES[k]
+        assert row["predicted"] == pytest.approx(curves[:, k].mean(), abs=1e-8)
+        assert row["observed"] == pytest.approx(share)
+        assert row["brier"] == pytest.approx(scores[k], abs=1e-8)
+    assert len(found["curve"]) == last
 
 
 @pytest.mark.parametrize("name", ["hazard", "cox"])
