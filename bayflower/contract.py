@@ -381,7 +381,9 @@ class ClientHalf(ABC):
         return None
 
     def spread(self, state: Any, broadcast: Any) -> Tensors:
-        """Return standard deviations of the personal model's weights that the state holds."""
+        """Return what the state holds of the spread of the personal model's weights: standard
+        deviations by parameter, or as the half itself reads it in `posterior`.
+        """
         return {}
 
     def extra_of(self, state: Any) -> Tensors:

@@ -30,9 +30,8 @@ Departs:
         different size are tied equally.
   E-M8  an "arg min" in the algorithm is some epochs of the optimiser. BatchNorm's scale and shift
         are part of theta; its running statistics stay on the client.
-  A client that never trained starts at gamma and fits [eq. 7] for `new_client_epochs`. E-M6 (the
-generator) is in data/synthetic.py; E-M7 (balanced accuracy) in metrics.py; E-M9 (averages) in the
-experiment's table.
+  A client that never trained starts at gamma and fits [eq. 7] for `new_client_epochs`. A noise that
+is learned has a prior worth one sample of N_k. E-M6 is in data/synthetic.py, E-M7 in metrics.py.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ from ..contract import ClientHalf, Phase, Purpose, Survey, Work
 from ..errors import ConfigError
 from ..maths import hierarchy
 from ..maths.curvature import at_once, diagonal
+from ..maths.laplace import WIDE, Posterior, Seen, of_parameters
 from ..maths.scoring import stds
 from ..networks.last import forward_last, last_layer
 from ..networks.model import Batch, Model, masked_mean
@@ -134,13 +134,16 @@ class Client(ClientHalf):
     def begin(self, state: State, broadcast: Broadcast, data: Batch) -> Work:
         """Return the work that continues theta_k, or starts at gamma the first time."""
         params = choose(state.started, state.params, broadcast.params)
-        return Work(params, state.buffers, memo=broadcast)
+        known = Known(broadcast.params, {}, data.mask.sum()) if EXTRA in params else broadcast
+        return Work(params, state.buffers, memo=known)
 
     def loss(
         self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
     ) -> tuple[Tensor, Tensors]:
-        """Return J_k on one batch [eq. 7]."""
+        """Return J_k on one batch [eq. 7], and the prior of what the task learns itself."""
         nll, buffers = super().loss(params, work, batch, noise, phase)
+        if EXTRA in params:
+            nll = nll + self.model.task.extra_prior(params[EXTRA]) / work.memo.number
         return nll + self.prior(params, work.memo.params), buffers
 
     def prior(self, params: Tensors, gamma: Tensors) -> Tensor:
@@ -185,11 +188,8 @@ class Client(ClientHalf):
         """Return class probabilities of theta_k (gamma if the client has not trained), or of gamma
         for `global`.
         """
-        params = (
-            broadcast.params
-            if view == "global"
-            else choose(state.started, state.params, broadcast.params)
-        )
+        own = state.started & (view != "global")
+        params = choose(own, state.params, broadcast.params)
         logits, _ = self.model.forward(params, state.buffers, x, train=False)
         return self.model.probabilities(logits)
 
@@ -288,6 +288,19 @@ class Learner(Client):
             spread = spread + variance[f"{self.layer}.bias"]
         return hierarchy.wide_prediction(self.model.task, out, torch.diag_embed(spread))
 
+    def spread(self, state: State, broadcast: Broadcast) -> Tensors:
+        """Return standard deviations of the posterior, those of the prior without training."""
+        own = {name: value.sqrt() for name, value in state.belief.items()}
+        found: Tensors = choose(state.started, own, stds(broadcast.prior))
+        return found
+
+    def posterior(
+        self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None
+    ) -> dict[str, Posterior]:
+        """Return the last layer's part of the posterior under the learned prior."""
+        origin = "posterior under the learned prior"
+        return {} if layer is None else {"laplace": of_parameters(params, layer, origin)}
+
 
 class Solver(Learner):
     """Solves for the posterior of a small model, with its full covariance."""
@@ -308,7 +321,7 @@ class Solver(Learner):
     def init(self, params: Tensors, buffers: Tensors) -> State:
         """Return a state that believes nothing yet."""
         d, one = hierarchy.size(params), next(iter(params.values()))
-        belief = {"covariance": torch.zeros(d, d, dtype=torch.float64, device=one.device)}
+        belief = {WIDE: torch.zeros(d, d, dtype=torch.float64, device=one.device)}
         return super().init(params, buffers)._replace(belief=belief)
 
     def root(self, broadcast: Broadcast) -> Tensor:
@@ -363,7 +376,12 @@ class Solver(Learner):
         if EXTRA in work.params:
             shared = hierarchy.shared(self.model, work.params, work.buffers, data, covariance)
             sent |= {"extra_slope": shared.slope, "extra_information": shared.information}
-        return {"covariance": covariance}, sent, hierarchy.evidence(fit.nll, memo.z, share)
+        return {WIDE: covariance}, sent, hierarchy.evidence(fit.nll, memo.z, share)
+
+    def spread(self, state: State, broadcast: Broadcast) -> Tensors:
+        """Return the covariance of the posterior, that of the prior without training."""
+        root = self.root(broadcast)
+        return {WIDE: torch.where(state.started, state.belief[WIDE], root @ root.mT)}
 
     def predict(
         self, view: str, state: State, broadcast: Broadcast, x: Tensor, noise: Tensors
@@ -371,7 +389,7 @@ class Solver(Learner):
         """Return the prediction with the whole uncertainty of posterior or prior."""
         own = state.started & (view != "global")
         params, root = choose(own, state.params, broadcast.params), self.root(broadcast)
-        wide = torch.where(own, state.belief["covariance"], root @ root.mT)
+        wide = torch.where(own, state.belief[WIDE], root @ root.mT)
         if EXTRA in params:  # what all clients share is as new as the broadcast
             params = {**params, EXTRA: broadcast.params[EXTRA]}
         out, _ = self.model.forward(params, state.buffers, x, train=False)

@@ -328,11 +328,14 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
             f"raise min_size, or set test_fraction above 0"
         )
     if settings.validation and client < settings.num_clients:
-        train, test = _validation(train, settings.validation, client, few)
+        train, test = _validation(train, settings.validation, client, few, order is not None)
     train = train[: settings.train_rows or None]
     held = train[:0]
     if settings.calibrated:
-        train, held = hold_out(train, settings.calibration_share, settings.calibration_rows)
+        share = settings.calibration_share
+        if order is not None and not settings.train_rows:  # as far from training as the test is
+            share = max(share, min(len(test) / len(train), 0.5))
+        train, held = hold_out(train, share, settings.calibration_rows)
     parts = (x[train], y[train], x[test], y[test])
     return ClientData(client, *parts, *((x[held], y[held]) if len(held) else (None, None)))
 
@@ -357,10 +360,11 @@ def _split(
 
 
 def _validation(
-    train: np.ndarray, share: float, client: int, few: bool = False
+    train: np.ndarray, share: float, client: int, few: bool = False, by_time: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a client's training positions, which are in random order, as (training, validation);
-    its test part is not used. With `few` one sample alone is for training.
+    its test part is not used. With `few` one sample alone is for training. Positions `by_time` are
+    in that order, and the last ones are for validation.
     """
     if few and len(train) < 2:
         return train, train[:0]
@@ -370,12 +374,16 @@ def _validation(
             "data; raise min_size"
         )
     count = min(max(int(share * len(train) + 0.5), 1), len(train) - 1)
+    if by_time:
+        return train[: len(train) - count], train[len(train) - count :]
     return train[count:], train[:count]
 
 
 def hold_out(train: np.ndarray, share: float, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Return training positions, which are in random order, as (training, held out for
-    calibration); at least one stays for training.
+    calibration); at least one stays for training. In the order of time the first ones are held out:
+    they lie as far before the training samples as later ones lie behind them, and the model keeps
+    the newest.
     """
     count = min(int(share * len(train) + 0.5), most, len(train) - 1)
     return train[count:], train[:count]

@@ -155,7 +155,8 @@ class DataSettings:
     calibration: str = setting(
         "shrunk",
         "how each client's uncertainty is calibrated on held-out training samples: shrunk (between "
-        "its own samples and everyone's, by its size), client, global, or off",
+        "its own samples and everyone's, by its size; numbers with split=time: as global), client, "
+        "global, or off",
     )
     calibration_share: float = setting(
         0.2, "share of each client's training samples held out for calibration"
@@ -353,6 +354,14 @@ class DataSettings:
     def calibrated(self) -> bool:
         """Return whether training samples are held out; tuning uses its validation part instead."""
         return self.calibration != "off" and not self.validation
+
+    @property
+    def calibrated_with(self) -> str:
+        """Return `calibration` as it is done. Rows of a block in time share their drift, which is
+        another one in the next block: so by time, intervals of numbers are made with everyone's.
+        """
+        drifts = self.split == "time" and self.targets == "numbers"
+        return "global" if drifts and self.calibration == "shrunk" else self.calibration
 
     @property
     def total_clients(self) -> int:

@@ -199,7 +199,7 @@ class Calibrator:
     def order(self) -> str:
         """Return the order of the present stage, for a message's header."""
         s = self.settings
-        return Order(self.stage, s.calibration, s.coverage, s.sets).text()
+        return Order(self.stage, s.calibrated_with, s.coverage, s.sets).text()
 
     def hear(
         self,

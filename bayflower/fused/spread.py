@@ -57,7 +57,7 @@ class Clients:
         """Return every client with what it uses and its tallies."""
         found = {}
         for client, fitted in self.fitted.items():
-            choice = self.spread.settled(self.own[client], total, settings.calibration)
+            choice = self.spread.settled(self.own[client], total, settings.calibrated_with)
             test = self.fused.stack.alone(client, test=True)
             rows = int(self.own[client].rows)
             with solo.one_thread():

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from ..networks.model import Batch, Model
-from ..tasks import Task
+from ..tasks import EXTRA, Task
 from ..tree import Tensors
 
 DRAWS = 64  # of the logits
 WEIGHT_DRAWS = 16  # of weights before the last layer, which need a pass through the network each
 LARGEST = 4096  # inputs of the last layer up to which Kronecker factors are formed
+WIDE = "covariance"  # the name of a covariance of all parameters
 SPREAD = "spread:"  # names of standard deviations (`ClientHalf.spread`) among the parameters
 FLOOR = 1e-3  # share of the mean variance of features that no feature's variance is below
 
@@ -52,11 +53,12 @@ class Posterior(NamedTuple):
 
     kronecker   in (D', D'), inverse (D', C), out (C, C): variance of the logits along out's columns
     diagonal    std (C, D'): independent weights of the last layer
+    dense       covariance (C D', C D') of the last layer's weights, row by row
     classes     means (K, D), variance (D,), prior (K,): Gaussians over features, another model
     sampled     std by parameter: weights anywhere in the network are drawn
     """
 
-    kind: Literal["kronecker", "diagonal", "classes", "sampled"]
+    kind: Literal["kronecker", "diagonal", "dense", "classes", "sampled"]
     tensors: Tensors
     origin: str
 
@@ -161,6 +163,25 @@ def independent(std: Tensor, origin: str) -> Posterior:
     return Posterior("diagonal", {"std": std.double()}, origin)
 
 
+def of_parameters(params: Tensors, layer: str, origin: str) -> Posterior:
+    """Return the last layer's part of a Gaussian over all parameters, which stands beside them:
+    standard deviations by name, or one covariance in the order of their names.
+    """
+    wide = params.get(SPREAD + WIDE)
+    if wide is None:
+        std = {n.removeprefix(SPREAD): v for n, v in params.items() if n.startswith(SPREAD)}
+        return independent(last_weights(std, layer), origin)
+    places, start = {}, 0
+    for name in sorted(params):
+        if name != EXTRA and not name.startswith(SPREAD):
+            shape = params[name].shape
+            places[name] = (start + torch.arange(shape.numel())).reshape(shape)
+            start += shape.numel()
+    rows = last_weights(places, layer).long().reshape(-1).to(wide.device)
+    found = wide.double().index_select(0, rows).index_select(1, rows)
+    return Posterior("dense", {WIDE: found}, origin)
+
+
 class Classes(NamedTuple):
     """Gaussians over features, one a class, with one variance a coordinate."""
 
@@ -255,6 +276,9 @@ def offsets(
     if kind == "diagonal":
         root = (phi.square() @ tensors["std"].square().T).clamp(min=0).sqrt()
         return root[None] * noise[:, None, :]
+    if kind == "dense":
+        factor = triangle(spread_of(tensors[WIDE], phi))
+        return torch.einsum("ncp,jp->jnc", factor, noise)
     root = ((phi @ tensors["in"]).square() @ tensors["inverse"]).clamp(min=0).sqrt()
     return (root[None] * noise[:, None, :]) @ tensors["out"].T
 
@@ -266,8 +290,42 @@ def variances(kind: str, tensors: Tensors, phi: Tensor) -> Tensor:
     wide = phi.double()
     if kind == "diagonal":
         return wide.square() @ tensors["std"].double().square().mT
+    if kind == "dense":
+        return spread_of(tensors[WIDE], wide).diagonal(dim1=-2, dim2=-1)
     along = (wide @ tensors["in"].double()).square() @ tensors["inverse"].double()
     return along @ tensors["out"].double().square().mT
+
+
+def inputs_of(kind: str, tensors: Tensors, outputs: int) -> int:
+    """Return how many numbers of a sample a posterior reads, the bias's 1 included."""
+    if kind == "dense":
+        return tensors[WIDE].shape[1] // outputs
+    return tensors[{"kronecker": "in", "diagonal": "std", "classes": "means"}[kind]].shape[1]
+
+
+def spread_of(covariance: Tensor, phi: Tensor) -> Tensor:
+    """Return the covariance (N, C, C) of the outputs."""
+    size = phi.shape[-1]
+    outputs = covariance.shape[-1] // size
+    parts = covariance.double().reshape(outputs, size, outputs, size)
+    return torch.einsum("nd,cdbe,ne->ncb", phi, parts, phi)
+
+
+def triangle(matrix: Tensor) -> Tensor:
+    """Return the lower root (N, C, C) of covariances, by columns: a program that is exported has no
+    decomposition. A direction without variance has a column of zeros.
+    """
+    size, columns = matrix.shape[-1], []
+    least = 1e-12 * matrix.diagonal(dim1=-2, dim2=-1).sum(-1) + 1e-300
+    left = matrix
+    for place in range(size):
+        pivot = left[..., place, place]
+        column = left[..., :, place] / pivot.maximum(least).sqrt()[..., None]
+        kept = (torch.arange(size, device=matrix.device) >= place) & (pivot > least)[..., None]
+        column = torch.where(kept, column, 0.0)
+        columns.append(column)
+        left = left - column[..., :, None] * column[..., None, :]
+    return torch.stack(columns, -1)
 
 
 @lru_cache(maxsize=16)

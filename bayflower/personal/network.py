@@ -161,8 +161,8 @@ class Ready(nn.Module):
         else:
             assert features is not None
             tensors = {name: value.double() for name, value in tensors.items()}
-            inner = {"kronecker": "in", "diagonal": "std", "classes": "means"}[self.kind]
-            if tensors[inner].shape[1] == features.shape[1] + 1:  # the bias is uncertain too
+            if laplace.inputs_of(self.kind, tensors, logits.shape[-1]) > features.shape[1]:
+                # the bias is uncertain too
                 features = torch.cat([features, torch.ones_like(features[:, :1])], -1)
         return scale * laplace.offsets(self.kind, tensors, logits, features, drawn)
 

@@ -252,7 +252,7 @@ def kept(
         )
         if not half.model.task.classes:
             data = opened.run.data
-            how = data.calibration if data.calibrated else "off"
+            how = data.calibrated_with if data.calibrated else "off"
             total = load_spread(opened.folder)
             end = (half, adapted, broadcast, samples, total, how, data.coverage)
             taken = spread.take_home(*end)

@@ -53,8 +53,8 @@ class ReadyNumbers(Ready):
             variance = (self.sampled(x) - wide[:, :size]).square().mean(0)
         else:
             assert features is not None
-            inner = tensors["in" if self.kind == "kronecker" else "std"]
-            if inner.shape[1] == features.shape[1] + 1:  # the bias is uncertain too
+            if laplace.inputs_of(self.kind, tensors, size) > features.shape[1]:
+                # the bias is uncertain too
                 features = torch.cat([features, torch.ones_like(features[:, :1])], -1)
             variance = laplace.variances(self.kind, tensors, features)
         return self.task.widened(wide, variance)

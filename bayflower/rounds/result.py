@@ -62,7 +62,7 @@ def result(
     device = settings.torch_device()
     about = block_of if task.classes else spread_block
     uncertainty = outcome.calibrated and about(
-        outcome.calibrated, run.data.calibration, run.data.coverage
+        outcome.calibrated, run.data.calibrated_with, run.data.coverage
     )
     name_rows(known, *final.values(), *(uncertainty or {}).values())
     remarks = [

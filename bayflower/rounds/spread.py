@@ -117,7 +117,9 @@ class Spread:
         with torch.no_grad():
             params, buffers = numbers(self.half, state, broadcast, train.x[:1])
             seen = self.seen(params, buffers, train)
-            found = self.half.posterior(params, broadcast, seen, self.layer)
+            own = self.half.spread(state, broadcast)
+            known = {**params, **{laplace.SPREAD + name: value for name, value in own.items()}}
+            found = self.half.posterior(known, broadcast, seen, self.layer)
         found = {name: one for name, one in found.items() if one.kind != "classes"}
         self.kinds = {name: (one.kind, one.origin) for name, one in found.items()}
         return Fitted(params, buffers, {name: one.tensors for name, one in found.items()})

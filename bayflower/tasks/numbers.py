@@ -70,6 +70,12 @@ class Gaussian(Task):
         """Return e^{2s} from squared residuals."""
         return (1 + squares.sum()) / (1 + mask.sum())
 
+    def extra_prior(self, extra: Tensor) -> Tensor:
+        """Return −log p of one sample that lies everyone's standard deviation from its mean: so the
+        noise of a client with fewer samples than parameters does not collapse.
+        """
+        return (extra + self.standard_nll(torch.exp(-extra))).sum()
+
     # -- parts -------------------------------------------------------------------------------------
     def log_scale(self, out: Tensor) -> Tensor:
         """Return s (B,)."""

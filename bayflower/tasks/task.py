@@ -60,6 +60,12 @@ class Task(ABC):
         """Return the initial values of the extra parameters; () if there are none."""
         return ()
 
+    def extra_prior(self, extra: Tensor) -> Tensor:
+        """Return minus the log prior of a client's own extra parameters, up to a constant; what it
+        says is worth one sample. By default nothing.
+        """
+        return torch.zeros_like(extra).sum()
+
     @property
     def extra_stays(self) -> bool:
         """Return whether the extra parameters are each client's own and never leave it: then they

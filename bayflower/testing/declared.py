@@ -85,7 +85,7 @@ class Declared:
         assert "laplace" in found
         assert (type(half).posterior is ClientHalf.posterior) == (set(found) == {"laplace"})
         for name, one in found.items():
-            assert one.kind in ("kronecker", "diagonal", "classes", "sampled"), name
+            assert one.kind in ("kronecker", "diagonal", "dense", "classes", "sampled"), name
             assert one.origin
             assert one.tensors
             for value in one.tensors.values():

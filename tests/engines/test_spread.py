@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles.hierarchy import Client, posterior
 
 from bayflower import load_personal
 from bayflower.calibration import intervals
@@ -22,6 +23,7 @@ from bayflower.errors import ConfigError
 from bayflower.maths import laplace
 from bayflower.networks.model import Batch
 from bayflower.personal import export, personalise
+from bayflower.personal.runs import open_run
 from bayflower.tasks import make
 from bayflower.tasks.saved import from_json, to_json
 
@@ -43,6 +45,23 @@ def test_the_spread_of_a_linear_model_is_that_of_bayesian_regression() -> None:
     new = torch.randn(5, 4, generator=draw, dtype=TIMES)
     wanted = ((new @ exact) * new).sum(-1)
     torch.testing.assert_close(laplace.variances(found.kind, found.tensors, new)[:, 0], wanted)
+
+
+def test_a_dense_posterior_moves_logits_as_its_covariance_says() -> None:
+    draw = torch.Generator().manual_seed(6)
+    half = torch.randn(9, 9, generator=draw, dtype=TIMES)
+    cover = half @ half.T
+    cover[3:6] = cover[:, 3:6] = 0  # the second output is certain
+    phi = torch.randn(4, 3, generator=draw, dtype=TIMES)
+    phi[0] = 0
+    rows = [torch.kron(torch.eye(3, dtype=TIMES), one[None]) for one in phi]
+    exact = torch.stack([one @ cover @ one.T for one in rows])
+    found = laplace.variances("dense", {"covariance": cover}, phi)
+    torch.testing.assert_close(found, exact.diagonal(dim1=1, dim2=2))
+    root = laplace.triangle(exact)
+    torch.testing.assert_close(root @ root.mT, exact)
+    moved = laplace.offsets("dense", {"covariance": cover}, torch.zeros(4, 3, dtype=TIMES), phi)
+    torch.testing.assert_close(moved, torch.einsum("ncp,jp->jnc", root, laplace.draws(3)))
 
 
 def test_an_uncertain_rate_widens_counts_to_the_mean_and_variance_of_the_mixture() -> None:
@@ -125,6 +144,63 @@ def test_a_task_is_made_again_from_its_card() -> None:
         make("ordinal", size=5),
     ):
         assert from_json(json.loads(json.dumps(to_json(task)))) == task
+
+
+def test_a_noise_has_a_prior_worth_one_sample() -> None:
+    """The most likely noise of N residuals is that of N + 1, one of them everyone's deviation."""
+    for likelihood in ("gaussian", "student-t"):
+        task: Any = make("regression", likelihood, noise="global", scale=4.0)
+        z = torch.tensor([0.3, -0.2, 0.05], dtype=TIMES)
+        logs = torch.linspace(-4, 2, 60_001, dtype=TIMES)
+        total = task.standard_nll(z[:, None] * torch.exp(-logs)).sum(0) + 3 * logs
+        prior = torch.stack([task.extra_prior(one[None]) for one in logs[::6000]])
+        wanted = logs[::6000] + task.standard_nll(torch.exp(-logs[::6000]))
+        torch.testing.assert_close(prior, wanted)
+        if likelihood == "gaussian":
+            best = logs[(total + logs + task.standard_nll(torch.exp(-logs))).argmin()]
+            assert float(torch.exp(2 * best)) == pytest.approx((float(z @ z) + 1) / 4, rel=1e-3)
+    assert float(make("counts", "negative-binomial").extra_prior(torch.ones(1))) == 0
+
+
+def drifting(seed: int, clients: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows of clients whose level walks at random in time: steps of every tenth row."""
+    draw = np.random.default_rng(seed)
+    x, y = draw.normal(size=(clients, size, 1)), []
+    for number in range(clients):
+        walk = np.repeat(draw.normal(size=size // 10).cumsum(), 10)
+        y.append(x[number, :, 0] + walk + 0.3 * draw.normal(size=size))
+    owner = np.repeat(np.arange(clients), size)
+    return x.reshape(-1, 1).astype(np.float32), np.concatenate(y), owner
+
+
+def test_intervals_by_time_hold_what_comes_later(tmp_path: Path) -> None:
+    """Levels walk, so the next block lies where its client's own blocks did not: everyone's first
+    blocks, as long as the test, say how far. Own scores alone promise too much.
+    """
+    x, y, client = drifting(11, 60, 100)
+    np.savez(tmp_path / "walks.npz", x=x, y=y, client=client)
+    given = {"dataset": str(tmp_path / "walks.npz"), "task": "regression", "split": "time"}
+    given |= {
+        "partition": "natural",
+        "model": "linear",
+        "rounds": 12,
+        "lr": 0.1,
+        "prior": "learned",
+    }
+    covered = {}
+    for how in ("shrunk", "client"):
+        made = prepare(parse("fedmap", {**given, "calibration": how}), "fused")
+        one = made.federation.clients[7]
+        assert (len(one.y_train), len(one.y_held), len(one.y_test)) == (60, 20, 20)  # type: ignore[arg-type]
+        np.testing.assert_allclose(one.y_held, y[client == 7][:20], rtol=1e-6)
+        found = run_to_result(made)["uncertainty"]
+        assert found["calibration"] == {"shrunk": "global"}.get(how, how)
+        covered[how] = found["clients"]["forms"]["calibrated"]["coverage_90"]
+    assert covered["shrunk"] == pytest.approx(0.9, abs=0.06)
+    assert covered["client"] < covered["shrunk"] - 0.05
+    tuned = prepare(parse("fedmap", {**given, "validation": 0.25}), "fused")
+    last = tuned.federation.clients[7].y_test
+    np.testing.assert_allclose(last, y[client == 7][60:80], rtol=1e-6)  # those before the test
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -215,6 +291,52 @@ def test_a_personal_model_of_numbers_is_taken_home(
     made = personalise(folder, new, tmp_path / "new", ("safetensors",))
     assert made["never_trained"]
     assert made["uncertainty"]["intervals"]["conformal"]
+
+
+@pytest.mark.parametrize("prior", ["learned", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_model_with_a_learned_prior_takes_its_exact_posterior_home(
+    prior: str, table: Path, tmp_path: Path
+) -> None:
+    """Mean and variance of predictions are those of the hierarchy, computed densely: posterior
+    under the learned prior, and noise; from the files and by the program.
+    """
+    given = settings(table, "regression", "y", dtype="float64", checkpoint_every=12, rounds=12)
+    given |= {"prior": prior, "calibration": "off", "test_fraction": 0.1}
+    given |= {"input_scale": "none", "target_scale": "none", "start_variance": 100.0}
+    prepared = prepare(parse("fedmap", given), "fused")
+    run_to_result(prepared, tmp_path / "run")
+    x = np.array([[1.0, 0.0], [-3.0, 2.0], [0.0, 0.0]])
+    with_one = np.c_[np.ones(3), x]
+    for number in (0, 3):
+        formats = ("safetensors", "onnx") if number == 0 else ("safetensors",)
+        card = export(tmp_path / "run", number, tmp_path / f"{number}", formats)
+        assert card["uncertainty"]["posterior"]["kind"] == "dense"
+        model: Any = load_personal(tmp_path / f"{number}")
+        end = open_run(tmp_path / "run").server
+        bias, weight = end.params["head.bias"], end.params["head.weight"][0]
+        gamma, noise = torch.cat([bias, weight]).numpy(), float(end.params["task_extra"].exp())
+        if prior == "full":
+            wide = (end.prior["root"] @ end.prior["root"].mT).numpy()
+        else:
+            std = torch.cat([end.prior["std/head.bias"], end.prior["std/head.weight"][0]])
+            wide = std.square().diag().numpy()
+        one = prepared.federation.clients[number]
+        own = Client(np.c_[np.ones(len(one.y_train)), one.x_train], one.y_train)
+        mean, cover = posterior(own, gamma, wide, noise)
+        exact = np.einsum("nd,de,ne->n", with_one, cover, with_one) + noise**2
+        said = model(torch.as_tensor(x)).detach().numpy()
+        np.testing.assert_allclose(said[:, 0], with_one @ mean, rtol=1e-3)
+        np.testing.assert_allclose(said[:, 1], exact, rtol=1e-3)
+        assert number == 0 or exact.max() > 1.1 * noise**2  # three samples leave doubt
+        ends = model.predict_interval(x, 0.9)
+        np.testing.assert_allclose(ends[:, 1] - ends[:, 0], 2 * 1.64485 * exact**0.5, rtol=1e-3)
+    if prior == "learned":
+        session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "0" / "model.onnx")
+        model = load_personal(tmp_path / "0")
+        names = [one.name for one in session.get_outputs()]
+        found = session.run(None, {session.get_inputs()[0].name: x})
+        upper = dict(zip(names, found, strict=True))["upper"]
+        np.testing.assert_allclose(upper, model.predict_interval(x)[:, 1], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
