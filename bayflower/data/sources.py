@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from . import posteriordb
+from . import flamby, posteriordb
 from .doors import paths_of, read_path
 from .folders import FOLDERS, folder_of, read_folder
 from .npz import read_npz
@@ -62,6 +62,8 @@ def load_source(settings: DataSettings) -> Source:
         source = read_npz(path, settings.options(), numbers=True)
     elif (file := posteriordb.file_of(settings.dataset, settings.data_dir)) is not None:
         source = posteriordb.read(file, settings.dataset)
+    elif (file := flamby.file_of(settings.dataset, settings.data_dir)) is not None:
+        source = flamby.read(file)
     else:
         source = (
             Source("", *read_folder(settings.dataset, folder))

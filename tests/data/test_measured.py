@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import bayflower
 from bayflower.config import parse
 from bayflower.data import load_federation
 from bayflower.data.moments import input_sums, read_scaling, together
+from bayflower.data.sources import load_source
 from bayflower.engines import prepare, run_to_result
 from bayflower.errors import ConfigError
 
@@ -143,6 +145,42 @@ def test_posteriordbs_own_file_is_read(tmp_path: Path) -> None:
     assert found.names.sites == ("1", "2")
     assert found.names.columns == ("floor", "log_uranium")
     np.testing.assert_array_equal(found.clients[0].x_train, [[1.0, 0.5]])
+
+
+def test_posteriordbs_packed_file_of_votes_is_read(tmp_path: Path) -> None:
+    known = {name: [1, 0, 1, 0] for name in ("black", "female", "age", "edu", "y")}
+    known |= {"region_full": [3, 5], "v_prev_full": [0.4, 0.6], "state": [1, 2, 2, 1]}
+    with zipfile.ZipFile(tmp_path / "election88_full.json.zip", "w") as archive:
+        archive.writestr("election88_full.json", json.dumps(known))
+    found = load_source(parse("local", {"dataset": "election88", "data_dir": str(tmp_path)}).data)
+    np.testing.assert_allclose(found.x[:, 4:], [[3, 0.4], [5, 0.6], [5, 0.6], [3, 0.4]], rtol=1e-6)
+    np.testing.assert_array_equal(found.y, [1, 0, 1, 0])
+    np.testing.assert_array_equal(found.client, [0, 1, 1, 0])
+
+
+def test_flambys_own_tables_are_read(tmp_path: Path) -> None:
+    run = parse("local", {"dataset": "brca", "data_dir": str(tmp_path), "task": "survival"})
+    (tmp_path / "brca.csv").write_text(
+        "pid,age,stage,E,T\nA,50,1,0,900\nB,60,0,1,30\nC,70,1,1,5\nD,1,1,1,1\n"
+    )
+    with pytest.raises(ConfigError, match="needs FLamby's train_test_split"):
+        load_source(run.data)
+    split = tmp_path / "dataset_creation_scripts" / "train_test_split.csv"
+    split.parent.mkdir()
+    split.write_text("pid,fold,fold2\nC,test,test_0\nA,train,train_3\nB,train,train_0\n")
+    found = load_source(run.data)
+    np.testing.assert_array_equal(found.x, [[50, 1], [60, 0], [70, 1]])
+    np.testing.assert_array_equal(found.y, [[900, 0], [30, 1], [5, 1]])
+    np.testing.assert_array_equal(found.client, [1, 0, 0])
+    np.testing.assert_array_equal(found.test, [False, False, True])
+    assert (found.names.sites, found.names.columns) == (("0", "3"), ("age", "stage"))
+    for text, said in (
+        ("pid,fold\nC,test\n", "are not FLamby's tables"),
+        ("pid,fold,fold2\nE,test,test_0\n", "no patient of"),
+    ):
+        split.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            load_source(run.data)
 
 
 def test_wrong_targets_are_one_clear_line(table: Path, tmp_path: Path) -> None:
