@@ -34,3 +34,7 @@ def check_choices(config: Any) -> None:
 
 class WireError(BayflowerError):
     """A message that cannot be used; the text says what is wrong with it."""
+
+
+class PolicyError(BayflowerError):
+    """A request that the policy of a site forbids; the text names the rule."""

@@ -105,7 +105,7 @@ def test_the_run_config_of_flwr_run_is_generated():
     """Flower refuses a run-config key that pyproject.toml does not list; other settings are in
     `set`.
     """
-    from bayflower.flower.app import USUAL, config_table
+    from bayflower.flower.bundle import USUAL, config_table
 
     text = (ROOT / "pyproject.toml").read_text()
     assert text.endswith(config_table(method="fedmap"))

@@ -44,6 +44,7 @@ ROOMS = (
     "fused",
     "personal",
     "privacy",
+    "policy",
     "flower",
     "engines",
     "testing",
@@ -64,7 +65,11 @@ UPWARDS = {  # arrows that point up on purpose, imported on demand: the public n
     ("strategies/__init__.py", "flower"),
     ("clients/__init__.py", "flower"),
 }
-FLWR = ("flower/", "server_app.py", "client_app.py", "deploy/superlink.py")  # who may import flwr
+# who may import flwr
+FLWR = (
+    *("flower/", "server_app.py", "client_app.py"),
+    *("deploy/superlink.py", "deploy/supernode.py"),
+)
 
 
 @functools.cache  # most tests look at the same files

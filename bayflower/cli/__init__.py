@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ..errors import BayflowerError, ConfigError
 from . import (
+    audit,
     bench,
     cite,
     compare,
@@ -21,6 +22,7 @@ from . import (
     doctor,
     lists,
     personal,
+    policy,
     predict,
     report,
     reproduce,
@@ -68,6 +70,8 @@ def options(
 for command in COMMANDS:
     app.command("try" if command is tryout.try_app else None)(command)
 app.add_typer(deploy.app, name="deploy")
+app.add_typer(policy.app, name="policy")
+app.add_typer(audit.app, name="audit")
 
 
 def main() -> None:

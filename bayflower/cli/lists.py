@@ -50,7 +50,7 @@ def settings(
     Example: `bayflower settings fedmap`
     """
     if run_config:
-        from ..flower.app import config_table
+        from ..flower.bundle import config_table
 
         print(config_table(method=table.get(method).name), end="")
         return

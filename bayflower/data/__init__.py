@@ -15,6 +15,7 @@ from .federation import (
     load_federation,
     names,
     num_classes,
+    raw_client,
     table_of,
 )
 from .identity import Identity, called, identities, reported
@@ -54,6 +55,7 @@ __all__ = [
     "num_steps",
     "plan",
     "preparation",
+    "raw_client",
     "read",
     "read_alike",
     "read_npz",

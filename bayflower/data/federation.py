@@ -284,6 +284,12 @@ def _parts(
     }
 
 
+def raw_client(settings: DataSettings, seed: int, client: int) -> ClientData:
+    """Return one client's data as they were read, neither standardised nor normalised."""
+    settings = resolve(settings)
+    return _raw(_layout(settings, seed), settings, seed, client)
+
+
 def client_scaling(settings: DataSettings, seed: int, client: int) -> Scaling | None:
     """Return how a client's inputs are prepared; None if they are not."""
     settings = resolve(settings)

@@ -15,8 +15,9 @@ from typing import Any
 import yaml
 
 from .. import __version__ as __version__  # of the image
+from ..files.audit import VARIABLE
 from . import keys
-from .layout import FILE, Deployment
+from .layout import AUDIT, FILE, POLICY, Deployment
 
 SUPERLINK_PORT, RUNTIME_PORT = 9091, 9094
 HEAD = (
@@ -73,7 +74,7 @@ def content(
         assert client is not None
         services |= maker.client(client)
         networks[f"client-{client}"] = {"internal": True}
-        volumes[f"state-{client}"] = {}
+        volumes |= {f"state-{client}": {}, f"audit-{client}": {}}
     return {"name": deployment.name, "services": services, "networks": networks, "volumes": volumes}
 
 
@@ -101,7 +102,11 @@ def trial(clients: int, image: str, build: dict[str, Any] | None = None) -> dict
     volumes: dict[str, Any] = {
         "database": {},
         "results": {},
-        **{f"{kind}-{client}": {} for client in range(clients) for kind in ("state", "data")},
+        **{
+            f"{kind}-{client}": {}
+            for client in range(clients)
+            for kind in ("state", "data", "audit")
+        },
     }
     facts = {
         "name": deployment.name,
@@ -215,9 +220,7 @@ class Maker:
         ]
         superlink = self.service(
             [
-                "python",
-                "-m",
-                "bayflower.deploy.superlink",
+                *["python", "-m", "bayflower.deploy.superlink"],
                 "--host",
                 "0.0.0.0",
                 "--port",
@@ -248,7 +251,8 @@ class Maker:
             memory=self.deployment.memory,
             after=ready,
         )
-        serverapp["environment"] = {"BAYFLOWER_INSIDE": "/results"}
+        inside = {"BAYFLOWER_INSIDE": "/results"}
+        serverapp["environment"] = {**inside, VARIABLE: f"/results/{AUDIT}"}
         if not self.secure:
             serverapp["configs"] = [{"source": "deployment", "target": f"/server/{FILE}"}]
             return {"superlink": superlink, "serverapp": serverapp}
@@ -266,9 +270,7 @@ class Maker:
         }
         gate = self.service(
             [
-                "python",
-                "-m",
-                "bayflower.deploy.gate",
+                *["python", "-m", "bayflower.deploy.gate"],
                 "--port",
                 str(self.deployment.port),
                 "--superlink",
@@ -303,10 +305,14 @@ class Maker:
         address = f"{name}:{RUNTIME_PORT}"
         node = (
             f"partition-id={client} num-partitions={self.deployment.clients} "
-            'state-dir="/state" data-dir="/data"'
+            'state-dir="/state" data-dir="/data" audit-dir="/audit"'
         )
+        log = f"audit-{client}:/audit"
+        if self.secure:
+            node += ' policy="/client/policy.toml"'
         command = [
-            "flower-supernode",
+            *["python", "-m", "bayflower.deploy.supernode", "--audit-dir", "/audit"],
+            *(["--policy", f"/client/{POLICY}"] if self.secure else []),
             "--superlink",
             self.deployment.address() if self.secure else f"superlink:{SUPERLINK_PORT}",
             "--node-config",
@@ -323,14 +329,14 @@ class Maker:
                 [*command, "--insecure"],
                 health=f"localhost:{RUNTIME_PORT}",
                 networks=["core", f"client-{client}"],
-                volumes=[],
+                volumes=[log],
                 after={"superlink": "service_healthy"},
             )
             executor = self.service(
                 ["flower-superexec", "--runtime-api-address", address, "--insecure"],
                 health=address,
                 networks=[f"client-{client}"],
-                volumes=[f"data-{client}:/data:ro", f"state-{client}:/state"],
+                volumes=[f"data-{client}:/data:ro", f"state-{client}:/state", log],
                 memory=self.deployment.memory,
                 after={name: "service_healthy"},
             )
@@ -356,13 +362,16 @@ class Maker:
         )
         files = [
             f"{own}/{file}:/client/{file}:ro"
-            for file in ("ca.crt", "node.key", "runtime.crt", "runtime.key", "executor.secret")
+            for file in (
+                *("ca.crt", "node.key", "runtime.crt", "runtime.key"),
+                *("executor.secret", POLICY),
+            )
         ]
         supernode = self.service(
             command,
             health=f"localhost:{RUNTIME_PORT}",
             networks=["federation", f"client-{client}"],
-            volumes=files,
+            volumes=[*files, log],
             after=after,
             authority="/client/ca.crt",
         )
@@ -383,8 +392,10 @@ class Maker:
             volumes=[
                 f"{own}/ca.crt:/client/ca.crt:ro",
                 f"{own}/executor.secret:/client/executor.secret:ro",
+                f"{own}/{POLICY}:/client/{POLICY}:ro",
                 f"{own}/data:/data:ro",
                 f"state-{client}:/state",
+                log,
             ],
             authority="/client/ca.crt",
         )

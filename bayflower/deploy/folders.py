@@ -13,8 +13,9 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError
+from ..policy import rules
 from . import compose, keys
-from .layout import CONTAINER_USER, INNER_HOSTS, PORT, Deployment, write
+from .layout import CONTAINER_USER, INNER_HOSTS, POLICY, PORT, Deployment, write
 
 
 def init(
@@ -121,6 +122,7 @@ def fill(
     for k in range(clients):
         own = folder / f"client-{k}"
         (own / "data").mkdir(parents=True)
+        keys.new_file(own / POLICY, rules.written().encode(), 0o644)
         public = keys.make_node_key(own, f"{name} client-{k}")
         keys.new_file(folder / "server" / "nodes" / f"client-{k}.pub", public, 0o644)
         keys.make_certificate(

@@ -5,7 +5,7 @@ DIR/deployment.json  compose.yaml (everything on one machine)  ca/ (the authorit
 DIR/server/          what the server's machine needs: certificates and keys of SuperLink and gate,
                      the clients' public keys (nodes/), compose.yaml
 DIR/client-K/        what client K's machine needs: the authority's certificate, its own node key,
-                     compose.yaml, data/ (only read)
+                     compose.yaml, data/ (only read), policy.toml (what its owner allows)
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from ..errors import ConfigError
 from . import keys
 
 FILE = "deployment.json"
+POLICY = "policy.toml"  # of a client
+AUDIT = "audit.jsonl"  # the server's, beside the runs
 PORT = 9092
 # names inside one machine
 INNER_HOSTS = ("superlink", "gate", "localhost", "127.0.0.1", "::1")

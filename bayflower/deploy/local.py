@@ -22,8 +22,9 @@ from typing import Any
 
 from ..errors import BayflowerError
 from ..files.atomic import read_json, write_json
+from ..files.audit import VARIABLE
 from ..flower import processes
-from .layout import Deployment
+from .layout import AUDIT, POLICY, Deployment
 from .server import Server, register, write_connection
 
 START_SECONDS = 60.0
@@ -46,7 +47,10 @@ class Local:
             "pids": {},
         }
         self.facts.update(read_json(self.folder / "local.json"))
-        self.env = processes.environment(self.facts["mark"], self.folder / "home", "deployment")
+        self.env = {
+            **processes.environment(self.facts["mark"], self.folder / "home", "deployment"),
+            VARIABLE: str(self.folder / "results" / AUDIT),
+        }
         self.started: dict[str, float] = {}
 
     # -- what is there ----------------------------------------------------------------------------
@@ -173,10 +177,17 @@ class Local:
         )
         node = (
             f"partition-id={client} num-partitions={self.deployment.clients} "
-            f'state-dir="{own / "state"}" data-dir="{own / "data"}"'
+            f'state-dir="{own / "state"}" data-dir="{own / "data"}" '
+            f'audit-dir="{own / "audit"}" policy="{own / POLICY}"'
         )
         return [
-            "flower-supernode",
+            sys.executable,
+            "-m",
+            "bayflower.deploy.supernode",
+            "--policy",
+            str(own / POLICY),
+            "--audit-dir",
+            str(own / "audit"),
             "--superlink",
             address,
             "--root-certificates",

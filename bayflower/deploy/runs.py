@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import BayflowerError, ConfigError
 from ..files.atomic import read_json, write_json
 from ..flower import control, processes
+from ..flower.bundle import write_app
 from .server import Server
 
 RECORD = "submission.json"
@@ -45,7 +46,7 @@ def config_of(
     """
     from ..config import parse
     from ..files.place import usual_folder
-    from ..flower.app import APP_KEYS
+    from ..flower.bundle import APP_KEYS
 
     ours = {key: value for key, value in given.items() if key in APP_KEYS}
     settings = {
@@ -125,7 +126,7 @@ def submit(
     (folder / "result.json").unlink(missing_ok=True)
     work = Path(tempfile.mkdtemp(prefix="bayflower-app-"))
     try:
-        app = control.write_app(work / "app")
+        app = write_app(work / "app")
         from ..flower.app import folded  # which imports torch
 
         whole = folded({**config, "resume": resume, "out": str(folder)})

@@ -9,8 +9,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from ..errors import BayflowerError
+from . import audit
 
 log = logging.getLogger("bayflower")
 NO_REPLY = "no valid reply"
@@ -22,6 +24,7 @@ class Journal:
 
     def __init__(self, run: str, faults: list[str]) -> None:
         self.run, self.faults, self.round = run, faults, 0
+        self.audit = audit.here()
         self.blamed: set[int] = set()  # clients with a reported fault in this round
 
     def begin(self, round: int) -> None:
@@ -35,6 +38,12 @@ class Journal:
         if client is not None:
             self.blamed.add(client)
         log.warning("%s", text, extra=self.fields(client))
+        self.write("fault", client=client, why=text)
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Write a line to the server's audit log, if there is one."""
+        if self.audit is not None:
+            self.audit.write(event, side="server", run=self.run, round=self.round, **facts)
 
     def no_reply(self, round: int) -> None:
         """Record that a round had no valid reply."""

@@ -27,6 +27,7 @@ from ..data import (
     describe,
     load_client,
     num_classes,
+    raw_client,
     source_of,
     table_of,
 )
@@ -45,27 +46,12 @@ from ..rounds.result import clients_of, result
 from ..settings import with_pairs
 from ..wire.hello import listed
 from . import records
+from .bundle import APP_KEYS, USUAL
 from .client import Site
+from .guard import GUARD, raw_parts
 from .loop import make_strategy
 from .roster import Membership, Roster
 from .strategy import BayflowerStrategy
-
-# Keys of a run-config besides settings. "" means the default.
-APP_KEYS = {
-    "method": "one method, or several separated by commas; see `bayflower methods`",
-    "out": "absolute path of the folder for results, checkpoints and (one machine) client states",
-    "resume": "true: continue from the last checkpoint in `out`",
-    "min_nodes": "clients to wait for before the first round; default num_clients + new_clients",
-    "wait": "timeout in seconds for these clients to connect",
-    "timeout": "timeout in seconds for the replies of a round",
-    "set": "any other settings, as KEY=VALUE KEY=VALUE; see `bayflower settings METHOD`; "
-    "preset=paper takes the values of each method's paper",
-}
-# settings with their own key in a run-config; all others go into `set`
-USUAL = (
-    *("dataset", "data_dir", "num_clients", "partition", "model"),
-    *("rounds", "local_epochs", "batch_size", "lr", "seed"),
-)
 
 
 def methods_of(config: Mapping[str, Any]) -> list[str]:
@@ -102,19 +88,6 @@ def folded(config: Mapping[str, Any]) -> dict[str, Any]:
         texts = [shlex.quote(f"{key}={value}") for key, value in sorted(rest.items())]
         found["set"] = " ".join([*([str(config["set"])] if config.get("set") else []), *texts])
     return found
-
-
-def config_table(**values: str) -> str:
-    """Return the table [tool.flwr.app.config] of an app that runs our methods, as TOML."""
-    groups = {"app": list(APP_KEYS), "settings that most people set": list(USUAL)}
-    lines = [
-        '# Written by `bayflower settings METHOD --run-config`. "" means: the default.',
-        "[tool.flwr.app.config]",
-    ]
-    for title, keys in groups.items():
-        lines.append(f"# {title}")
-        lines += [f'{key} = "{values.get(key, "")}"' for key in keys]
-    return "\n".join(lines) + "\n"
 
 
 def serve(grid: Grid, config: Mapping[str, Any]) -> None:
@@ -304,6 +277,9 @@ def site_of(context: Context) -> Site:
     journal.set_up()
     run = first_run(tuple(sorted(config.items())))
     client = int(context.node_config["partition-id"])
+    if (guard := GUARD.get()) is not None:  # before data are read
+        runs = (run_of(config, name) for name in methods_of(config))
+        guard.check_runs(runs, str(context.node_config.get("data-dir") or ""))
     root = context.node_config.get("state-dir") or (
         Path(str(config["out"])) / "state" if config.get("out") else None
     )
@@ -315,6 +291,8 @@ def site_of(context: Context) -> Site:
     source = run.data
     if context.node_config.get("data-dir"):
         source = dataclasses.replace(source, data_dir=str(context.node_config["data-dir"]))
+    if guard is not None:
+        guard.use(lambda: raw_parts(raw_client(source, run.settings.seed, client)))
     data, model = client_data(
         source, run.settings.seed, client, str(device), run.settings.dtype, network, run.training
     )

@@ -5,14 +5,12 @@ A training request may also ask for a test of the model before training.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from copy import copy
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,6 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from .. import methods
-from ..config import Training, convert_fields
 from ..contract import ClientHalf
 from ..data import Scaling, Source, called, reported
 from ..errors import BayflowerError
@@ -33,6 +30,7 @@ from ..tree import Tensors, digest, flatten, to, unflatten
 from ..wire.hello import facts_of, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
 from . import calibrating, inputs, records, spreading
+from .guard import guarded, told
 from .saved import flat_tallies, numbers_of_test, reply_records, test_records
 
 log = logging.getLogger("bayflower")
@@ -67,7 +65,7 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     """Return the ClientApp that serves any method. `site_of` returns the site for Flower's context;
     `mods` are Flower mods around training.
     """
-    app = ClientApp()
+    app = ClientApp(mods=[guarded])
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
@@ -329,14 +327,6 @@ def make_half(method: str, instructions: str, model: Model) -> ClientHalf:
         model = copy(model)
         model.task = task
     return client_half(methods.get(method).client, options, training, model)
-
-
-@lru_cache(maxsize=64)
-def told(method: str, instructions: str) -> tuple[Any, Training]:
-    """Return the settings of the method and of training, cached in the process."""
-    said = json.loads(instructions)
-    options = convert_fields(methods.get(method).config, said["options"])
-    return options, convert_fields(Training, said["training"])
 
 
 def sent(half: ClientHalf, message: Message, head: dict[str, Any], site: Site) -> Any:

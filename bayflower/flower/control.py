@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BayflowerError, ConfigError
-from .app import config_table
 
 
 def flwr_json(words: Sequence[str], env: Mapping[str, str], folder: Path) -> Any:
@@ -58,21 +57,6 @@ def run_status(flwr: Callable[..., Any], run: str) -> str:
             f"flwr list has no run {run}: {answer.get('error-message') or 'no answer'}"
         )
     return str(answer["runs"][0]["status"])
-
-
-def write_app(folder: Path) -> Path:
-    """Return the folder of a Flower app whose code is this installed package."""
-    folder.mkdir(parents=True)
-    keys = config_table()
-    (folder / "pyproject.toml").write_text(
-        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n\n'
-        '[project]\nname = "bayflower-run"\nversion = "1.0.0"\ndescription = "A run of Bayflower"\n'
-        'license = "Apache-2.0"\ndependencies = []\n\n'
-        '[tool.flwr.app]\npublisher = "bayflower"\n\n'
-        '[tool.flwr.app.components]\nserverapp = "bayflower.server_app:app"\nclientapp = '
-        '"bayflower.client_app:app"\n\n' + keys
-    )
-    return folder
 
 
 def toml(value: Any) -> str:

@@ -29,6 +29,7 @@ from ..rounds import solo
 from ..stacked.shaped import losing
 from . import client, configs, records
 from .client import Site
+from .guard import GUARD, guarded, sample_parts, told
 from .holding import Rule
 from .job import Job as Job  # part of what this module offers
 from .job import refuse_both
@@ -103,7 +104,7 @@ class Plug:
     # -- what Flower calls ------------------------------------------------------------------------
     def app(self) -> ClientApp:
         """Return the ClientApp that answers all messages of a Bayflower strategy."""
-        app = ClientApp()
+        app = ClientApp(mods=[guarded])
         app.query()(self.query)
         app.train(mods=self.mods)(self.train)
         app.evaluate()(self.evaluate)
@@ -155,7 +156,7 @@ class Plug:
         strategy's.
         """
         head = records.header(message, ("method", "instructions"))
-        _, training = client.told(head["method"], head["instructions"])
+        _, training = told(head["method"], head["instructions"])
         if self.loss is not None:
             refuse_both(training)
         for name, text in configs.differing(training, context.run_config).items():
@@ -183,7 +184,9 @@ class Plug:
                 if known is None and len(SITES) == KEPT:
                     SITES.pop(next(iter(SITES)))
                 known = SITES[self.name, client] = self.load(client, context, rule)
-            return known
+        if (guard := GUARD.get()) is not None:
+            guard.use(lambda: sample_parts(known.site.data))
+        return known
 
     def load(self, client: int, context: Context, rule: Rule | None) -> Loaded:
         """Return the client with its data on the device and its network checked."""

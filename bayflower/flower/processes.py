@@ -31,7 +31,8 @@ from ..files.atomic import read_json
 from ..files.children import end_with_parent, terminable
 from ..networks.own import home
 from .app import folded
-from .control import flwr_json, run_status, submit, write_app
+from .bundle import write_app
+from .control import flwr_json, run_status, submit
 
 MARK = "BAYFLOWER_MARK"
 START_SECONDS = 60.0

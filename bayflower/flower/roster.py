@@ -327,7 +327,10 @@ class Roster:
 
     def _query(self, grid: Grid, nodes: list[int], timeout: float) -> Iterator[Member]:
         told = {**self.header, **self.asked}
-        return query(grid, nodes, timeout, self.history, self._refuse, told)
+        for member in query(grid, nodes, timeout, self.history, self._refuse, told):
+            sizes = {"train": member.facts.train_size, "test": member.facts.test_size}
+            self.journal.write("hello", client=member.client, node=str(member.node), **sizes)
+            yield member
 
     def _meet(self, grid: Grid, unknown: list[int], timeout: float, nodes: set[int]) -> None:
         for member in self._query(grid, unknown, timeout):

@@ -26,6 +26,7 @@ from ..wire.protocol import request_header
 from . import bounds, records, replies
 from .calibrating import Calibrator
 from .exchange import LOST, Request, reason, stream
+from .guard import described
 from .roster import Roster
 from .wrapped import Form
 
@@ -152,12 +153,15 @@ class Round:
         once it is back.
         """
         request, roster = self.request, self.facts.roster
+        asks = {"kind": request.kind, "method": self.facts.row.name}
+        self.facts.journal.write("asked", clients=request.clients, **asks)
         for attempt in range(retries + 1):
             lost: list[int] = []
             nodes, ask = roster.nodes(request.clients), partial(self.messages, request)
             for reply in stream(grid, nodes, ask, timeout, roster.history, self.asked):
                 client = self.client_of(reply)
                 gone = reply.has_error() and reply.error.code in LOST
+                self.heard(reply, client)
                 if attempt < retries and client is not None and gone:
                     why = reason(reply)
                     log.warning("round %d, client %d: %s; retrying", self.number, client, why)
@@ -168,6 +172,17 @@ class Round:
                 return
             roster.find(grid, lost, min(timeout, self.facts.limits.rejoin_seconds))
             request = request._replace(clients=sorted(lost))
+
+    def heard(self, reply: Message, client: int | None) -> None:
+        """Log what arrived, before it is looked at."""
+        if self.facts.journal.audit is None:
+            return
+        try:
+            what = {"why": reason(reply)[:500]} if reply.has_error() else described(reply.content)
+        except Exception as error:  # a reply that cannot be described must not stop the run
+            what = {"why": f"it cannot be described ({type(error).__name__})"}
+        asked, node = reply.metadata.reply_to_message_id, str(reply.metadata.src_node_id)
+        self.facts.journal.write("arrived", client=client, node=node, message=asked, **what)
 
     def client_of(self, reply: Message) -> int | None:
         """Return the client that `reply` comes from, or None if its node is unknown."""

@@ -23,7 +23,7 @@ from bayflower.cli import cite
 from bayflower.config import TAKEN, parse
 from bayflower.engines import prepare, run_under_flower
 from bayflower.errors import ConfigError
-from bayflower.flower.app import APP_KEYS
+from bayflower.flower.bundle import APP_KEYS
 from bayflower.reproduce.tune import ranges
 from bayflower.testing import Bench, MethodContract
 

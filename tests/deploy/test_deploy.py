@@ -58,6 +58,7 @@ def test_each_machine_gets_what_it_needs_and_no_more(several):
         "runtime.key",
         "executor.secret",
         "data",
+        "policy.toml",
     }
     assert {path.name for path in (several / "server").iterdir()} == server
     for k in range(2):

@@ -189,7 +189,7 @@ def test_canaries_never_travel_through_flower(tmp_path, engine, monkeypatch):
     """Private fields are overwritten with a pattern on every client; no byte of any message
     received or sent has it.
     """
-    from bayflower.flower.control import write_app
+    from bayflower.flower.bundle import write_app
     from bayflower.flower.processes import run_app
 
     monkeypatch.setenv("CANARY_LOG", str(tmp_path))
