@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from bayflower.cli import app
+from bayflower.cli.policy import unknown
 from bayflower.errors import BayflowerError, ConfigError, PolicyError
 from bayflower.files import audit
 from bayflower.policy import rules
@@ -252,3 +255,17 @@ def test_a_log_whose_end_was_changed_takes_no_more_lines(log):
     log.write_text(log.read_text().replace("line 7", "line 8"))
     with pytest.raises(BayflowerError, match="bayflower audit verify"):
         audit.Audit(log).write("sent", what="more")
+
+
+def test_the_example_of_the_page_is_a_policy(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "site-policy.md").read_text()
+    (text,) = [one for one in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "methods" in one]
+    (tmp_path / "policy.toml").write_text(text)
+    policy = rules.read(tmp_path / "policy.toml")
+    assert unknown(policy) == []
+    policy.check_data("/data", "/data/stroke.csv")
+    with pytest.raises(PolicyError, match=r"floor\.min_count"):
+        policy.check_settings({"min_count": 5})
+    named = set(re.findall(r"^\| (.*?) \|", page, re.MULTILINE))
+    rows = {rule for row in named for rule in re.findall(r"`\[?(\w+)\]?`", row)}
+    assert set(vars(policy)) - {"apps", "small_change"} <= rows
