@@ -7,14 +7,17 @@ benchmarks/faults.py.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from deployed import SETS, WORK, deploy, same_as_the_loop
+from hostileapp import write_hostile
 
 from bayflower.deploy import docker as engine
 from bayflower.deploy import folders, keys, layout
@@ -114,6 +117,35 @@ def refusals(docker, made: layout.Deployment, folder: Path) -> dict[str, tuple[i
             container.remove(force=True)
 
 
+# in the server's container: submit the app in /tmp/innocent, as `flwr run` does
+SUBMIT = """
+from pathlib import Path
+from bayflower.deploy import layout
+from bayflower.deploy.server import server_inside
+server = server_inside(layout.read(Path("/server")))
+words = 'out="/results/answers.json" nodes=3'
+print(server.flwr("run", "/tmp/innocent", "bayflower", "--run-config", words))
+"""
+
+
+def attacked(made: layout.Deployment, folder: Path) -> list[dict]:
+    """Return what the clients answer to a hostile app that is run in the server's container."""
+    server = engine.container(made, "serverapp")
+    for file in sorted(path for path in write_hostile(folder).rglob("*") if path.is_file()):
+        inside = f"/tmp/innocent/{file.relative_to(folder)}"
+        text = base64.b64encode(file.read_bytes()).decode()
+        put = f"mkdir -p $(dirname {inside}) && echo {text} | base64 -d > {inside}"
+        assert server.exec_run(["sh", "-c", put]).exit_code == 0
+    done = server.exec_run(["python", "-c", SUBMIT])
+    assert done.exit_code == 0, done.output
+    for _ in range(300):
+        found = server.exec_run(["cat", "/results/answers.json"])
+        if found.exit_code == 0 and found.output.strip():
+            return json.loads(found.output)
+        time.sleep(1)
+    raise AssertionError("the hostile app did not end")
+
+
 def test_from_nothing_to_a_finished_run(docker, tmp_path):
     """`docker compose up`, TLS, authenticated nodes, three clients; the result is the loop
     engine's.
@@ -122,6 +154,8 @@ def test_from_nothing_to_a_finished_run(docker, tmp_path):
     folder = tmp_path / "fed"
     folders.init(folder, clients=3)
     made = layout.read(folder)
+    for k in range(3):
+        (folder / f"client-{k}" / "data" / "patients.csv").write_text("secret")
     try:
         done = subprocess.run(
             ["docker", "compose", "-f", str(folder / "compose.yaml"), "up", "--detach", "--wait"],
@@ -156,6 +190,15 @@ def test_from_nothing_to_a_finished_run(docker, tmp_path):
         # not even its name is known there
         assert engine.container(made, "supernode-0").exec_run(["python", "-c", check]).exit_code
         assert not engine.container(made, "serverapp").exec_run(["python", "-c", check]).exit_code
+        # a hostile app from the server's container gets nobody's files
+        answers = attacked(made, tmp_path / "hostile")
+        assert [one.get("code") for one in answers] == [7] * 3, answers
+        assert "secret" not in str(answers)
+        assert "is not pinned" in engine.container(made, "supernode-0").logs().decode()
+        log = ["bayflower", "audit", "verify", "/audit/audit.jsonl"]
+        assert engine.container(made, "clientapp-0").exec_run(log).exit_code == 0
+        log[-1] = "/results/audit.jsonl"
+        assert engine.container(made, "serverapp").exec_run(log).exit_code == 0
         said = refusals(docker, made, tmp_path / "stranger")
         assert all(code for code, _ in said.values()), said
         assert all("305" in said[name][1] for name in ("unregistered", "no key")), said
