@@ -71,7 +71,8 @@ class Policy:
         "notice", "what happens on a small change: notice (a line in both logs) or refuse"
     )
     floor: Mapping[str, float] = field(
-        default_factory=dict, metadata={"meaning": "smallest value of any setting, by its name"}
+        default_factory=lambda: {"min_count": 5.0},
+        metadata={"meaning": "smallest value of any setting, by its name"},
     )
     ceiling: Mapping[str, float] = field(
         default_factory=dict, metadata={"meaning": "largest value of any setting, by its name"}
