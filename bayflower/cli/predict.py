@@ -123,7 +123,8 @@ def predict_events(
     if as_json:
         print(json.dumps({"samples": number, "columns": list(found), "out": str(out)}))
         return
-    print(f"{number} samples: {', '.join(list(found)[:3])}, …\nscores: {out}")
+    more = ", …" if len(found) > 3 else ""
+    print(f"{number} samples: {', '.join(list(found)[:3])}{more}\nscores: {out}")
 
 
 def predict_numbers(

@@ -15,14 +15,15 @@ from .source import Names, Source
 from .tables import Table, is_table, read_table
 
 
-def read_alike(path: Path, like: Source, test: str = "") -> Source:
+def read_alike(path: Path, like: Source, test: str = "", target: str = "") -> Source:
     """Return labelled samples of a new client, read as `like` was: a table with the same columns, a
-    folder CLASS/FILE, or an .npz file. `test` is the column that marks test samples, if any.
+    folder CLASS/FILE, or an .npz file. `test` is the column that marks test samples, if any, and
+    `target` names the columns of several targets.
     """
     if path.is_dir():
         return of_folder(path, like)
     if is_table(path):
-        return of_table(read_table(path), path.stem, like, test)
+        return of_table(read_table(path), path.stem, like, test, target)
     options = npz.Options(kind=like.kind)
     if like.images is not None:
         options = options._replace(layout=like.images.layout, white=like.images.white)
@@ -40,7 +41,7 @@ def read_alike(path: Path, like: Source, test: str = "") -> Source:
     return npz.of_arrays(arrays, path.stem, str(path), options, True)
 
 
-def of_table(table: Table, name: str, like: Source, test: str) -> Source:
+def of_table(table: Table, name: str, like: Source, test: str, target: str = "") -> Source:
     """Return the labelled rows of a table."""
     encoder = like.encoder
     if encoder is None:
@@ -52,8 +53,10 @@ def of_table(table: Table, name: str, like: Source, test: str) -> Source:
         raise ConfigError(f"{table.where} has no column {encoder.target!r} with the labels")
     where = f"column {encoder.target!r} of {table.where}"
     if like.kind in ("times", "labels"):
-        usual = like.class_names() or outcomes.columns_of("", [*table.columns], like.kind, where)
-        y, there = outcomes.of_columns([table.columns[one] for one in usual], like.kind, where)
+        named = ",".join(like.class_names()) if like.kind == "labels" else target
+        usual = outcomes.columns_of(named, [*table.columns], like.kind, table.where)
+        columns = {one: table.columns[one] for one in usual}
+        y, there = outcomes.of_columns(columns, like.kind, table.where)
         if len(there) < len(y):
             raise ConfigError(f"{where} has missing targets; leave those rows out")
     elif like.measured:

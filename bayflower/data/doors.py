@@ -173,7 +173,9 @@ def of_tables(tables: list[Table], name: str, options: Options) -> Source:
     where = f"column {target!r} of {table.where}"
     names: tuple[str, ...] = ()
     if several_columns:
-        y, there = outcomes.of_columns([table.columns[one] for one in goals], kind, where)
+        y, there = outcomes.of_columns(
+            {one: table.columns[one] for one in goals}, kind, table.where
+        )
         names = tuple(goals) if kind == "labels" else ()
     elif kind == "numbers":
         y = labels.measured(table.columns[target], where)

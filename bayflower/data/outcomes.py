@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -66,21 +66,28 @@ def true_or_not(column: Column, where: str) -> np.ndarray:
     return np.where(missing, -1, [word in TRUE for word in known]).astype(np.int64)
 
 
-def of_columns(columns: Sequence[Column], kind: str, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (targets, the rows that have one): (time, event) as float64, or labels as int64 with
-    −1 where one is missing.
+def of_columns(
+    columns: Mapping[str, Column], kind: str, where: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (targets, the rows that have one) from columns by name: (time, event) as float64, or
+    labels as int64 with −1 where one is missing.
     """
     if kind == "labels":
-        y = np.stack([true_or_not(one, where) for one in columns], axis=1)
+        y = np.stack(
+            [true_or_not(one, f"column {name!r} of {where}") for name, one in columns.items()],
+            axis=1,
+        )
         return y, np.flatnonzero((y >= 0).any(axis=1))
-    time, event = columns[0], true_or_not(columns[1], f"the event in {where}")
+    (named, time), (other, second) = columns.items()
+    event = true_or_not(second, f"the event in column {other!r} of {where}")
     there = time.kinds != IS_MISSING
     wrong = np.flatnonzero(
         there & ~((time.kinds == IS_NUMBER) & np.isfinite(time.numbers) & (time.numbers >= 0))
     )
     if len(wrong):
         raise ConfigError(
-            f"the time in {where} must be a number from 0, got {time.texts[wrong[0]]!r}"
+            f"the time in column {named!r} of {where} must be a number from 0, got "
+            f"{time.texts[wrong[0]]!r}"
         )
     y = np.stack([np.where(there, time.numbers, 0.0), event], axis=1).astype(np.float64)
     return y, np.flatnonzero(there & (event >= 0))

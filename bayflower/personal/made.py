@@ -295,6 +295,11 @@ def units(kept: Kept) -> str:
     table = (kept.reading or {}).get("table") or {}
     name = table.get("target")
     column = f" (column {name!r})" if name else ""
+    if kept.half.model.task.name == "labels":
+        named = f" {', '.join(kept.classes)}" if kept.classes else ""
+        return f"predictions are probabilities of the labels{named}"
+    if kept.half.model.task.name == "survival":
+        return f"times are in the units of the training times{column}"
     return f"predictions and intervals are in the units of the training targets{column}"
 
 

@@ -179,7 +179,11 @@ def personalise(
     settings = opened.run.data
     like, client = source_of(settings), settings.total_clients
     classes = opened.halves.model.num_classes
-    source = read_numbered(data, classes) if like is None else read_alike(data, like, settings.test)
+    source = (
+        read_numbered(data, classes)
+        if like is None
+        else read_alike(data, like, settings.test, settings.target)
+    )
     if not source.measured and int(source.y.max()) >= classes:
         raise ConfigError(
             f"{data} has label {int(source.y.max())}; the federation's models know {classes} "

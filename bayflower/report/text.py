@@ -27,8 +27,10 @@ def percent(value: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return the number with `digits` decimals."""
-    return "–" if value is None else f"{value:.{digits}f}"
+    """Return the number with `digits` decimals, or as few as a large number needs."""
+    if value is None:
+        return "–"
+    return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.{min(digits, 1)}f}"
 
 
 def size(value: float) -> str:

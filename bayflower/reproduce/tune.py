@@ -31,6 +31,10 @@ SCORES: dict[str, Literal["maximize", "minimize"]] = {
     "nll": "minimize",
     "rmse": "minimize",
     "mae": "minimize",
+    "c_index": "maximize",
+    "integrated_brier": "minimize",
+    "macro_auroc": "maximize",
+    "macro_auprc": "maximize",
     "crps": "minimize",
     "deviance": "minimize",
 }
@@ -44,15 +48,15 @@ class Search:
 
     settings: Mapping[str, Any]
     trials: int = 20
-    metric: str = "auto"  # accuracy; of numbers and counts the NLL
+    metric: str = "auto"  # accuracy; of tasks without classes the NLL
     validation: float = 0.2
     seeds: int = 1
 
     def __post_init__(self) -> None:
         task = self.settings.get("task", "classification")
         if self.metric == "auto":
-            numbers = task in ("regression", "counts")
-            object.__setattr__(self, "metric", "nll" if numbers else "accuracy")
+            classes = task in ("classification", "ordinal")
+            object.__setattr__(self, "metric", "accuracy" if classes else "nll")
         if self.metric not in SCORES:
             raise ConfigError(f"metric must be one of {', '.join(SCORES)}, got {self.metric!r}")
         if not 0 < self.validation < 1:

@@ -184,3 +184,23 @@ def test_programs_say_the_same(name: str, folder: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(said["survival"], model.predict_survival(x), atol=2e-5)
     np.testing.assert_allclose(said["median"], model.predict_median(x), rtol=1e-5)
     np.testing.assert_allclose(said["risk"], model.predict(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_clients_table_has_the_columns_of_the_run(tmp_path: Path) -> None:
+    draw = np.random.default_rng(1)
+    rows = ["site,age,days,died"]
+    for place in range(60):
+        age = draw.uniform(30, 80)
+        rows.append(f"{place % 2},{age:.1f},{draw.exponential(900 / age):.2f},{place % 3 > 0}")
+    (tmp_path / "all.csv").write_text("\n".join(rows))
+    (tmp_path / "new.csv").write_text("\n".join(["age,days,died", *(r[2:] for r in rows[1:20])]))
+    given = {"target": "days,died", "sites": "site", "task": "survival", "intervals": 4}
+    run(tmp_path, "all.csv", tmp_path / "run", rounds=1, **given)
+    card = personalise(tmp_path / "run", tmp_path / "new.csv", tmp_path / "new", ("safetensors",))
+    assert card["units"] == "times are in the units of the training times (column 'days')"
+    assert card["data"]["targets"]["events"] > 0
+    (tmp_path / "bad.csv").write_text("site,age,days,died\n0,50,12,maybe\n1,60,3,yes")
+    with pytest.raises(
+        ConfigError, match=r"the event in column 'died' of .*bad.csv must hold 1 and"
+    ):
+        run(tmp_path, "bad.csv", tmp_path / "bad", **given)
