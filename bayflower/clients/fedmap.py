@@ -31,7 +31,8 @@ Departs:
   E-M8  an "arg min" in the algorithm is some epochs of the optimiser. BatchNorm's scale and shift
         are part of theta; its running statistics stay on the client.
   A client that never trained starts at gamma and fits [eq. 7] for `new_client_epochs`. A noise that
-is learned has a prior worth one sample of N_k. E-M6 is in data/synthetic.py, E-M7 in metrics.py.
+is learned has a prior worth one sample of N_k (`Task.extra_prior`). E-M6 (the generator) is in
+data/synthetic.py, E-M7 (balanced accuracy) in metrics.py, E-M9 (averages) in the experiment's table
 """
 
 from __future__ import annotations

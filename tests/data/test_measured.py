@@ -12,7 +12,7 @@ import pytest
 
 import bayflower
 from bayflower.config import parse
-from bayflower.data import load_federation
+from bayflower.data import flamby, load_federation
 from bayflower.data.moments import input_sums, read_scaling, together
 from bayflower.data.sources import load_source
 from bayflower.engines import prepare, run_to_result
@@ -159,15 +159,14 @@ def test_posteriordbs_packed_file_of_votes_is_read(tmp_path: Path) -> None:
 
 
 def test_flambys_own_tables_are_read(tmp_path: Path) -> None:
-    run = parse("local", {"dataset": "brca", "data_dir": str(tmp_path), "task": "survival"})
-    (tmp_path / "brca.csv").write_text(
-        "pid,age,stage,E,T\nA,50,1,0,900\nB,60,0,1,30\nC,70,1,1,5\nD,1,1,1,1\n"
-    )
+    file = tmp_path / "brca.csv"
+    file.write_text("pid,age,stage,E,T\nA,50,1,0,900\nB,60,0,1,30\nC,70,1,1,5\nD,1,1,1,1\n")
     with pytest.raises(ConfigError, match="needs FLamby's train_test_split"):
-        load_source(run.data)
+        flamby.read(file)
     split = tmp_path / "dataset_creation_scripts" / "train_test_split.csv"
     split.parent.mkdir()
     split.write_text("pid,fold,fold2\nC,test,test_0\nA,train,train_3\nB,train,train_0\n")
+    run = parse("local", {"dataset": "brca", "data_dir": str(tmp_path), "task": "survival"})
     found = load_source(run.data)
     np.testing.assert_array_equal(found.x, [[50, 1], [60, 0], [70, 1]])
     np.testing.assert_array_equal(found.y, [[900, 0], [30, 1], [5, 1]])
@@ -180,7 +179,7 @@ def test_flambys_own_tables_are_read(tmp_path: Path) -> None:
     ):
         split.write_text(text)
         with pytest.raises(ConfigError, match=said):
-            load_source(run.data)
+            flamby.read(file)
 
 
 def test_wrong_targets_are_one_clear_line(table: Path, tmp_path: Path) -> None:
