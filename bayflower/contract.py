@@ -381,9 +381,7 @@ class ClientHalf(ABC):
         return None
 
     def spread(self, state: Any, broadcast: Any) -> Tensors:
-        """Return what the state holds of the spread of the personal model's weights: standard
-        deviations by parameter, or as the half itself reads it in `posterior`.
-        """
+        """Return the spread of the personal model's weights in the state, for `posterior`."""
         return {}
 
     def extra_of(self, state: Any) -> Tensors:

@@ -1,6 +1,6 @@
 """Where a hierarchy pays: FedMAP with a learned prior on real federations of numbers and votes.
 
-    python experiments/hierarchy.py DATA [radon|parkinson|election88|gibbs ...] [--seeds N]
+    python experiments/hierarchy.py DATA [radon|parkinson|election88|thinned|gibbs ...] [--seeds N]
     python experiments/hierarchy.py --page
 
 DATA is the folder of radon.npz, parkinson.npz and election88.npz (arrays x, y, client). Every run
@@ -10,6 +10,8 @@ picture of these lines (`hierarchy_page.py`).
 * radon, parkinson: k = 2, 5, 10, 20 training samples a client, tested on others of its own. A fifth
   of the clients never train: they get k samples after the last round.
 * election88: 70 % of a state's respondents train, the others are the test.
+* thinned: the same, but every larger state trains on a random number of respondents, so that few
+  respondents do not mean a small state with few to test.
 * gibbs: radon by county, the whole hierarchy sampled with its variances (Gibbs, exact for this
   model), against the posterior at the learned prior.
 """
@@ -48,6 +50,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedmap learned": ("fedmap", {"prior": "learned"}),
 }
 NUMBERS = {"task": "regression", "lr": 0.02, "local_epochs": 5}
+# logistic regression of one state alone: C of its ridge, None = by cross-validation in the state
+LOCAL = {"local C=1e6": 1e6, "local C=1": 1.0, "local C=0.1": 0.1, "local own C": None}
+SIZES = (10, 20, 40, 80, 160, 10_000)  # training respondents of a state, of states thinned out
+STRENGTHS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def loaded(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -90,8 +96,8 @@ def write(line: dict[str, Any]) -> None:
 
 
 # -- k samples a client ----------------------------------------------------------------------------
-def few_samples(folder: Path, name: str, k: int, seed: int) -> None:
-    """Run all methods with k training samples a client."""
+def few_samples(folder: Path, name: str, k: int, seed: int, methods: list[str]) -> None:
+    """Run some methods, and the pooled model, with k training samples a client."""
     x, y, owner = loaded(folder, name)
     draw = np.random.default_rng([seed, k])
     known = [c for c in np.unique(owner) if (owner == c).sum() >= LEAST]
@@ -109,7 +115,7 @@ def few_samples(folder: Path, name: str, k: int, seed: int) -> None:
     made = [data(number, c) for number, c in enumerate([*old, *new])]
     old_data, new_data = made[: len(old)], made[len(old) :]
     common = {"data": name, "k": k, "seed": seed, "rounds": ROUNDS}
-    for method in METHODS:
+    for method in methods:
         found, task, seconds = outcome(method, old_data, new_data, 1, seed=seed, **NUMBERS)
         for who, views in (("train", found.views), ("new", found.new_clients)):
             said = task.summarise(views["personal"])
@@ -134,8 +140,10 @@ def picked(said: dict[str, Any]) -> dict[str, float]:
 
 
 # -- votes -----------------------------------------------------------------------------------------
-def election(folder: Path, seed: int) -> None:
-    """Run the vote by state; a line has every state's log score."""
+def election(folder: Path, seed: int, federated: bool = True, thinned: bool = False) -> None:
+    """Run the vote by state; a line has every state's log score. With `thinned` states of at least
+    100 respondents train on a number drawn from SIZES, and are tested as before.
+    """
     from sklearn.linear_model import LogisticRegression
 
     x, y, owner = loaded(folder, "election88")
@@ -144,26 +152,32 @@ def election(folder: Path, seed: int) -> None:
     states = list(np.unique(owner))
     parts = {c: draw.permutation(np.flatnonzero(owner == c)) for c in states}
     cut = {c: max(2, round(0.7 * len(parts[c]))) for c in states}
-    train = np.concatenate([parts[c][: cut[c]] for c in states])
+    used = dict(cut)
+    for c in states if thinned else ():
+        if len(parts[c]) >= 100:
+            used[c] = min(cut[c], int(draw.choice(SIZES)))
+    train = np.concatenate([parts[c][: used[c]] for c in states])
     x = standard(x, train)
     clients = [
         ClientData(
-            number, x[rows[: cut[c]]], y[rows[: cut[c]]], x[rows[cut[c] :]], y[rows[cut[c] :]]
+            number, x[rows[: used[c]]], y[rows[: used[c]]], x[rows[cut[c] :]], y[rows[cut[c] :]]
         )
         for number, (c, rows) in enumerate(parts.items())
     ]
     sizes = {one.client: (len(one.y_train), len(one.y_test)) for one in clients}
-    common = {"data": "election88", "seed": seed, "rounds": ROUNDS}
+    name = "election88 thinned" if thinned else "election88"
+    common = {"data": name, "seed": seed, "rounds": ROUNDS}
 
     def note(method: str, scores: dict[int, float], seconds: float) -> None:
         total = sum(scores[c] * sizes[c][1] for c in scores) / sum(n for _, n in sizes.values())
         rows = [[c, *sizes[c], round(scores[c], 5)] for c in scores]
         write({**common, "method": method, "nll": total, "seconds": seconds, "clients": rows})
 
-    for method in ("fedmap learned",):
-        found, task, seconds = outcome(method, clients, [], 2, seed=seed)
+    if federated:
+        found, task, seconds = outcome("fedmap learned", clients, [], 2, seed=seed)
         views = found.views["personal"]
-        note(method, {c: task.summarise({c: t})["nll"] for c, t in views.items()}, seconds)
+        scores = {c: task.summarise({c: t})["nll"] for c, t in views.items()}
+        note("fedmap learned", scores, seconds)
 
     def score(model: Any, one: ClientData) -> float:
         sides = model.predict_proba(one.x_test)
@@ -172,16 +186,51 @@ def election(folder: Path, seed: int) -> None:
 
     everyone = LogisticRegression(C=1.0, max_iter=1000).fit(x[train], y[train])
     note("pooled", {one.client: score(everyone, one) for one in clients}, 0.0)
-    for strength in (1.0, 0.1):
+    for name, strength in LOCAL.items():
+        if thinned and strength == 1e6:  # without end where classes can be told apart
+            continue
         own = {}
         for one in clients:
             if len(np.unique(one.y_train)) == 1:  # no boundary to learn: the share, smoothed
                 p = (one.y_train.sum() + 1) / (len(one.y_train) + 2)
                 own[one.client] = float(-np.log(np.where(one.y_test == 1, p, 1 - p)).mean())
             else:
-                model = LogisticRegression(C=strength, max_iter=1000)
+                best = strength or chosen(one.x_train, one.y_train, seed)
+                model = LogisticRegression(C=best, max_iter=5000)
                 own[one.client] = score(model.fit(one.x_train, one.y_train), one)
-        note(f"local C={strength:g}", own, 0.0)
+        note(name, own, 0.0)
+
+
+def chosen(x: np.ndarray, y: np.ndarray, seed: int) -> float:
+    """Return the strength that a state chooses by cross-validation on its own respondents."""
+    place = np.random.default_rng(seed).permutation(len(y)) % 5
+    scores = []
+    for c in STRENGTHS:
+        total = 0.0
+        for fold in range(min(5, len(y))):
+            weights = ridge(x[place != fold], y[place != fold], c)
+            f = np.c_[np.ones((place == fold).sum()), x[place == fold]] @ weights
+            total += float(np.logaddexp(0, np.where(y[place == fold] == 1, -f, f)).sum())
+        scores.append(total)
+    return STRENGTHS[int(np.argmin(scores))]
+
+
+def ridge(x: np.ndarray, y: np.ndarray, strength: float) -> np.ndarray:
+    """Return intercept and weights of logistic regression by Newton's method: C Σ loss + ½ |w|²;
+    the intercept is held by a sample of each class that counts 0.05.
+    """
+    wide = np.c_[np.ones(len(y)), x]
+    mild = np.r_[1.0, np.zeros(x.shape[1])]
+    weights = np.zeros(wide.shape[1])
+    ridge_of = np.diag(1 - mild) / strength
+    for _ in range(12):
+        p = 1 / (1 + np.exp(-np.clip(wide @ weights, -30, 30)))
+        own = 1 / (1 + np.exp(-weights[0]))
+        slope = wide.T @ (p - y) + ridge_of @ weights + mild * 0.05 * (2 * own - 1)
+        curve = (wide * (p * (1 - p))[:, None]).T @ wide + ridge_of
+        curve += np.diag(mild) * (0.1 * own * (1 - own) + 1e-6)
+        weights = weights - np.clip(np.linalg.solve(curve, slope), -3, 3)
+    return weights
 
 
 # -- the whole posterior ---------------------------------------------------------------------------
@@ -267,6 +316,7 @@ def main() -> None:
     asked.add_argument("data", nargs="?", type=Path)
     asked.add_argument("what", nargs="*")
     asked.add_argument("--seeds", type=int, default=10)
+    asked.add_argument("--methods", default=",".join(METHODS), help="of radon and parkinson")
     asked.add_argument("--page", action="store_true")
     args = asked.parse_args()
     torch.set_num_threads(1)
@@ -274,11 +324,13 @@ def main() -> None:
         for seed in range(1 if what == "gibbs" else args.seeds):
             if what == "election88":
                 election(args.data, seed)
+            elif what == "thinned":
+                election(args.data, seed, thinned=True)
             elif what == "gibbs":
                 gibbs(args.data, seed)
             else:
                 for k in SAMPLES:
-                    few_samples(args.data, what, k, seed)
+                    few_samples(args.data, what, k, seed, args.methods.split(","))
     if args.page:
         from hierarchy_page import make
 

@@ -17,6 +17,10 @@ LEARNED = "fedmap learned"
 ORDER = ("local", "pooled", "fedavg-ft", "fedmap", LEARNED)
 # 97.5 % quantiles of Student's t by degrees of freedom
 T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+T |= {10: 2.228, 11: 2.201, 12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042}
+OTHERS = ("pooled", "local C=1e6", "local C=1", "local C=0.1", "local own C")
+SAMPLERS = {"gibbs": "own Gibbs sampler", "nuts": "NUTS of numpyro"}
+SIZES = (10, 20, 40, 80, 160)
 GROUPS = ((0, 50), (50, 100), (100, 200), (200, 400), (400, 10_000))
 
 
@@ -25,7 +29,8 @@ def paired(first: Sequence[float], second: Sequence[float]) -> tuple[float, floa
     found = [a - b for a, b in zip(first, second, strict=True)]
     if len(found) < 2:
         return found[0], float("nan")
-    wide = T.get(len(found) - 1, 2.0) * statistics.stdev(found) / len(found) ** 0.5
+    nearest = max((n for n in T if n < len(found)), default=1)
+    wide = T[nearest] * statistics.stdev(found) / len(found) ** 0.5
     return statistics.mean(found), wide
 
 
@@ -68,62 +73,108 @@ def few(lines: list[Line], data: str, who: str) -> list[str]:
     return rows
 
 
-def votes(lines: list[Line]) -> list[str]:
-    """Return the tables of the election: all respondents, and by the size of a state."""
+def runs_of(lines: list[Line], data: str) -> dict[str, dict[int, Line]]:
+    """Return the runs of one data set by method and seed."""
     runs: dict[str, dict[int, Line]] = defaultdict(dict)
     for line in lines:
-        if line["data"] == "election88":
+        if line["data"] == data:
             runs[line["method"]][line["seed"]] = line
-    seeds = sorted(runs[LEARNED])
-    rows = ["| method | log score (NLL) | learned − this |", "|---|---|---|"]
-    for method, found in runs.items():
-        value, best = [found[s]["nll"] for s in seeds], [runs[LEARNED][s]["nll"] for s in seeds]
-        less = "" if method == LEARNED else shown(best, value)
-        rows.append(f"| {method} | {statistics.mean(value):.4f} | {less} |")
-    others = [method for method in ("pooled", "local C=1", "local C=0.1") if method in runs]
+    return runs
+
+
+def gains(runs: dict[str, dict[int, Line]], method: str) -> dict[int, list[tuple[int, float]]]:
+    """Return (training respondents, gain of the learned prior over a method) of every state."""
+    found: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for seed in sorted(runs[LEARNED].keys() & runs[method].keys()):
+        mine = {c[0]: c for c in runs[LEARNED][seed]["clients"]}
+        for c in runs[method][seed]["clients"]:
+            found[c[0]].append((c[1], c[3] - mine[c[0]][3]))
+    return found
+
+
+def over_states(found: dict[int, list[tuple[int, float]]], low: int, high: int) -> list[float]:
+    """Return the mean gain of each state in its runs with a size from low to below high."""
+    some = {c: [g for n, g in each if low <= n < high] for c, each in found.items()}
+    return [statistics.mean(each) for each in some.values() if each]
+
+
+def cell(values: list[float]) -> str:
+    """Return the mean over states with its interval."""
+    return shown(values, [0.0] * len(values)) if values else ""
+
+
+def by_size(
+    runs: dict[str, dict[int, Line]], groups: Sequence[tuple[int, int]], words: str
+) -> list[str]:
+    """Return the gain over each method by the number of training respondents."""
+    others = [method for method in OTHERS if method in runs]
+    rows = [f"| {words} | states | " + " | ".join(f"over {m}" for m in others) + " |"]
+    rows += ["|---|---|" + "---|" * len(others)]
+    found = {method: gains(runs, method) for method in others}
+    for low, high in groups:
+        some = {method: over_states(found[method], low, high) for method in others}
+        name = f"{low}–{high - 1}" if high < 10_000 else f"{low} and more"
+        name = str(low) if high == low + 1 else name
+        cells = [cell(some[method]) for method in others]
+        rows.append(f"| {name} | {len(some[others[0]])} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def votes(lines: list[Line]) -> list[str]:
+    """Return the tables of the election: all respondents, and by the size of a state."""
+    runs = runs_of(lines, "election88")
+    rows = ["| method | log score (NLL) | learned − this | seeds |", "|---|---|---|---|"]
+    for method in (LEARNED, *(m for m in OTHERS if m in runs)):
+        seeds = sorted(runs[method].keys() & runs[LEARNED].keys())
+        value = [runs[method][s]["nll"] for s in seeds]
+        less = "" if method == LEARNED else shown([runs[LEARNED][s]["nll"] for s in seeds], value)
+        rows.append(f"| {method} | {statistics.mean(value):.4f} | {less} | {len(seeds)} |")
     rows += [
         "",
-        "Gain of the learned prior, in nats a held-out respondent, by size of a state:",
+        "Gain of the learned prior, in nats a held-out respondent, by size of a state. ± is over "
+        "states: seeds divide the same few respondents in another way.",
+        "",
+        *by_size(runs, GROUPS, "training respondents"),
     ]
-    rows += ["", "| respondents | states | " + " | ".join(f"over {m}" for m in others) + " |"]
-    rows += ["|---|---|" + "---|" * len(others)]
-    for low, high in GROUPS:
-        cells, count = [], 0
-        for method in others:
-            first, second = [], []
-            for s in seeds:
-                mine = {c[0]: c for c in runs[LEARNED][s]["clients"] if low <= c[1] < high}
-                theirs = {c[0]: c for c in runs[method][s]["clients"]}
-                weight = sum(c[2] for c in mine.values())
-                first.append(sum(theirs[c][3] * mine[c][2] for c in mine) / weight)
-                second.append(sum(c[3] * c[2] for c in mine.values()) / weight)
-                count = len(mine)
-            cells.append(shown(first, second))
-        until = f"{low}–{high}" if high < 10_000 else f"{low} and more"
-        rows.append(f"| {until} | {count} | " + " | ".join(cells) + " |")
+    thin = runs_of(lines, "election88 thinned")
+    if thin:
+        seeds = sorted(thin[LEARNED])
+        rows += [
+            "",
+            f"The same where states of at least 100 respondents train on a number of them that is "
+            f"drawn at random ({len(seeds)} seeds), and are tested on all others' part as before:",
+            "",
+            *by_size(thin, [(n, n + 1) for n in SIZES] + [(161, 10_000)], "training respondents"),
+        ]
     return rows
 
 
 def picture(lines: list[Line], path: Path) -> None:
-    """Draw the gain of every state against its number of respondents."""
-    runs = {(r["method"], r["seed"]): r for r in lines if r["data"] == "election88"}
-    seeds = sorted({seed for _, seed in runs})
+    """Draw the gain of every state against its number of respondents, and by a number at random."""
+    runs, thin = runs_of(lines, "election88"), runs_of(lines, "election88 thinned")
     with drawing("hierarchy") as pyplot:
-        figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
-        for axis, method in zip(axes, ("pooled", "local C=1"), strict=True):
-            gains: dict[int, list[tuple[int, float]]] = defaultdict(list)
-            for s in seeds:
-                mine = {c[0]: c for c in runs[LEARNED, s]["clients"]}
-                for c in runs[method, s]["clients"]:
-                    gains[c[0]].append((c[1], c[3] - mine[c[0]][3]))
-            sizes = [np.mean([n for n, _ in found]) for found in gains.values()]
-            means = [np.mean([g for _, g in found]) for found in gains.values()]
-            errors = [np.std([g for _, g in found]) / len(found) ** 0.5 for found in gains.values()]
+        figure, axes = pyplot.subplots(1, 3 if thin else 2, figsize=(14 if thin else 10, 4))
+        for axis, method in zip(axes, ("pooled", "local C=1"), strict=False):
+            found = gains(runs, method).values()
+            sizes = [np.mean([n for n, _ in each]) for each in found]
+            means = [np.mean([g for _, g in each]) for each in found]
+            errors = [np.std([g for _, g in each]) / len(each) ** 0.5 for each in found]
             axis.errorbar(sizes, means, errors, fmt="o", markersize=4, linewidth=1)
+            axis.set_title(f"states as they are: over {method}")
+        for shift, method in enumerate(m for m in OTHERS if thin and m in thin):
+            each = {n: over_states(gains(thin, method), n, n + 1) for n in SIZES}
+            each = {n: values for n, values in each.items() if len(values) > 1}
+            middle = [statistics.mean(values) for values in each.values()]
+            wide = [paired(values, [0.0] * len(values))[1] for values in each.values()]
+            places = [n * 1.04**shift for n in each]
+            axes[2].errorbar(places, middle, wide, fmt="o-", markersize=4, label=f"over {method}")
+            axes[2].set_title("training respondents drawn at random")
+            axes[2].set_ylim(-0.05, 0.3)
+            axes[2].legend(fontsize=8)
+        for axis in axes:
             axis.axhline(0, color="black", linewidth=0.8)
             axis.set_xscale("log")
             axis.set_xlabel("training respondents of a state")
-            axis.set_title(f"over {method.replace(' C=1', '')} logistic regression")
         axes[0].set_ylabel("gain in log score (nats)")
         save(figure, path)
 
@@ -186,8 +237,9 @@ def make(source: Path, folder: Path) -> None:
         text += ["## Vote of 1988 by state", "", *votes(lines), ""]
         text += ["![gain against respondents](pictures/hierarchy_election88.svg)", ""]
     for line in lines:
-        if line.get("who") == "gibbs":
-            text += ["## Radon: the learned prior against the whole posterior (Gibbs)", ""]
-            text += [*sampled(line), ""]
+        if line.get("who") in SAMPLERS:
+            words = SAMPLERS[line["who"]]
+            text += [f"## Radon: the learned prior against the whole posterior ({words})", ""]
+            text += [*sampled(line), *([line["about"]] if "about" in line else []), ""]
     (folder / "hierarchy.md").write_text("\n".join(text))
     print(f"written: {folder / 'hierarchy.md'}")
