@@ -12,6 +12,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from bayflower.client_app import app
+from bayflower.errors import BayflowerError
 from bayflower.files import audit
 from bayflower.flower import guard, records
 from bayflower.flower.app import client_data, run_of, serve
@@ -209,6 +210,48 @@ def test_two_requests_do_not_tell_of_one_sample(nodes, tmp_path):
         noticed = lines(tmp_path / f"audit-{k}" / "audit.jsonl", "small change")
         assert "1 sample changed in all samples" in noticed[0]["why"]
         assert "1 sample changed in training samples, class 0" in noticed[1]["why"]
+
+
+@pytest.mark.parametrize("small_change", ["notice", "refuse"])
+def test_two_answers_give_a_patients_row_away_unless_small_changes_are_refused(
+    nodes, tmp_path, small_change
+):
+    """The attack: class means of 40 and of 39 training samples, from a network whose features are
+    the inputs. n·mean − (n − 1)·mean' is the missing row of the table.
+    """
+    means: dict[int, list] = {}
+
+    def spy(message):
+        reply = grid.ask(message)
+        if message.metadata.message_type == "train" and reply.has_content():
+            flat = records.arrays(reply, records.UPDATE)
+            means[rows] = [flat[name].double().numpy() for name in ("counts", "means")]
+        return reply
+
+    node = nodes[0]
+    policy = rules.Policy(small_change=small_change)
+    (tmp_path / "0.toml").write_text(rules.written(policy))
+    hostile = {"method": "pfedvmp", "model": "linear", "num_clients": 1, "min_size": 2}
+    hostile |= {"set": "input_scale=none lr=1e-12 centroid=count_mean"}
+    node.run_config |= hostile
+    del node.run_config["lr"]
+    grid = InProcessGrid(app, [node], spy)
+    for rows in (40, 39):
+        node.run_config["train_rows"] = rows
+        config = {**node.run_config, "out": str(tmp_path / f"out-{rows}"), "wait": 2}
+        if rows == 39 and small_change == "refuse":
+            with pytest.raises(BayflowerError, match="rule min_change"):
+                serve(grid, config)
+            assert set(means) == {40}
+            return
+        serve(grid, config)
+    (n, mean), (fewer, other) = means[40], means[39]
+    (label,) = np.flatnonzero(n - fewer)
+    stolen = n[label] * mean[label] - fewer[label] * other[label]
+    table = np.load(tmp_path / "data" / "hospital.npz")["x"]
+    assert np.abs(table - stolen).max(1).min() < 1e-5  # today's leak, and the log has it
+    noticed = lines(tmp_path / "audit-0" / "audit.jsonl", "small change")
+    assert "1 sample changed in all samples" in noticed[0]["why"]
 
 
 def test_a_site_whose_policy_or_log_is_broken_answers_nothing(nodes, tmp_path):
