@@ -75,7 +75,7 @@ class Client(fedavg.Client):
     @property
     def head(self) -> tuple[str, ...]:
         """Return the names of the head's parameters."""
-        return tuple(n for n in self.model.anatomy.trainable if n in self.model.head_names)
+        return tuple(sorted(self.model.head_names))
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
         """Return one stretch of local training, in a round and before a test alike; the own head
@@ -100,7 +100,8 @@ class Client(fedavg.Client):
         """Return one number for each coordinate of each sample's feature."""
         if stage == "predict" and not self.config.cp_test_noise:
             return {}
-        return {NOISE: (batch_size, self.model.shapes[f"{self.model.head}.weight"][-1])}
+        # a last sample joins the batch before it where samples are coupled
+        return {NOISE: (batch_size + 1, self.model.shapes[f"{self.model.head}.weight"][-1])}
 
     def init(self, params: Tensors, buffers: Tensors) -> Any:
         """Return a client without a head of its own."""

@@ -5,7 +5,7 @@ et al. 2024, ICML) from the server's Gaussian.
     mu           work.params          by name
     h            work.memo.hess       by name: curvature of the mean loss
     g            work.memo.momentum   by name
-    sigma²       (in step)            by name: 1/(n (h + delta))
+    sigma²       (in step)            by name: T/(n (h + delta))
     eta          lr                   (): the run's
 
     θ = mu + sigma ε;  ĝ = ∇ of the mean loss at θ;  ĥ = ĝ ε/sigma                           [eq. 1]
@@ -14,10 +14,11 @@ et al. 2024, ICML) from the server's Gaussian.
 
 [eq. 2] keeps h + delta positive.
 
-Departs: the run's `optimizer` is not used, since IVON is one; its lr, schedule and `clip_norm` are.
-g starts at 0 in every round. The personalised form, whose clients have the server's posterior as
-their prior, is left out: `personal` is the mean, fine-tuned if asked; `sampled` averages over draws
-of the posterior, which goes home with the personal model.
+Departs: T = `ivon_temperature` (1 is the paper's bound): small clients draw too wide otherwise. The
+run's `optimizer` is not used, since IVON is one; its lr, schedule, `clip_norm` and `momentum` are,
+on [eq. 3]. g starts at 0 in every round. The personalised form, whose clients have the server's
+posterior as their prior, is left out: `personal` is the mean, fine-tuned if asked; `sampled`
+averages over draws of the posterior, which goes home with the personal model.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from .fedpa import State
 
 
 class Memo(NamedTuple):
-    """Curvature, momentum, steps taken, and the number of samples."""
+    """Curvature, momentum, steps taken, and the number of samples by the temperature."""
 
     hess: Tensors
     momentum: Tensors
@@ -65,7 +66,7 @@ class Client(fedavg.Global):
         if purpose != "train":
             return super().phases(purpose)
         local = self.training.phase("local")
-        plain = replace(local.optimizer, name="sgd", momentum=0.0, weight_decay=0.0, nesterov=False)
+        plain = replace(local.optimizer, name="sgd")
         return (local._replace(optimizer=plain),)
 
     def views(self) -> dict[str, str]:
@@ -93,7 +94,7 @@ class Client(fedavg.Global):
     def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
         """Return the work that starts at the server's Gaussian."""
         zeros = {n: torch.zeros_like(v) for n, v in broadcast.params.items()}
-        number = data.mask.sum().clamp(min=1)
+        number = data.mask.sum().clamp(min=1) / self.config.ivon_temperature
         memo = Memo(broadcast.hess, zeros, torch.zeros_like(number), number)
         return Work(broadcast.params, broadcast.buffers, memo)
 
@@ -134,7 +135,7 @@ class Client(fedavg.Global):
         """Return class probabilities at the mean (fine-tuned, if it was), or over draws."""
         if view != "sampled":
             return super().predict(view, state, broadcast, x, noise)
-        found, sigma = [], spread(broadcast, self.config.ivon_decay)
+        found, sigma = [], spread(broadcast, self.config)
         known = {**broadcast.params, **broadcast.buffers, **state.tuned}
         for draw in range(self.config.predict_samples):
             drawn = {n: known[n] + v * noise[n][draw].to(v) for n, v in sigma.items()}
@@ -146,7 +147,7 @@ class Client(fedavg.Global):
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None
     ) -> dict[str, Posterior]:
         """Return also the posterior over all weights that the clients agreed on."""
-        std = spread(broadcast, self.config.ivon_decay)
+        std = spread(broadcast, self.config)
         own = Posterior("sampled", std, "FedIvon's posterior over the weights")
         return {**super().posterior(params, broadcast, seen, layer), "own": own}
 

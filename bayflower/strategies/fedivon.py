@@ -9,7 +9,7 @@ precision-weighted averages of the clients'.
 
     h = Σ_k w_k h_k,    mu = Σ_k w_k (h_k + delta) mu_k / Σ_k w_k (h_k + delta)              [eq. 4]
 
-The posterior is N(mu, 1/(λ (h + delta))), λ the samples of the last round's clients.
+The posterior is N(mu, T/(λ (h + delta))), λ the samples of the last round's clients.
 
 Departs: means are weighted by h + delta, which is a precision; h alone may be negative. Running
 statistics are averaged by sample count.
@@ -39,13 +39,16 @@ class Config(fedavg.Tuning):
     ivon_decay: float = setting(1e-3, "weight decay: precision of the prior for each sample")
     ivon_momentum: float = setting(0.9, "share of the old gradient in a step (beta 1)")
     ivon_memory: float = setting(0.999, "share of the old curvature in a step (beta 2)")
+    ivon_temperature: float = setting(
+        0.01, "temperature of the posterior; 1 = the posterior, less = a cold one"
+    )
     predict_samples: int = setting(
         10, "weight samples in the view `sampled`; 0 = no such view, the means alone"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("ivon_start", "ivon_decay"):
+        for name in ("ivon_start", "ivon_decay", "ivon_temperature"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
         for name in ("ivon_momentum", "ivon_memory"):
@@ -148,11 +151,12 @@ class Server(fedavg.Server):
 
     def report(self, state: Any) -> dict[str, float]:
         """Return the mean standard deviation of a weight."""
-        std = torch.cat([v.flatten() for v in spread(state, self.config.ivon_decay).values()])
+        std = torch.cat([v.flatten() for v in spread(state, self.config).values()])
         return {"posterior_spread": float(std.double().mean())}
 
 
-def spread(state: Any, decay: float, number: Tensor | None = None) -> Tensors:
-    """Return 1/√(λ (h + delta)) by weight; λ is at least 1."""
-    samples = (state.number if number is None else number).clamp(min=1)
-    return {n: (samples * (v + decay)).clamp(min=1e-12).rsqrt() for n, v in state.hess.items()}
+def spread(state: Any, config: Config) -> Tensors:
+    """Return √(T/(λ (h + delta))) by weight; λ is at least 1."""
+    number = state.number.clamp(min=1) / config.ivon_temperature
+    found = {n: number * (v + config.ivon_decay) for n, v in state.hess.items()}
+    return {n: v.clamp(min=1e-12).rsqrt() for n, v in found.items()}

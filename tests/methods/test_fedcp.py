@@ -152,7 +152,7 @@ def test_a_new_client_fits_its_own_head_and_noise_is_asked_for():
     keys = {"seed": 0, "client": 9, "round": 1}
     state = solo.adapt(half, fresh, sent, samples, "new", **keys)
     assert bool(state.started)
-    assert half.noise("predict", 7)["logistic"] == (7, 32)
+    assert half.noise("predict", 7)["logistic"] == (8, 32)
     noise = {"logistic": torch.randn(len(samples.y), 32).double()}
     quiet = half.predict("personal", state, sent, samples.x, {})
     assert not torch.allclose(half.predict("personal", state, sent, samples.x, noise), quiet)

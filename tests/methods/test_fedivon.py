@@ -71,7 +71,12 @@ def test_one_round_on_a_conjugate_model_is_the_pooled_posterior():
         precision, shift = precision + x.square().sum(0), shift + (x * y).sum(0)
     after = server.finalise(state, total.value())
     torch.testing.assert_close(after.params[W][0], shift / precision, rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(spread(after, 1e-9)[W][0], precision.rsqrt(), rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(
+        spread(after, Config(ivon_decay=1e-9, ivon_temperature=1.0))[W][0],
+        precision.rsqrt(),
+        rtol=1e-7,
+        atol=1e-8,
+    )
     wrong = update._replace(hess={W: doubles([[1.0, -1.0, 1.0]])})
     assert "must be above −ivon_decay" in server.check(state, 0, wrong)
 
@@ -79,7 +84,14 @@ def test_one_round_on_a_conjugate_model_is_the_pooled_posterior():
 def test_two_rounds_equal_plain_torch():
     """[eq. 1] to [eq. 3] by autograd with the engine's noise; [eq. 2] and [eq. 4] written out."""
     b1, b2, delta = 0.8, 0.95, 0.02
-    case = both("fedivon", ivon_momentum=b1, ivon_memory=b2, ivon_decay=delta, ivon_start=0.5)
+    case = both(
+        "fedivon",
+        ivon_momentum=b1,
+        ivon_memory=b2,
+        ivon_decay=delta,
+        ivon_start=0.5,
+        ivon_temperature=0.5,
+    )
     half = case.prepared.halves.client
     module, (phase,) = half.model.factory().double(), half.phases("train")
     names = list(case.start)
@@ -100,7 +112,7 @@ def test_two_rounds_equal_plain_torch():
                     step=step,
                     dtype=torch.float64,
                 )
-                sigma = {m: (n * (h[m] + delta)) ** -0.5 for m in names}
+                sigma = {m: (2 * n * (h[m] + delta)) ** -0.5 for m in names}
                 theta = {m: (mu[m] + sigma[m] * eps[m]).requires_grad_() for m in names}
                 out = functional_call(module, theta, (samples.x[rows],))
                 loss = nn.functional.cross_entropy(out, samples.y[rows])
@@ -126,7 +138,7 @@ def test_two_rounds_equal_plain_torch():
         }
         assert_equal(state.params, mean, rtol=1e-6, atol=1e-9)
         assert_equal(state.hess, curve, rtol=1e-6, atol=1e-9)
-    std = {m: (total * (curve[m] + delta)) ** -0.5 for m in names}
+    std = {m: (2 * total * (curve[m] + delta)) ** -0.5 for m in names}
     own = half.posterior(state.params, state, None, None)["own"]
     assert_equal(own.tensors, std, rtol=1e-6, atol=1e-9)
     draws = torch.Generator().manual_seed(0)
