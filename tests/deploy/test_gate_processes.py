@@ -178,11 +178,11 @@ def test_mutated_bytes_leave_gate_and_superlink_as_they_were(server, tmp_path):
 
 
 def test_a_supernode_whose_clock_is_ahead_is_told_so(server, tmp_path):
-    """Flower's own SuperNode, eight seconds ahead, prints why it cannot join."""
+    """Flower's own SuperNode, a minute ahead, prints why it cannot join."""
     ahead = (
         "import datetime, flwr.supercore.date as d\n"
         "import flwr.supernode.node_auth_http_interceptor as n\n"
-        "n.now = lambda: d.now() + datetime.timedelta(seconds=8)\n"
+        "n.now = lambda: d.now() + datetime.timedelta(seconds=60)\n"
         "from flwr.supernode.cli import flower_supernode\n"
         "import sys; sys.argv = ['flower-supernode', *sys.argv[1:]]\n"
         "flower_supernode()\n"
