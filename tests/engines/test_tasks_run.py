@@ -111,4 +111,4 @@ def test_the_table_of_a_result_shows_the_metrics_of_numbers(data: Path) -> None:
     found = result("fedavg", "fused", data, task="regression", rounds=1)
     console = Console(width=200, record=True, file=StringIO())
     console.print(result_table(found))
-    assert {"rmse", "crps", "coverage_90"} <= set(console.export_text().split())
+    assert {"rmse", "crps", "coverage"} <= set(console.export_text().split())
