@@ -245,6 +245,7 @@ ROWS = (
         "PVI",
         "Ashman et al. 2022, arXiv 2202.12275",
         "a Gaussian posterior over all weights, one factor a client",
+        {"lr": 0.02},
     ),
     *MORE,
     Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),

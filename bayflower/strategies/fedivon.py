@@ -12,7 +12,8 @@ precision-weighted averages of the clients'.
 The posterior is N(mu, T/(λ (h + delta))), λ the samples of the last round's clients.
 
 Departs: means are weighted by h + delta, which is a precision; h alone may be negative. Running
-statistics are averaged by sample count.
+statistics are averaged by sample count. The default temperature was chosen on validation rows of
+the digits (15 rounds, one seed): 94.8 % at 0.001, 82.3 % at 0.01, 89.2 % at 0.1.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Config(fedavg.Tuning):
     ivon_momentum: float = setting(0.9, "share of the old gradient in a step (beta 1)")
     ivon_memory: float = setting(0.999, "share of the old curvature in a step (beta 2)")
     ivon_temperature: float = setting(
-        0.01, "temperature of the posterior; 1 = the posterior, less = a cold one"
+        0.001, "temperature of the posterior; 1 = the posterior, less = a cold one"
     )
     predict_samples: int = setting(
         10, "weight samples in the view `sampled`; 0 = no such view, the means alone"

@@ -12,7 +12,8 @@ the prior of the clients' own Gaussians.
 
 Departs: clients are weighted by sample count. zeta is 0.1, a tempered evidence bound: with the
 paper's 10 clients of some hundred samples stay at the prior. rho starts at −3; the paper's −2.5 is
-a noise as large as the weights of a small network.
+a noise as large as the weights of a small network. Both are what validation rows of the digits
+chose (15 rounds, one seed): 86.1 %; 64.6 and 25.0 % with zeta 1 and 10, 82.6 % with rho −2.5.
 """
 
 from __future__ import annotations

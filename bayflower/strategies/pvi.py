@@ -17,7 +17,9 @@ cannot be taken out, all factors start anew (`epoch`), from the mean that was re
 Departs: rounds are synchronous, so changes are damped: by 1 / (replies of the last round) unless
 `pvi_damping` says otherwise; a damping of 1 is the paper's sequential update. Before there is a
 factor the broadcast has the initial network in place of the prior's mean 0. Running statistics are
-averaged by sample count.
+averaged by sample count. The row's learning rate, 0.02, is between the authors' 0.05 and our usual
+0.001; it was chosen on validation rows of the digits (15 rounds, one seed): 84.0 % and NLL 0.66,
+against 83.7 % and 1.13 at 0.005, and 49.7 % and 1.99 at 0.001.
 """
 
 from __future__ import annotations

