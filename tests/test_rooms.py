@@ -60,7 +60,7 @@ ROOMS = (
     "__init__",
     "__main__",
 )
-RESERVED = {"privacy"}  # rooms for what comes next
+RESERVED: set[str] = set()  # rooms for what comes next
 UPWARDS = {  # arrows that point up on purpose, imported on demand: the public names
     ("strategies/__init__.py", "flower"),
     ("clients/__init__.py", "flower"),
