@@ -26,6 +26,7 @@ from .networks.papers import check_name
 from .recipes import RECIPE
 from .recipes import Training as Training  # part of a run's settings
 from .recipes.check import reading_for
+from .recipes.secrecy import Privacy
 from .settings import meanings, setting
 
 ENGINES: dict[str, str] = {
@@ -225,11 +226,13 @@ class Run:
     training: Training
     options: Any  # the method's own Config
     limits: Limits = dataclasses.field(default_factory=Limits)
+    privacy: Privacy = dataclasses.field(default_factory=Privacy)
 
     def flat(self) -> dict[str, Any]:
         """Return every setting by its name."""
         flat: dict[str, Any] = {"method": self.method}
-        for group in (self.settings, self.data, self.training, self.options, self.limits):
+        shared = (self.settings, self.data, self.training, self.options)
+        for group in (*shared, self.limits, self.privacy):
             flat.update(
                 {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
             )
@@ -255,14 +258,19 @@ def make_instructions(training: Training, options: Any) -> str:
 PRESET = "preset"  # the key that names a preset
 # keys of a run-config and of files beside settings
 TAKEN = (PRESET, "method", "out", "resume", "min_nodes", "wait", "timeout", "set")
-STRATEGY_GROUPS = ("training", "options", "limits")  # groups that a Flower Strategy accepts
+STRATEGY_GROUPS = (
+    "training",
+    "options",
+    "limits",
+    "privacy",
+)  # groups that a Flower Strategy accepts
 
 
 def groups(method: str) -> dict[str, type]:
     """Return the settings classes of a run of `method`, by the name of their field in `Run`."""
     row = methods.get(method)
     shared = {"settings": Settings, "data": DataSettings, "training": Training}
-    kinds = {**shared, "options": row.config, "limits": Limits}
+    kinds = {**shared, "options": row.config, "limits": Limits, "privacy": Privacy}
     if row.outside is not None:  # a test looks at those of this package
         others = [kind for group, kind in kinds.items() if group != "options"]
         taken = {*TAKEN, *(field.name for kind in others for field in dataclasses.fields(kind))}
@@ -325,6 +333,8 @@ def parse(
         )
     if why := methods.get(method).client.refuses(run.options, run.training):
         raise ConfigError(f"{method} {why}")
+    if why := run.privacy.refuses(methods.get(method), run.options, run.limits):
+        raise ConfigError(why)
     if among:  # a strategy learns its rounds when it is started
         return run
     return dataclasses.replace(run, training=run.training.lasting(run.settings.rounds))

@@ -18,6 +18,9 @@ from .errors import ConfigError
 from .plugins import Given, Outside, Table
 from .plugins import Method as Method  # a row
 
+# why statistics cannot be added behind masks
+CLASSES = "what it sends names the classes that a client has"
+STEPS = "it sends steps by client, which a sum would not keep apart"
 ROWS = (
     Method(
         "fedmap",
@@ -25,6 +28,11 @@ ROWS = (
         "FedMAP",
         "Zhang et al. 2024, arXiv 2405.19000v1",
         "personal MAP models under a shared Gaussian prior, evidence-weighted",
+        unless={
+            "weights=sum": "its weights differ by more powers of two than a secure sum can hold",
+            "prior=learned": "its sums have no bounds that could be agreed beforehand",
+            "prior=full": "its sums have no bounds that could be agreed beforehand",
+        },
     ),
     Method(
         "pfedvmp",
@@ -32,6 +40,7 @@ ROWS = (
         "PFedVMP",
         "Personalized Federated Learning via Variational Message Passing",
         "shared base, private head, Gaussian messages about each class's features",
+        additive=CLASSES,
     ),
     Method(
         "pfedvmp-avg",
@@ -40,6 +49,7 @@ ROWS = (
         "the same, ablation",
         "pFedVMP whose class centroids are plain means over clients",
         {"centroid": "mean"},
+        additive=CLASSES,
     ),
     Method(
         "fedbps",
@@ -48,6 +58,7 @@ ROWS = (
         "Luo and Kuruoglu 2024, arXiv 2402.16091",
         "the most uncertain weights are personal, the others averaged; uncertainty by Laplace "
         "approximations",
+        additive="it sums distances from weights that clients are not sent",
     ),
     Method(
         "metavd",
@@ -55,6 +66,7 @@ ROWS = (
         "MetaVD",
         "Jeon et al. 2023, NeurIPS",
         "client-wise dropout posteriors from a hypernetwork, on FedAvg, Reptile, MAML or PerFedAvg",
+        additive=STEPS,
     ),
     Method(
         "vd",
@@ -63,6 +75,7 @@ ROWS = (
         "the same, ablation",
         "one dropout posterior for all clients, averaged",
         {"posterior": "global"},
+        additive=STEPS,
     ),
     Method(
         "ensemblevd",
@@ -71,6 +84,7 @@ ROWS = (
         "the same, ablation",
         "one dropout posterior a client, without a hypernetwork",
         {"posterior": "own"},
+        additive=STEPS,
     ),
     Method(
         "fednp",
@@ -78,6 +92,7 @@ ROWS = (
         "FedNP",
         "Federated Neural Propagation 2023, AAAI",
         "a Gaussian over a latent by expectation propagation regularises the classifier",
+        additive="its server keeps a ledger of every client's factor",
     ),
     Method(
         "fedavg",
@@ -137,7 +152,11 @@ ROWS = (
         "FedAvg whose steps are corrected by control variates",
     ),
     Method(
-        "moon", "moon", "MOON", "Li et al. 2021, CVPR", "FedAvg with a contrastive term on features"
+        "moon",
+        "moon",
+        "MOON",
+        "Li et al. 2021, CVPR",
+        "FedAvg with a contrastive term on features",
     ),
     Method(
         "feddyn",
@@ -224,6 +243,7 @@ ROWS = (
         "FedProto",
         "Tan et al. 2022, AAAI",
         "own networks that share nothing but class prototypes",
+        additive=CLASSES,
     ),
     Method(
         "fedrod",
@@ -246,9 +266,17 @@ ROWS = (
         "Ashman et al. 2022, arXiv 2202.12275",
         "a Gaussian posterior over all weights, one factor a client",
         {"lr": 0.02},
+        additive="its server counts every client's turns",
     ),
     *MORE,
-    Method("local", "local", "Local", "(baseline)", "individual training, nothing shared"),
+    Method(
+        "local",
+        "local",
+        "Local",
+        "(baseline)",
+        "individual training, nothing shared",
+        additive="it shares nothing",
+    ),
 )
 DEFAULT = ROWS[0].name  # the method of an app whose run-config names none
 METHODS = Table(ROWS)
@@ -277,6 +305,7 @@ def register(
     bibtex: str = "",
     defaults: Mapping[str, Any] | None = None,
     ranges: Mapping[str, Any] | None = None,
+    additive: bool = False,
 ) -> Method:
     """Add a method to the table and return its row.
 
@@ -284,7 +313,9 @@ def register(
     settings (default: `Config` beside the server half). Each may be a text "package.module:Class",
     which is imported when it is needed. `title` is the name of its Flower strategy class; `paper`,
     `summary` and `bibtex` are what lists and `bayflower cite` show. `defaults` are settings in
-    which this row differs from `settings`; `ranges` is what `bayflower tune` searches.
+    which this row differs from `settings`; `ranges` is what `bayflower tune` searches. `additive`
+    says that `statistic` needs nothing but the broadcast, with the same names for every client:
+    then the method can have secure sums.
     """
     module = str(sys._getframe(1).f_globals.get("__name__", ""))
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
@@ -319,6 +350,7 @@ def register(
         bibtex,
         dict(ranges or {}),
         Outside(module, server, client, settings),
+        additive="" if additive else plugins.UNDECLARED,
     )
     # classes are looked at now, texts when they are needed
     checks: tuple[tuple[Any, Any], ...] = (

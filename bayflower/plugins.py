@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PAPER = "paper"  # the preset with the values of a method's paper
 GROUP = "bayflower.methods"
 VARIABLE = "BAYFLOWER_METHODS"
+UNDECLARED = "register(…, additive=True) must say that its statistics can be added behind masks"
 
 
 class Announced(NamedTuple):
@@ -178,6 +179,10 @@ class Method:
     bibtex: str = ""  # what `bayflower cite` prints, where `cli/cite.py` has no entry
     ranges: Mapping[str, Any] = field(default_factory=dict)  # for `bayflower tune`, as ranges.toml
     outside: Outside | None = None
+    # why the statistics of clients cannot be added behind masks; "" = they can: `statistic` needs
+    # nothing but the broadcast, and its names are the same for every client
+    additive: str = ""
+    unless: Mapping[str, str] = field(default_factory=dict)  # "setting=value": why it then cannot
 
     @property
     def files(self) -> tuple[str, str]:

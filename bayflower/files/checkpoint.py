@@ -17,6 +17,7 @@ from ..data import DataSettings
 from ..data.settings import CALIBRATION_SETTINGS, READING_SETTINGS
 from ..errors import ConfigError
 from ..recipes import RECIPE
+from ..recipes.secrecy import SECRECY
 from ..tree import Tensors, flatten, unflatten
 from .atomic import below, load_tensors, save_tensors
 from .records import RoundRecord
@@ -48,6 +49,7 @@ BEFORE = {
     },
     "calibration": "off",
     **RECIPE,
+    **SECRECY,
     "normalise": "none",
     "head": "",
 }

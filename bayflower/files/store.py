@@ -12,15 +12,16 @@ import logging
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import BayflowerError
 from ..tree import Tensors
-from .atomic import below, load_tensors, save_tensors
+from .atomic import below, load_tensors, save_tensors, write_json
 
 log = logging.getLogger("bayflower")
 KEPT = 2
 TEST = "test.safetensors"
+NOTES = "secure.json"
 FORMAT = "bayflower-client-1"
 
 
@@ -53,6 +54,12 @@ class Store(Protocol):
     def save_test(self, run: str, client: int, saved: Saved) -> None:
         """Keep the last test."""
 
+    def notes(self, run: str, client: int) -> dict[str, Any]:
+        """Return what a client remembers of a run beside its states, in JSON types."""
+
+    def note(self, run: str, client: int, notes: dict[str, Any]) -> None:
+        """Keep what `notes` returns; nobody else can read it."""
+
 
 class MemoryStore:
     """States in this process only."""
@@ -60,6 +67,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.kept: dict[tuple[str, int], list[Saved]] = {}
         self.tests: dict[tuple[str, int], Saved] = {}
+        self.secrets: dict[tuple[str, int], str] = {}
 
     def load(self, run: str, client: int) -> list[Saved]:
         """Return what is known of a client, newest first."""
@@ -81,6 +89,14 @@ class MemoryStore:
     def save_test(self, run: str, client: int, saved: Saved) -> None:
         """Keep the last test."""
         self.tests[run, client] = saved
+
+    def notes(self, run: str, client: int) -> dict[str, Any]:
+        """Return what a client remembers of a run beside its states."""
+        return dict(json.loads(self.secrets.get((run, client), "{}")))
+
+    def note(self, run: str, client: int, notes: dict[str, Any]) -> None:
+        """Keep what `notes` returns."""
+        self.secrets[run, client] = json.dumps(notes)
 
 
 class DiskStore:
@@ -140,6 +156,20 @@ class DiskStore:
     def save_test(self, run: str, client: int, saved: Saved) -> None:
         """Keep the last test."""
         write(self.folder(run, client) / TEST, saved)
+
+    def notes(self, run: str, client: int) -> dict[str, Any]:
+        """Return what a client remembers of a run beside its states; raise if it is damaged: a
+        client that forgets could give a secret away.
+        """
+        path = self.folder(run, client) / NOTES
+        try:
+            return dict(json.loads(path.read_text())) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise BayflowerError(f"{path} cannot be read ({error}); start a new run") from None
+
+    def note(self, run: str, client: int, notes: dict[str, Any]) -> None:
+        """Keep what `notes` returns; nobody else can read it."""
+        write_json(self.folder(run, client) / NOTES, notes, private=True)
 
 
 class RunStore(DiskStore):

@@ -29,7 +29,7 @@ from ..rounds.ownnoise import client_half
 from ..tree import Tensors, digest, flatten, to, unflatten
 from ..wire.hello import facts_of, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
-from . import calibrating, inputs, records, spreading
+from . import calibrating, inputs, masking, records, spreading
 from .guard import guarded, told
 from .saved import flat_tallies, numbers_of_test, reply_records, test_records
 
@@ -59,6 +59,10 @@ class Site(NamedTuple):
     source: Callable[[], Source | None] | None = None  # the data set; None = the user's own code
     # which columns are 0 or 1 by construction, if everyone's numbers are to standardise the others
     table: Any = None
+    # secure sums: the other clients' keys by number (None: the first one that each shows), and
+    # whether this client takes part in nothing else
+    peers: Mapping[int, str] | None = None
+    secure_only: bool = False
 
 
 def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> ClientApp:
@@ -70,6 +74,8 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     @app.query()
     def query(message: Message, context: Context) -> Message:
         site = site_of(context)
+        if masking.asked(message):
+            return masking.answer(message, site.client, site.store, site.peers)
         known = site.data.train, site.data.test, site.origin, records.asks(message, "labels")
         table = site.table if records.asks(message, "inputs") else None
         sums = records.asks(message, "sums")
@@ -161,11 +167,13 @@ def open_round(
     For a duplicate, also the saved reply.
     """
     round, seed = int(head["round"]), int(head["seed"])
+    cause += masking.session_name(head)
     known = site.store.load(head["run"], site.client)
     same = (one for one in known if (one.round, one.cause) == (round, cause))
     if (repeated := next(same, None)) is not None:
         state = state_of(half, last_state(known, head, round - 1), head, site)
         return Begun(half, broadcast, cause, round, seed, state, repeated, {})
+    masking.check(half, broadcast, head, site)
     state = state_of(half, start_of_round(known, head, site), head, site)
     return Begun(half, broadcast, cause, round, seed, state, None, {})
 
@@ -173,7 +181,11 @@ def open_round(
 def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trained) -> Saved:
     """Save the client's state and return the reply to a round."""
     numbers = reply_numbers(len(site.data.train.y), trained.loss)
-    update = begun.half.pack(trained.update)
+    if "session" in head:
+        update = masking.masked(begun.half, begun.broadcast, head, site, trained)
+        numbers = {records.NUM_EXAMPLES: numbers[records.NUM_EXAMPLES]}
+    else:
+        update = begun.half.pack(trained.update)
     saved = Saved(begun.round, begun.cause, flatten(trained.state), update, begun.tally, numbers)
     site.store.save(head["run"], site.client, saved)
     return saved

@@ -32,6 +32,7 @@ from .holding import INSIDE
 from .logs import Teller
 from .roster import Change, Membership, Roster
 from .round import Round, RunFacts
+from .summing import ALONE, Plain, Summing
 from .whole import Whole, adopted
 from .wrapped import Form, OwnForm, WrappedForm
 
@@ -68,6 +69,7 @@ class Course:
     faults: list[str]
     journal: Journal
     roster: Roster
+    summing: Summing | None  # None: sums are not secure
     calibrator: Calibrator | None
     half: ServerHalf | None = None
     state: Any = None
@@ -113,6 +115,8 @@ class Course:
         if self._driven:
             self._adopt(arrays, "configure_train")
             return
+        if self.summing:
+            raise ConfigError(ALONE)
         if self.calibrator:
             log.warning(INSIDE)
             self.calibrator, self.roster.header = None, {}
@@ -171,7 +175,8 @@ class Course:
         None without a valid reply.
         """
         half, asked = self._half(), self._now()
-        found = asked.collect(incoming, self.train_metrics_aggr_fn is not None)
+        keeps = self.train_metrics_aggr_fn is not None
+        found = (self.summing or Plain()).collect(asked, incoming, keeps)
         losses = found.losses
         if found.tested and self.records:
             self.records[-1].update(curve_point(found.tested, asked.expected().task))
@@ -195,7 +200,8 @@ class Course:
                 "is out of all proportion to the others'; it does not count in the metrics"
             )
         shown = {client: loss for client, loss in losses.items() if client not in odd}
-        down, seconds = sum(asked.sent.values()), time.perf_counter() - self._opened
+        seconds = time.perf_counter() - self._opened
+        down = sum(asked.sent.values()) + found.bytes_down
         self.records.append(
             RoundRecord.make(server_round, seconds, found.bytes_up, down, shown, report)
         )

@@ -27,7 +27,7 @@ from ..networks.model import Batch
 from ..networks.several import Layout
 from ..rounds import solo
 from ..stacked.shaped import losing
-from . import client, configs, records
+from . import client, configs, masking, records
 from .client import Site
 from .guard import GUARD, guarded, sample_parts, told
 from .holding import Rule
@@ -115,6 +115,8 @@ class Plug:
         unsuitable network fails before training.
         """
         site = self.site(context, message)
+        if masking.asked(message):
+            return masking.answer(message, site.client, site.store, site.peers)
         with losing(self.loss):
             rehearse(self.row, site, self.layer)
         return client.client_app(lambda _: site)(message, context)

@@ -61,6 +61,7 @@ class Collected:
         self.tested: Views = {}
         self.answered: set[int] = set()  # clients whose reply was invalid
         self.bytes_up = 0
+        self.bytes_down = 0  # of messages beside the requests
 
 
 class Round:
@@ -82,6 +83,7 @@ class Round:
         self.asked: dict[str, int] = {}  # by message id: its node
         # by client: the content of its message, where an overridden hook made the messages
         self.handed: dict[int, RecordDict] | None = None
+        self.further: dict[str, Any] = {}  # further keys of every header
         self.came: set[int | None] = set()  # clients whose reply an overridden hook was given
 
     # -- what is asked -----------------------------------------------------------------------------
@@ -110,7 +112,7 @@ class Round:
                 purpose="new" if member.new else "finetune",
                 instructions=instructions,
             )
-            head |= roster.notices(client)
+            head |= {**roster.notices(client), **self.further}
             if request.order:
                 head["calibration"] = request.order
             if not request.keep:

@@ -28,6 +28,7 @@ from .holding import asked_for
 from .logs import Teller
 from .roster import Membership, Roster
 from .spreading import calibrator_for
+from .summing import Summing
 from .whole import refuse
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # Flower's kind of function
@@ -102,6 +103,8 @@ class BayflowerStrategy(Course, Strategy):
         self.faults: list[str] = list(resume.faults) if resume else []
         self.journal = Journal(self.run, self.faults)
         self.roster = Roster(self.limits, self.journal, self.training, told)
+        self.privacy = parsed.privacy
+        self.summing = Summing(self.privacy, self.run, self.roster) if self.privacy.on else None
         self.outcome: Outcome | None = None
 
     # -- Flower's interface -----------------------------------------------------------------------
@@ -120,6 +123,11 @@ class BayflowerStrategy(Course, Strategy):
         """
         if evaluate_fn is not None:
             refuse(self.row)
+        if self.summing and (self._hooked("configure_train") or self._hooked("aggregate_train")):
+            raise ConfigError(
+                "secure=sum makes and reads the messages of a round itself; remove the overridden "
+                "configure_train and aggregate_train"
+            )
         watching.starts(self, num_rounds)
         self.training = self.training.lasting(num_rounds)
         self._driven, self._last = True, num_rounds
@@ -277,6 +285,8 @@ class BayflowerStrategy(Course, Strategy):
             self._take("configure_train", self.configure_train(*args), *args)
         else:
             self._training_round(round, config)
+        if self.summing:
+            self.summing.open(self._now(), grid, timeout)
         self._say_sampled("configure_train")
         replies = self._now().exchange(grid, timeout, self.retries)
         if self._hooked("aggregate_train"):

@@ -114,7 +114,7 @@ def result_of(
         device=str(site.data.train.x.device),
     )
     data = strategy.calibrator.settings if strategy.calibrator else DataSettings()
-    groups = (strategy.training, strategy.options, strategy.limits)
+    groups = (strategy.training, strategy.options, strategy.limits, strategy.privacy)
     run = Run(strategy.row.name, settings, data, *groups)
     shape = tuple(site.data.train.x.shape[1:])
     halves = make_halves(run, shape, site.model.num_classes, site.model)

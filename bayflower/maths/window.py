@@ -157,6 +157,16 @@ def decode(vector: Tensor, window: Window, total: Total) -> int:
     return int(vector[-1])
 
 
+def scalar(vector: Tensor, window: Window, name: str) -> float:
+    """Return the real number called `name` in a sum of vectors."""
+    reals = [entry for entry in window.entries if entry.real]
+    at = sum(entry.size for entry in reals if entry.name < name)
+    digits = [int(vector[limb * window.reals + at]) for limb in range(window.limbs)]
+    return math.fsum(
+        math.ldexp(digit, window.top - STEP * limb) for limb, digit in enumerate(digits)
+    )
+
+
 def named(flat: Tensor, window: Window, real: bool) -> dict[str, Tensor]:
     """Return the real or the whole numbers by name."""
     found, at = {}, 0

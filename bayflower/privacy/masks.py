@@ -35,11 +35,11 @@ def public_of(own: bytes) -> bytes:
 def add(vector: np.ndarray, key: bytes, sign: int = 1) -> None:
     """Add the mask of `key` to a vector of uint64 in place, or take it off with sign −1."""
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-    buffer = np.empty(8 * BLOCK + 16, dtype=np.uint8)
+    buffer = bytearray(8 * BLOCK + 16)
     for start in range(0, len(vector), BLOCK):
         part = vector[start : start + BLOCK]
         stream.update_into(memoryview(ZEROS)[: 8 * len(part)], buffer)
-        mask = buffer[: 8 * len(part)].view("<u8")
+        mask = np.frombuffer(buffer, "<u8", len(part))
         (np.add if sign > 0 else np.subtract)(part, mask, out=part)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,20 +130,8 @@ class Gathering:
         """Return the sum without masks; raise if too few shares came."""
         self.check()
         tickets = {ticket.client: ticket for ticket in self.session.tickets}
-        seeds = {
-            one: self._secret(
-                "seed",
-                one,
-                lambda found, one=one: hashlib.sha256(found).hexdigest() == tickets[one].commit,
-            )
-            for one in self.there
-        }
-        keys = {
-            one: self._secret(
-                "key", one, lambda found, one=one: masks.public_of(found).hex() == tickets[one].mask
-            )
-            for one in self.gone
-        }
+        seeds = {one: self._secret("seed", tickets[one]) for one in self.there}
+        keys = {one: self._secret("key", tickets[one]) for one in self.gone}
         total = self.sum.copy()
         for seed in seeds.values():
             masks.add(total, masks.derive(seed, self.name), -1)
@@ -153,8 +141,9 @@ class Gathering:
                 masks.add(total, shared, -masks.pair_sign(one, gone))
         return total
 
-    def _secret(self, kind: str, owner: int, right: Callable[[bytes], bool]) -> bytes:
+    def _secret(self, kind: str, ticket: Ticket) -> bytes:
         """Return a client's secret from the shares that came."""
+        owner = ticket.client
         shares, needed = self.shares[kind].get(owner, {}), self.session.threshold
         if len(shares) < needed:
             raise BayflowerError(
@@ -170,8 +159,15 @@ class Gathering:
                 found = shamir.join({point: shares[point] for point in group})
             except BayflowerError:
                 continue
-            if right(found):
+            if fits(kind, found, ticket):
                 return found
         raise BayflowerError(
             f"the shares of client {owner}'s secret do not belong together; the round is refused"
         )
+
+
+def fits(kind: str, secret: bytes, ticket: Ticket) -> bool:
+    """Return whether a secret is the one that the ticket was made of."""
+    if kind == "seed":
+        return hashlib.sha256(secret).hexdigest() == ticket.commit
+    return masks.public_of(secret).hex() == ticket.mask

@@ -67,8 +67,9 @@ def defaults(method: str) -> tuple[dict[str, Any], frozenset[str]]:
     }
     settled = parse(method).flat()  # left open by their defaults: the data decide
     found |= {name: settled[name] for name in ("num_clients", "partition")}
+    silent = (groups(method)[group] for group in ("limits", "privacy"))
     return {**found, **get(method).defaults, **pinned(method)}, frozenset(
-        item.name for item in dataclasses.fields(groups(method)["limits"])
+        item.name for kind in silent for item in dataclasses.fields(kind)
     )
 
 

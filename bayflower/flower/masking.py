@@ -1,0 +1,161 @@
+"""The client's side of secure sums in Flower's messages: queries about keys and shares, and the
+masked update in the reply to a training request.
+
+A training request of a secure run has in its header the session (`privacy/session.py`) and the
+bounds of the window (`maths/window.py`). The reply has, instead of the method's update,
+
+    masked   the client's statistic in limbs, plus masks
+    offer    the client's ticket for its next sum with its sealed shares, as bytes of JSON
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Message, RecordDict
+
+from .. import methods
+from ..contract import ClientHalf, ServerHalf
+from ..errors import BayflowerError, ConfigError
+from ..files.store import Store
+from ..maths.window import Window, agree, encode
+from ..privacy.party import Party
+from ..privacy.session import SecureError, Session, canonical, read_cards, read_session, sealed_of
+from ..tree import Tensors
+from . import records
+
+IDENTITY = "identity"  # the client's own key, for all runs
+LOSS = "secure/loss"  # the name of the summed training loss in a vector
+MASKED, OFFER = "masked", "offer"
+REQUIRED = (
+    "this client takes part in secure sums only (secure-only is set at its node); start the run "
+    "with secure=sum"
+)
+
+
+class Desk:
+    """A client's part in the secure sums of a run, with what it remembers on disk."""
+
+    def __init__(
+        self, run: str, client: int, store: Store, peers: Mapping[int, str] | None = None
+    ) -> None:
+        self.run, self.client, self.store = run, client, store
+        self.notes, self.own = store.notes(run, client), store.notes(IDENTITY, client)
+        self.party = Party(run, client, self.notes, self.own, peers)
+
+    def save(self) -> None:
+        """Keep what must not be forgotten before an answer is sent."""
+        self.store.note(IDENTITY, self.client, self.own)
+        self.store.note(self.run, self.client, self.notes)
+
+
+def asked(message: Message) -> bool:
+    """Return whether a query is about secure sums."""
+    return records.asks(message, "secure")
+
+
+def answer(
+    message: Message, client: int, store: Store, peers: Mapping[int, str] | None = None
+) -> Message:
+    """Return the reply to a query about secure sums."""
+    head = records.header(message, ("secure", "run"))
+    desk = Desk(str(head["run"]), client, store, peers)
+    try:
+        said = spoken(desk.party, str(head["secure"]), head)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SecureError(f"a request of a secure sum cannot be read ({error!r:.80})") from None
+    except BayflowerError as error:
+        raise SecureError(f"client {client}: {error}") from None
+    desk.save()
+    found = records.make_header(client=client, secure=canonical(said))
+    return Message(RecordDict({records.HEADER: found}), reply_to=message)
+
+
+def spoken(party: Party, kind: str, head: Mapping[str, Any]) -> Any:
+    """Return what the client says."""
+    if kind == "card":
+        return party.card
+    if kind == "enrol":
+        cards = read_cards(json.loads(head["cards"]), party.run)
+        return party.enrol(cards, int(head["threshold"]))
+    session = read_session(head["session"])
+    survivors = [int(one) for one in json.loads(head["survivors"])]
+    sealed = sealed_of(json.loads(head["sealed"]))
+    if kind == "unmask":
+        return party.unmask(session, survivors, sealed)
+    if kind == "recover":
+        signatures = {int(key): str(one) for key, one in json.loads(head["signatures"]).items()}
+        return party.recover(session, survivors, signatures, sealed)
+    raise SecureError(f"a secure sum has no request {kind[:40]!r}")
+
+
+# -- a round -------------------------------------------------------------------------------------
+def window_of(half: ServerHalf, state: Any, clients: int, bounds: str) -> Window:
+    """Return the form of the vectors of a round; `state` may be the broadcast. `bounds` is JSON
+    from the server: the largest number, and the limbs of a real number.
+    """
+    largest, limbs = json.loads(bounds)
+    form = half.statistic(state, 0, half.expects(state))
+    form = {**form, LOSS: torch.zeros((), dtype=torch.float64)}
+    return agree(form, clients, float(largest), int(limbs))
+
+
+def server_half(half: ClientHalf, head: Mapping[str, Any]) -> ServerHalf:
+    """Return the method's server half, whose `statistic` the client computes."""
+    return methods.get(str(head["method"])).server(half.config, half.model.anatomy)
+
+
+def opened(half: ClientHalf, broadcast: Any, head: Mapping[str, Any]) -> tuple[Session, Window]:
+    """Return the session of a training request and the form of its vectors."""
+    session = read_session(str(head["session"]))
+    other = server_half(half, head)
+    return session, window_of(other, broadcast, len(session.tickets), str(head["bounds"]))
+
+
+def check(half: ClientHalf, broadcast: Any, head: Mapping[str, Any], site: Any) -> str:
+    """Return the name of the request's session, "" without one; raise, before any training, if
+    this client must not take part in it.
+    """
+    if "session" not in head:
+        if site.secure_only:
+            raise ConfigError(REQUIRED)
+        return ""
+    session, window = opened(half, broadcast, head)
+    desk = Desk(str(head["run"]), site.client, site.store, site.peers)
+    if session.round != int(head["round"]):
+        raise SecureError(f"the session is of round {session.round}, not {head['round']}")
+    desk.party.ready(session, window.digest())
+    return session.digest()
+
+
+def session_name(head: Mapping[str, Any]) -> str:
+    """Return a name of the session in a header, "" without one: a request with another session is
+    no duplicate.
+    """
+    return " " + read_session(str(head["session"])).digest() if "session" in head else ""
+
+
+def masked(
+    half: ClientHalf, broadcast: Any, head: Mapping[str, Any], site: Any, trained: Any
+) -> Tensors:
+    """Return what is sent in place of an update: the masked statistic, and the next ticket."""
+    session, window = opened(half, broadcast, head)
+    desk, other = (
+        Desk(str(head["run"]), site.client, site.store, site.peers),
+        server_half(half, head),
+    )
+    desk.party.ready(session, window.digest())
+    if why := other.check(broadcast, site.client, trained.update):
+        raise BayflowerError(f"the update cannot be used: {why}")
+    loss = torch.tensor(trained.loss * len(site.data.train.y), dtype=torch.float64)
+    statistic = other.statistic(broadcast, site.client, trained.update)
+    vector = encode({**statistic, LOSS: loss}, window)
+    desk.party.mask(session, vector.numpy().view(np.uint64))
+    offer = desk.party.enrol(session.cards, session.threshold)
+    desk.save()
+    text = np.frombuffer(canonical(offer).encode(), dtype=np.uint8).copy()
+    return {MASKED: vector, OFFER: torch.from_numpy(text)}
