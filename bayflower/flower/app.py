@@ -45,7 +45,7 @@ from ..rounds.halves import Halves, make_halves
 from ..rounds.result import clients_of, result
 from ..settings import with_pairs
 from ..wire.hello import listed
-from . import records
+from . import masking, records
 from .bundle import APP_KEYS, USUAL
 from .client import Site
 from .guard import GUARD, raw_parts
@@ -309,6 +309,7 @@ def site_of(context: Context) -> Site:
         prepare,
         partial(source_of, source),
         table_of(source, run.settings.seed, data.train.x.cpu().numpy()),
+        *masking.told(context.node_config),
     )
 
 

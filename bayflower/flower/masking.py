@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,30 @@ REQUIRED = (
     "this client takes part in secure sums only (secure-only is set at its node); start the run "
     "with secure=sum"
 )
+
+
+def told(node: Mapping[str, Any]) -> tuple[Mapping[int, str] | None, bool]:
+    """Return what a node's configuration says of secure sums: the keys of its peers, from the JSON
+    file `peers`, and whether it takes part in nothing else (`secure-only`).
+    """
+    only = str(node.get("secure-only", "")).lower() in ("true", "1", "yes")
+    if not node.get("peers"):
+        return None, only
+    path = Path(str(node["peers"]))
+    try:
+        found = {int(client): str(key) for client, key in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f'peers must name a JSON file like {{"0": "KEY", "1": "KEY"}}; {path} is none ({error})'
+        ) from None
+    return found, only
+
+
+def public_key(store: Store, client: int) -> str:
+    """Return the key by which others know a client in secure sums; it is made on first use."""
+    desk = Desk(IDENTITY, client, store)
+    store.note(IDENTITY, client, desk.own)
+    return desk.party.card.verify
 
 
 class Desk:

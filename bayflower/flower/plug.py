@@ -225,6 +225,8 @@ class Plug:
         )
         new = str(context.node_config.get("new-client", "false")).lower() in ("true", "1")
         site = Site(client, new, model, solo.Samples(train, test, held), DiskStore(Path(str(root))))
+        peers, only = masking.told(context.node_config)
+        site = site._replace(peers=peers, secure_only=only)
         return Loaded(rule, held is not None and not given, site)
 
 

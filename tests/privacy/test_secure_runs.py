@@ -1,0 +1,234 @@
+"""Runs with secure=sum: the same bits as without, with drop-outs at every stage, after a resumed
+server; and the server's half never sees an update.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import MessageType
+
+from bayflower import methods
+from bayflower.config import parse
+from bayflower.engines import prepare
+from bayflower.errors import BayflowerError, ConfigError
+from bayflower.files import checkpoint
+from bayflower.files.store import DiskStore, MemoryStore
+from bayflower.flower import masking, records
+from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
+from bayflower.tree import flatten
+
+BASE = {
+    "dataset": "digits",
+    "model": "mlp",
+    "num_clients": 5,
+    "rounds": 2,
+    "local_epochs": 1,
+    "calibration": "off",
+    "evaluate_every": 0,
+    "device": "cpu",
+}
+SECURE = {"secure": "sum", "secure_limbs": 3, "secure_threshold": 0.5}
+ADDITIVE = [row.name for row in methods.ROWS if not row.additive]
+FIRST = ("fedavg", "fedmap")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(method, lost=None, seen=None, store=None, **settings):
+    """Return the strategy after a run on an in-process grid. `lost(request, client, round)` says
+    which messages are never answered; `seen` gets every reply to a training request.
+    """
+    ready = prepare(parse(method, {**BASE, **settings}), "loop")
+    app = federation_app(ready.run, ready.federation, ready.halves, store or MemoryStore())
+    grid = InProcessGrid(app, contexts(one.client for one in ready.federation.clients))
+
+    def answer(message):
+        head = message.content[records.HEADER]
+        client = grid.contexts[message.metadata.dst_node_id].node_config["partition-id"]
+        train = message.metadata.message_type == MessageType.TRAIN
+        request = "train" if train else str(head.get("secure", ""))
+        round = int(head.get("round", strategy.journal.round))
+        if lost and lost(request, client, round):
+            return error_reply(message)
+        reply = grid.ask(message)
+        if train and seen is not None:
+            seen.append((client, records.copy_content(reply.content)))
+        return reply
+
+    grid.fail = answer
+    strategy = make_strategy(ready.run, quiet=True, retries=0)
+    params, buffers = ready.halves.initial
+    strategy.start(grid, records.to_arrays({**params, **buffers}), num_rounds=BASE["rounds"])
+    return strategy
+
+
+def error_reply(message):
+    from flwr.app import Error, Message
+
+    return Message(Error(code=2, reason="lost"), reply_to=message)
+
+
+def same(one, other):
+    ours, theirs = flatten(one.state), flatten(other.state)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def dropping(request, client, round):
+    """Client 4 never enrols, client 3 sends no update in round 2, client 2 does not unmask then."""
+    return (
+        (client == 4 and request in ("enrol", "train"))
+        or (client == 3 and round == 2 and request == "train")
+        or (client == 2 and round == 2 and request in ("unmask", "recover"))
+    )
+
+
+@pytest.mark.parametrize(
+    "method",
+    [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in ADDITIVE],
+)
+def test_secure_and_plain_runs_have_the_same_bits_with_drop_outs_at_every_stage(method):
+    plain = run(method, dropping)
+    secure = run(method, dropping, **SECURE)
+    assert same(secure, plain)
+    numbers = [[one["num_clients"] for one in s.records] for s in (secure, plain)]
+    assert numbers == [[4, 3], [4, 3]]
+    for ours, theirs in zip(secure.records, plain.records, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-12)
+        assert ours["bytes_down"] > theirs["bytes_down"]
+
+
+@pytest.mark.slow
+def test_one_limb_is_near_and_two_are_the_same_for_a_mean_of_models():
+    plain, one, two = (
+        run("fedavg", **more)
+        for more in ({}, {"secure": "sum", "secure_limbs": 1}, {"secure": "sum"})
+    )
+    assert same(two, plain)
+    for name, value in flatten(plain.state).items():
+        assert torch.allclose(flatten(one.state)[name], value, rtol=1e-6, atol=1e-11)
+
+
+def test_the_server_never_sees_an_update(monkeypatch):
+    """Canaries: no number of a client's update is in its reply, in any form, and no hook of the
+    server's half is handed one.
+    """
+    replies, updates = [], []
+    finish = masking.masked
+
+    def noted(half, broadcast, head, site, trained):
+        updates.append((site.client, trained.update, trained.loss))
+        return finish(half, broadcast, head, site, trained)
+
+    monkeypatch.setattr(masking, "masked", noted)
+    made = methods.get("fedmap").server
+
+    def refused(self, *_):
+        raise AssertionError("the server's half was handed an update")
+
+    class Watched(made):
+        unpack = check = bounds = refused
+
+        def statistic(self, state, client, update):  # the form of a vector, no client's
+            assert update.params is state.params
+            return super().statistic(state, client, update)
+
+    from bayflower.flower import course
+
+    initialise = course.Course._initialise
+
+    def watched(self, anatomy, initial):
+        initialise(self, anatomy, initial)
+        self.half = Watched(self.half.config, self.half.anatomy)
+
+    monkeypatch.setattr(course.Course, "_initialise", watched)
+    strategy = run("fedmap", seen=replies, **SECURE)
+    assert strategy.faults == []
+    assert len(replies) == len(updates) == 10
+    for (client, content), (own, update, loss) in zip(replies, updates, strict=True):
+        assert client == own
+        sent = content[records.UPDATE]
+        assert set(sent) == {masking.MASKED, masking.OFFER}
+        words = sent[masking.MASKED].numpy().view(np.uint64)
+        body = b"".join(array.data for array in sent.values())
+        for leaf in flatten(update).values():
+            flat = leaf.reshape(-1)
+            flat = flat[flat != 0]
+            for form in (flat, flat.double(), (flat.double() * 2.0**40).to(torch.int64)):
+                raw = form.numpy().tobytes()
+                width = form.element_size()
+                if width == 8:
+                    canaries = np.frombuffer(raw, np.uint64)
+                    assert not np.isin(canaries[np.abs(form.numpy()) > 1e-6], words).any()
+                else:
+                    assert raw[: 4 * width] not in body
+        assert set(content[records.METRICS]) == {records.NUM_EXAMPLES}  # no loss either
+        assert loss > 0
+
+
+@pytest.mark.slow
+def test_a_resumed_server_goes_on_to_the_same_bits(tmp_path):
+    settings = {**BASE, "rounds": 3, "checkpoint_every": 1}
+    plain = prepare(parse("fedavg", settings), "loop")
+    whole = run_loop(plain.run, plain.federation, plain.halves)
+    store = DiskStore(tmp_path / "state")  # the clients' machines go on
+    for rounds in (2, 3):
+        ready = prepare(parse("fedavg", {**settings, **SECURE, "rounds": rounds}), "loop")
+        known = checkpoint.read(tmp_path)
+        parts = (ready.run, ready.federation, ready.halves)
+        found = run_loop(*parts, out=tmp_path, resume=known, store=store)
+    ours, theirs = flatten(found.server_state), flatten(whole.server_state)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    notes = next((tmp_path / "state").glob("*/client-0/secure.json"))
+    assert notes.stat().st_mode & 0o077 == 0
+
+
+def test_too_few_clients_and_unmasked_replies_are_refused(monkeypatch):
+    def gone(request, client, round):
+        return request == "train" and client > 1
+
+    with pytest.raises(BayflowerError, match="2 of 5 clients sent an update, 4 are needed"):
+        run("fedavg", gone, secure="sum", rounds=2, min_replies=2)
+
+    def silent(request, client, round):
+        return request == "unmask" and client > 1
+
+    with pytest.raises(BayflowerError, match=r"2 of 5 clients helped .* 4 are needed"):
+        run("fedavg", silent, secure="sum", min_replies=2)
+    with pytest.raises(BayflowerError, match="secure=sum needs at least 3"):
+        run("fedavg", secure="sum", num_clients=2)
+    monkeypatch.setattr(masking, "masked", lambda half, *rest: half.pack(rest[-1].update))
+    with pytest.raises(BayflowerError, match="0 of 5 clients sent an update"):
+        run("fedavg", secure="sum", min_replies=2)
+
+
+@pytest.mark.parametrize("row", methods.ROWS, ids=lambda row: row.name)
+def test_a_method_that_cannot_says_so_before_anything_starts(row):
+    if not row.additive:
+        assert parse(row.name, {"secure": "sum"}).privacy.on
+        return
+    with pytest.raises(ConfigError, match=f"secure=sum is not for {row.name}: "):
+        parse(row.name, {"secure": "sum"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"weights": "sum"}, "not for fedmap with weights=sum"),
+        ({"prior": "learned"}, "not for fedmap with prior=learned"),
+        ({"max_share": 0.5}, "max_share cannot cap it"),
+        ({"secure_limbs": 5}, "secure_limbs must be 1 to 4"),
+        ({"secure_threshold": 0.4}, "secure_threshold must be in"),
+        ({"secure_range": 0.0}, "secure_range must be in"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        parse("fedmap", {"secure": "sum", **settings})
