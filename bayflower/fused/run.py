@@ -22,12 +22,13 @@ from ..rounds import schedule, solo
 from ..rounds.calibrated import Calibrated, One
 from ..rounds.halves import Halves
 from ..tree import to, unflatten
-from . import traffic
+from . import secure, traffic
 from .bank import DeviceBank, DiskBank
 from .calibrate import Calibration
 from .engine import Fused
 from .meter import Meter
 from .pending import Pending
+from .secure import totals_for
 from .spread import calibrated_numbers
 from .totals import Totals
 
@@ -134,7 +135,9 @@ class FusedRun:
             new,
             to(self.state, "cpu"),
             dict(self.engine.bank.states()),
-            remarks=(why,) if why else (),
+            remarks=tuple(
+                text for text in (why, secure.REMARK if self.run.privacy.on else "") if text
+            ),
             usage=self.meter.report(),
             calibrated=found,
         )
@@ -159,13 +162,18 @@ class FusedRun:
         totals: Totals | None = None
         losses: dict[int, Tensor] = {}
         count = traffic.Count(self.run, self.name, round, before)
+        sizes = {client: self.engine.stack.size(client) for client in chosen}
+        if self.run.privacy.on:
+            count.secure = self._secure_form(len(chosen))
         chunks = self.engine.chunks(chosen, self.broadcast_to)
         for chunk in chunks:
             with self.meter.time("training"):
                 message = self.broadcast_to(chunk)
                 updates, chunk_losses = self.engine.train(chunk, message, round)
             # exact sums if trained one by one: then results equal the loop engine's bit for bit
-            totals = totals or Totals(self.halves, fast=not self.engine.one_by_one_because)
+            totals = totals or totals_for(
+                self.run, self.halves, not self.engine.one_by_one_because, sizes
+            )
             last = chunk is chunks[-1]
             if last and round < self.settings.rounds:
                 # while the device trains
@@ -177,12 +185,17 @@ class FusedRun:
                     self.state = self.server.finalise(self.state, totals.value(self.device))
             self.lap("aggregation")
             losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
-            sizes = {client: self.engine.stack.size(client) for client in chunk}
             count.add(chunk, self.halves, message, updates, sizes)
         stacked = 0 if self.engine.one_by_one_because else max(map(len, chunks))
         report = partial(self.server.report, self.state)
         self.pending.add(round, losses, count, report, stacked, begin)
         self.lap("records")
+
+    def _secure_form(self, clients: int) -> tuple[int, int, int]:
+        """Return the length of a masked vector, and the further bytes down and up of a round."""
+        form = self.server.statistic(self.state, 0, self.server.expects(self.state))
+        size = secure.masked_size(form, self.run.privacy.secure_limbs)
+        return size, *secure.further_bytes(clients, len(self.everyone))
 
     def broadcast_to(self, chunk: list[int]) -> Any:
         """Return the broadcast to some clients: a single one, or a stack if each gets its own."""

@@ -46,6 +46,8 @@ class Count:
         self.up = self.down = 0
         self.examples: dict[int, int] = {}
         self.open: list[tuple[Sequence[int], ClientHalf, Any]] = []
+        # of a secure sum: the length of a vector, and the bytes down and up of keys and shares
+        self.secure: tuple[int, int, int] | None = None
 
     def add(
         self,
@@ -86,8 +88,13 @@ class Count:
 
     def settle(self) -> None:
         """Count the messages from the clients; this waits for a GPU."""
+        if self.secure and self.open:
+            self.down, self.up = self.down + self.secure[1], self.up + self.secure[2]
         for clients, half, updates in self.open:
-            for client, packed in zip(clients, half.packed_shapes(updates), strict=True):
+            sizes = half.packed_shapes(updates)
+            if self.secure:
+                sizes = [(("masked", (self.secure[0],), "int64"),)] * len(clients)
+            for client, packed in zip(clients, sizes, strict=True):
                 self.up += reply_bytes(
                     self.run.method,
                     self.name,
