@@ -14,10 +14,13 @@ To a client ("train", "evaluate"):   broadcast   ArrayRecord   the method's Broa
                                                                hold: which samples the clients of
                                                                a user's own app hold out (queries
                                                                have it too)
+                                                               secure=sum: session, bounds of the
+                                                               window (queries: secure, the request)
                                      calibration ArrayRecord   everyone's sums so far, with a
                                                                request to calibrate
                                                                (`flower/calibrating.py`)
-From a client ("train"):             update      ArrayRecord   the method's Update
+From a client ("train"):             update      ArrayRecord   the method's Update; secure=sum:
+                                                               masked, offer (`flower/masking.py`)
                                      tally       ArrayRecord   test results by view, if the request
                                                                asked for a test
                                      metrics     MetricRecord  num-examples, train-loss
