@@ -26,7 +26,7 @@ from ..rounds import solo
 from ..rounds.halves import Halves
 from ..rounds.schedule import checkpoint_due
 from ..tree import flatten
-from . import records
+from . import masking, records
 from .classes import strategy_class
 from .client import Site, client_app
 from .strategy import BayflowerStrategy
@@ -150,7 +150,9 @@ def federation_app(run: Run, federation: Federation, halves: Halves, store: Stor
             loaded[client] = solo.samples(
                 everyone[client], settings.torch_device(), settings.torch_dtype()
             )
-        return Site(client, client in new, halves.model, loaded[client], store)
+        peers, only = masking.told(context.node_config)
+        site = Site(client, client in new, halves.model, loaded[client], store)
+        return site._replace(peers=peers, secure_only=only)
 
     return client_app(site_of)
 

@@ -4,6 +4,8 @@ server; and the server's half never sees an update.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -42,13 +44,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def run(method, lost=None, seen=None, store=None, **settings):
+def run(method, lost=None, seen=None, store=None, node=None, **settings):
     """Return the strategy after a run on an in-process grid. `lost(request, client, round)` says
-    which messages are never answered; `seen` gets every reply to a training request.
+    which messages are never answered; `seen` gets every reply to a training request; `node` is
+    added to the nodes' configurations.
     """
     ready = prepare(parse(method, {**BASE, **settings}), "loop")
     app = federation_app(ready.run, ready.federation, ready.halves, store or MemoryStore())
     grid = InProcessGrid(app, contexts(one.client for one in ready.federation.clients))
+
+    for context in grid.contexts.values():
+        context.node_config.update(node or {})
 
     def answer(message):
         head = message.content[records.HEADER]
@@ -174,6 +180,14 @@ def test_the_server_never_sees_an_update(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_share_of_the_clients_in_every_round_gives_the_same_bits():
+    some = {"fraction_train": 0.7, "num_clients": 6, "rounds": 2}
+    secure, plain = run("fedavg", **some, **SECURE), run("fedavg", **some)
+    assert same(secure, plain)
+    assert [one["num_clients"] for one in secure.records] == [4, 4]
+
+
+@pytest.mark.slow
 def test_a_resumed_server_goes_on_to_the_same_bits(tmp_path):
     settings = {**BASE, "rounds": 3, "checkpoint_every": 1}
     plain = prepare(parse("fedavg", settings), "loop")
@@ -224,6 +238,27 @@ def test_too_few_clients_and_unmasked_replies_are_refused(monkeypatch):
     monkeypatch.setattr(masking, "masked", lambda half, *rest: half.pack(rest[-1].update))
     with pytest.raises(BayflowerError, match="0 of 5 clients sent an update"):
         run("fedavg", secure="sum", min_replies=2)
+
+
+def test_a_site_decides_whom_it_trusts_and_whether_it_takes_part_without_masks(tmp_path):
+    store = MemoryStore()
+    keys = {str(client): masking.public_key(store, client) for client in range(5)}
+    assert keys["0"] == masking.public_key(store, 0)  # made once
+    path = tmp_path / "peers.json"
+    path.write_text(json.dumps(keys))
+    peers, only = masking.told({"peers": str(path), "secure-only": True})
+    assert (peers, only) == ({int(one): key for one, key in keys.items()}, True)
+    assert masking.told({}) == (None, False)
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"peers must name a JSON file .* is none"):
+        masking.told({"peers": str(tmp_path / "other.json")})
+    node = {"peers": str(path), "secure-only": True}
+    assert run("fedavg", store=store, node=node, **SECURE).faults == []
+    with pytest.raises(BayflowerError, match="secure sums only"):
+        run("fedavg", node={"secure-only": True})
+    path.write_text(json.dumps({**keys, "3": keys["2"]}))  # another key than that of client 3
+    with pytest.raises(BayflowerError, match="client 3 shows another key than the one in the file"):
+        run("fedavg", store=store, node=node, **SECURE)
 
 
 @pytest.mark.parametrize("row", methods.ROWS, ids=lambda row: row.name)
