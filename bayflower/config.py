@@ -21,7 +21,7 @@ import torch
 
 from . import methods
 from .data import DataSettings, resolve
-from .errors import ConfigError, field_types
+from .errors import ConfigError, check_choices, field_types
 from .networks.papers import check_name
 from .recipes import RECIPE
 from .recipes import Training as Training  # part of a run's settings
@@ -162,9 +162,8 @@ def named_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on what a client may send, and when it is dropped. `SECURITY.md` says what each
-    protects. The fused engine trains all clients itself and ignores them.
-    """
+    """Limits on what a client may send, and when it is dropped (`SECURITY.md`). The fused engine
+    trains all clients itself and ignores them, but for `robust`."""
 
     max_faults: int = setting(
         5, "invalid replies in a row after which a client is excluded from the run"
@@ -198,6 +197,12 @@ class Limits:
         1e6, "cap on any precision that a client may claim (FedLA, FedNP)"
     )
     max_value: float = setting(1e12, "cap on the absolute value of any other number in an update")
+    robust: Literal["gate", "clip", "off", "median", "trimmed", "krum"] = setting(
+        "off",
+        "bound on one client next to the others, on every engine: clip (change, count, certainty: "
+        "by medians of earlier rounds); gate (clip, and clients whose changes oppose the others' "
+        "are left out); off; or clip and a rule on all replies of a round: median, trimmed, krum",
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_faults", "leave_after", "max_message_mb", "max_examples"):
@@ -211,6 +216,7 @@ class Limits:
                 )
         if not 0 < self.max_share <= 1:
             raise ConfigError(f"max_share must be in (0, 1], got {self.max_share}; 1 means no cap")
+        check_choices(self)
         for name in ("max_change", "max_precision", "max_value"):
             if not 0 < getattr(self, name) <= 1e30:
                 raise ConfigError(f"{name} must be in (0, 1e30], got {getattr(self, name)}")

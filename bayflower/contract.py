@@ -23,72 +23,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from .maths.gradients import grad_and_value
 from .maths.laplace import Posterior as Posterior  # part of the contract
 from .maths.laplace import Seen, fitted, last_weights
-from .maths.optim import OptState
 from .networks.model import Anatomy, Batch
 from .shown import Heading, Picture
 from .tree import Shapes, Tensors, flatten, map_tree, matching, shapes, stack, unflatten
+from .work import Phase as Phase  # these three are part of the contract
+from .work import Survey as Survey
+from .work import Work as Work
 
 if TYPE_CHECKING:
     from .maths.exact import Scaled
-    from .maths.optim import Optimizer
     from .networks.model import Model
 
 Statistic = Mapping[str, "Tensor | Scaled"]
 Sum = Mapping[str, Tensor]
 Purpose = Literal["train", "finetune", "new"]
-Kind = Literal["model", "slope", "precision", "root", "buffers", "count", "other"]
-
-
-class Phase(NamedTuple):
-    """One stretch of local training. Everything here is static: a step may branch on it.
-
-    Exactly one of `epochs` and `steps` is positive. `trainable` names the parameters that move (all
-    if None). `batches` is how many mini-batches one step consumes (2 for the support and query sets
-    of MAML).
-    """
-
-    name: str
-    optimizer: Optimizer
-    batch_size: int
-    epochs: int = 0
-    steps: int = 0
-    trainable: tuple[str, ...] | None = None
-    batches: int = 1
-
-    def moving(self, params: Tensors) -> tuple[str, ...]:
-        """Return the names of the parameters that move."""
-        return self.trainable if self.trainable is not None else tuple(params)
-
-
-class Survey(NamedTuple):
-    """What one pass over the training data found: `total` is summed over the samples, `each` has
-    one row a sample (both trees).
-    """
-
-    total: Any
-    each: Any
-
-
-class Work(NamedTuple):
-    """What lives during one call of a client: parameters on the move, buffers, the half's own
-    notes, optimiser state.
-    """
-
-    params: Tensors
-    buffers: Tensors
-    memo: Any  # a tree: constants of the round, or what a step remembers for the next
-    # the engine makes a fresh one at the start of each phase
-    opt: OptState = OptState(torch.zeros(()), {}, {})
-    # filled after the phases, before `finish`, where the half asks for it
-    survey: Survey = Survey({}, {})
+Weight = Literal["precision", "certainty", "log_weight", "claimed"]
+Held = Literal["slope", "factor", "exact"]  # what a client keeps as well
+Kind = Literal["model", "root", "buffers", "count", "rows", "other"] | Held | Weight
 
 
 class ServerHalf(ABC):
@@ -178,7 +136,13 @@ class ServerHalf(ABC):
     #   precision  at most max_precision
     #   root       its square counts, so its size is at most the root of max_value
     #   buffers    running statistics: a variance must not be negative
-    # every other number is at most max_value
+    # every other number is at most max_value. Next to the other clients (robust, rounds/robust.py):
+    #   certainty  positive numbers by which something counts
+    #   rows       vectors, each of which stays short
+    #   log_weight a logarithm of the weight of the whole update
+    #   claimed    limited by `claims` alone
+    #   factor     the change of natural parameters, of which all are cut by one number
+    #   exact      both sides keep it: used as it is, or the whole update is refused
     update_fields: ClassVar[Mapping[str, Kind]] = {"params": "model", "buffers": "buffers"}
     # True if `claims` names something: under max_share the updates of a round then wait for each
     # other
@@ -205,6 +169,20 @@ class ServerHalf(ABC):
     def reduced(self, state: Any, update: Any, factors: Mapping[str, float]) -> Any:
         """Return the update with the claims named in `factors` multiplied by them."""
         return update
+
+    def sent_entries(self, state: Any) -> Tensors:
+        """Return by name which entries of the model clients were sent, as bool; {} = all. What they
+        keep differs by more than what they were sent, and is limited apart.
+        """
+        return {}
+
+    def stacked_claims(self, state: Any, updates: Any) -> Tensors:
+        """Return `claims` of stacked updates: by name one number a client, 0 = none."""
+        return {}
+
+    def stacked_reduced(self, state: Any, updates: Any, factors: Tensors) -> Any:
+        """Return `reduced` of stacked updates."""
+        return updates
 
     # -- membership --------------------------------------------------------------------------------
     def admit(self, state: Any, client: int) -> Any:

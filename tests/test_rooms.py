@@ -29,6 +29,7 @@ ROOMS = (
     "stacked",
     "networks",
     "maths",
+    "work",
     "contract",
     "strategies",
     "clients",

@@ -51,6 +51,7 @@ BEFORE = {
     **RECIPE,
     **SECRECY,
     "normalise": "none",
+    "robust": "off",
     "head": "",
 }
 

@@ -210,7 +210,7 @@ def serve_method(
         s = strategy
         checkpoint.write(
             folder,
-            checkpoint.make(run, s.run, round, s.state, {}, s.records, s.faults, s.roster.memory()),
+            checkpoint.make(run, s.run, round, s.state, {}, s.records, s.faults, s.memory()),
         )
 
     def progress(rounds: list[RoundRecord]) -> None:

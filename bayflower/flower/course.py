@@ -24,6 +24,7 @@ from ..networks.model import Anatomy
 from ..recipes import Training
 from ..rounds import schedule
 from ..rounds.calibrated import Calibrated
+from ..rounds.robust import Guard
 from ..tree import Tensors
 from . import configs, records, replies, wrapped
 from .calibrating import Calibrator
@@ -72,6 +73,7 @@ class Course:
     summing: Summing | None  # None: sums are not secure
     calibrator: Calibrator | None
     half: ServerHalf | None = None
+    guard: Guard
     state: Any = None
     teller: Teller
     keep_personal: bool
@@ -104,6 +106,7 @@ class Course:
         if self.resume:
             self.state = server_state(self.resume, self._half().state_type)
             self._apply(self.roster.remember(self.resume.roster))
+            self.guard.remember(self.resume.roster)
         self.training = self.roster.told(self.training)
         return self.resume.round + 1 if self.resume else 1
 
@@ -155,12 +158,11 @@ class Course:
                     "model's state_dict()"
                 )
         self.half = self.row.server(self.options, anatomy)
-        params, buffers = (
-            {name: initial[name] for name in sorted(names)}
-            for names in (anatomy.trainable, anatomy.buffers)
-        )
-        self.roster.admitted = set(self.roster.training())
-        self.state = self.half.init(params, buffers, tuple(self.roster.training()))
+        self.guard = Guard(self.half, self.limits.robust)
+        names = (anatomy.trainable, anatomy.buffers)
+        params, buffers = ({name: initial[name] for name in sorted(some)} for some in names)
+        clients = tuple(self.roster.training())
+        self.roster.admitted, self.state = set(clients), self.half.init(params, buffers, clients)
 
     def _apply(self, change: Change) -> None:
         """Tell the method which clients joined and which left."""
@@ -263,8 +265,12 @@ class Course:
         return self._arrays()
 
     def _facts(self) -> RunFacts:
-        settings = (self._used or self.training, self.options, self.limits)
-        return RunFacts(self.run, self.row, self.seed, *settings, self.roster, self.journal)
+        known = (self.run, self.row, self.seed, self._used or self.training, self.options)
+        return RunFacts(*known, self.limits, self.roster, self.journal, self.guard)
+
+    def memory(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside states, in JSON types."""
+        return {**self.roster.memory(), **self.guard.memory()}
 
     def _training_round(self, round: int, config: ConfigRecord) -> Round:
         """Return the round with the clients that train in it. Settings of local training in

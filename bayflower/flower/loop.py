@@ -200,7 +200,7 @@ def run_loop(
                     clients,
                     strategy.records,
                     strategy.faults,
-                    strategy.roster.memory(),
+                    strategy.memory(),
                 ),
             )
 

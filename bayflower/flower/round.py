@@ -7,7 +7,7 @@ reported and ignored: no reply of a client can stop the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ..files.records import Views
 from ..maths.exact import Total
 from ..methods import Method
 from ..rounds.calibrated import Calibrated
+from ..rounds.robust import Guard, reported
 from ..wire.protocol import request_header
 from . import bounds, records, replies
 from .calibrating import Calibrator
@@ -48,6 +49,7 @@ class RunFacts(NamedTuple):
     limits: Limits
     roster: Roster
     journal: Journal
+    guard: Guard
 
 
 class Collected:
@@ -213,17 +215,23 @@ class Round:
         """Return the aggregate of the valid replies to training requests."""
         found, expected, half = Collected(), self.expected(), self.half
         held: dict[int, Any] = {}  # updates whose weight depends on the other clients' claims
-        wait = self.facts.limits.max_share < 1 and half.has_claims
+        guard, share = self.facts.guard, self.facts.limits.max_share
+        wait = (share < 1 and half.has_claims) or guard.holds
+        holds = guard.holds
         for reply in incoming:
             try:
                 client = replies.sender(reply, expected)
                 size = records.num_bytes(reply.content)  # `accept` removes the arrays
                 accepted = replies.accept(reply, client, expected, half, self.state, found.losses)
-                if wait:
+                if guard.on and not holds:
+                    update, factors = guard.alone(self.state, client, accepted.update)
+                    self.outlier(client, factors)
+                    accepted = accepted._replace(update=update)
+                count = 1 if accepted.update is None else int(accepted.update.num_examples)
+                if wait and accepted.update is not None:
                     held[client] = accepted.update
-                else:
+                elif accepted.update is not None:
                     found.total.add(half.statistic(self.state, client, accepted.update))
-                count = int(accepted.update.num_examples)
             except Exception as error:  # an invalid reply of one client must not stop the run
                 self.fault(reply, error)
                 lost = reply.has_error() and reply.error.code in LOST
@@ -239,9 +247,19 @@ class Round:
                 found.tested.setdefault(view, {})[client] = tally
             del accepted, reply  # frees the memory before the next reply
         journal, roster = self.facts.journal, self.facts.roster
-        share = self.facts.limits.max_share
-        kept = bounds.moderate(half, self.state, held, share, roster.moderated, journal)
-        for client, update in kept.items():
+        if holds and held:
+            held, cuts = guard.together(self.state, held)
+            for client, factors in cuts.items():
+                self.outlier(client, factors)
+            for client in sorted(set(cuts) - set(held)):
+                journal.fault(
+                    f"round {self.number}, client {client}: left out of the sum: its update is "
+                    f"too far from the others' (robust={guard.how})"
+                )
+        guard.close()
+        if share < 1 and half.has_claims:
+            held = bounds.moderate(half, self.state, held, share, roster.moderated, journal)
+        for client, update in held.items():
             found.total.add(half.statistic(self.state, client, update))
         for client in sorted(self.left_out(found)):
             journal.event(f"round {self.number}, client {client}: left out by aggregate_train")
@@ -253,6 +271,18 @@ class Round:
                 client,
             )
         return found
+
+    def outlier(self, client: int, factors: Mapping[str, float]) -> None:
+        """Report a client whose update was far beyond its limits, or is left out; each once."""
+        told, gate = self.facts.roster.outliers, self.facts.guard.gate
+        texts = {
+            "far": reported(client, factors),
+            "out": gate.why(client) if gate is not None and client in gate.out else None,
+        }
+        for what, text in texts.items():
+            if text is not None and (client, what) not in told:
+                told.add((client, what))
+                self.facts.journal.fault(f"round {self.number}, {text}")
 
     def left_out(self, found: Collected) -> set[int]:
         """Return the clients that replied, but whose reply an overridden hook did not pass on."""

@@ -21,6 +21,7 @@ from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
 from ..rounds import schedule, solo
 from ..rounds.calibrated import Calibrated, One
 from ..rounds.halves import Halves
+from ..rounds.robust import Guard
 from ..tree import to, unflatten
 from . import secure, traffic
 from .bank import DeviceBank, DiskBank
@@ -94,6 +95,7 @@ class FusedRun:
         self.everyone = tuple(sorted(self.engine.stack.clients))
         self.state: Any = to(self.server.init(*halves.initial, self.everyone), self.device)
         self.name, self.first = uuid.uuid4().hex, 1
+        self.guard = Guard(halves.server, run.limits.robust)
         self.records: list[RoundRecord] = []
         if resume:
             self._go_on(resume)
@@ -103,6 +105,7 @@ class FusedRun:
         """Restore the state from a checkpoint."""
         self.state = to(server_state(resume, self.server.state_type), self.device)
         self.name, self.first, self.records = resume.run, resume.round + 1, resume.records
+        self.guard.remember(resume.roster)
         if isinstance(self.engine.bank, DeviceBank) and resume.clients:
             kind = self.halves.client.state_type
             self.engine.bank.load(
@@ -135,8 +138,9 @@ class FusedRun:
             new,
             to(self.state, "cpu"),
             dict(self.engine.bank.states()),
-            remarks=tuple(
-                text for text in (why, secure.REMARK if self.run.privacy.on else "") if text
+            remarks=(
+                *(text for text in (why, secure.REMARK if self.run.privacy.on else "") if text),
+                *self.guard.notes(),
             ),
             usage=self.meter.report(),
             calibrated=found,
@@ -172,7 +176,7 @@ class FusedRun:
                 updates, chunk_losses = self.engine.train(chunk, message, round)
             # exact sums if trained one by one: then results equal the loop engine's bit for bit
             totals = totals or totals_for(
-                self.run, self.halves, not self.engine.one_by_one_because, sizes
+                self.run, self.halves, not self.engine.one_by_one_because, sizes, self.guard
             )
             last = chunk is chunks[-1]
             if last and round < self.settings.rounds:
@@ -262,5 +266,8 @@ class FusedRun:
         settings = replace(self.settings, stacking="no" if one_by_one else "yes")
         decided = replace(self.run, settings=settings)
         states = dict(self.engine.bank.states())
-        write(self.out, make(decided, self.name, round, self.state, states, self.records, []))
+        known = self.guard.memory()
+        write(
+            self.out, make(decided, self.name, round, self.state, states, self.records, [], known)
+        )
         self.engine.bank.tidy()

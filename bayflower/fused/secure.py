@@ -18,6 +18,7 @@ from ..maths.exact import Total
 from ..maths.window import Window, agree, decode, encode
 from ..recipes.secrecy import Privacy
 from ..rounds.halves import Halves
+from ..rounds.robust import Guard
 from ..tree import take, to
 from .totals import Totals
 
@@ -32,8 +33,10 @@ CARD, TICKET, SEALED, SHARE, SIGNED = 268, 360, 304, 140, 160
 class SecureTotals(Totals):
     """The sum of a round's statistics in a window of integers modulo 2^64."""
 
-    def __init__(self, halves: Halves, privacy: Privacy, sizes: Mapping[int, int]) -> None:
-        super().__init__(halves, fast=False)
+    def __init__(
+        self, halves: Halves, privacy: Privacy, sizes: Mapping[int, int], guard: Guard
+    ) -> None:
+        super().__init__(halves, False, guard)
         self.privacy, self.sizes = privacy, sizes
         self.window: Window | None = None
         self.sum = torch.zeros(0, dtype=torch.int64)
@@ -64,9 +67,13 @@ class SecureTotals(Totals):
         return {name: value.to(device) for name, value in found.items()}
 
 
-def totals_for(run: Run, halves: Halves, fast: bool, sizes: Mapping[int, int]) -> Totals:
+def totals_for(
+    run: Run, halves: Halves, fast: bool, sizes: Mapping[int, int], guard: Guard
+) -> Totals:
     """Return what adds the statistics of a round; `sizes` are its clients' samples."""
-    return SecureTotals(halves, run.privacy, sizes) if run.privacy.on else Totals(halves, fast)
+    if run.privacy.on:
+        return SecureTotals(halves, run.privacy, sizes, guard)
+    return Totals(halves, fast, guard)
 
 
 def masked_size(form: Mapping[str, Tensor | Any], limbs: int) -> int:

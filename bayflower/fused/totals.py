@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..contract import Sum
 from ..maths.exact import Total
 from ..rounds.halves import Halves
+from ..rounds.robust import HOLDING, Guard, Measured
 from ..tree import map_tree, take, to
 
 
@@ -34,29 +36,92 @@ def stacked_updates(updates: list[Any]) -> Any:
 
 class Totals:
     """The sum of a round's statistics: by the method's fast sum if `fast` and it has one, else
-    exactly, client by client.
+    exactly, client by client. `guard` limits what is added; where updates must wait for each other,
+    they are added when the last are there.
     """
 
-    def __init__(self, halves: Halves, fast: bool) -> None:
-        self.server, self.client, self.wanted = halves.server, halves.client, fast
+    def __init__(self, halves: Halves, fast: bool, guard: Guard) -> None:
+        self.server, self.client, self.guard = halves.server, halves.client, guard
+        self.wanted = fast and guard.how not in HOLDING
+        self.holds = guard.holds
         self.fast: dict[str, Tensor] = {}
         self.exact = Total()
+        self.held: list[tuple[Any, list[int], Any]] = []
 
     def add(self, state: Any, chunk: list[int], updates: Any) -> None:
         """Add the stacked updates of some clients."""
-        part = self.server.total(state, tuple(chunk), updates) if self.wanted else None
-        if part is not None:
-            for name, value in part.items():
-                self.fast[name] = self.fast[name] + value if name in self.fast else value
-            for name in self.server.negligible(self.fast):
-                del self.fast[name]
-            return
+        if self.holds:  # copied: a recorded step writes to the same memory again
+            self.held.append((state, chunk, map_tree(torch.clone, updates)))
+        elif not (self.wanted and self._add_fast(state, chunk, updates)):
+            for client, update in self._apart(state, chunk, updates):
+                if self.guard.on:
+                    update = self.guard.alone(to(state, "cpu"), client, update)[0]
+                if update is not None:
+                    self._add_one(to(state, "cpu"), client, update)
+
+    def _add_fast(
+        self, state: Any, chunk: list[int], updates: Any, seen: Measured | None = None
+    ) -> bool:
+        """Add the method's fast sum; return whether it has one."""
+        server, guard = self.server, self.guard
+        if guard.on:
+            claims = server.stacked_claims(state, updates)
+            seen = seen or guard.see(state, chunk, updates, claims)
+            updates = guard.limit(seen).updates
+            factors = guard.claimed({name: seen.sizes[name] for name in claims})
+            if factors:
+                updates = server.stacked_reduced(state, updates, factors)
+            kept = [place for place, client in enumerate(chunk) if not guard.drops(client)]
+            if not kept:
+                return True
+            if len(kept) < len(chunk):
+                chunk = [chunk[place] for place in kept]
+                updates = map_tree(lambda leaf: leaf[kept], updates)
+        part = server.total(state, tuple(chunk), updates)
+        if part is None:
+            self.wanted = False
+            guard.undo()
+            return False
+        for name, value in part.items():
+            self.fast[name] = self.fast[name] + value if name in self.fast else value
+        for name in server.negligible(self.fast):
+            del self.fast[name]
+        return True
+
+    def _apart(self, state: Any, chunk: list[int], updates: Any) -> Iterator[tuple[int, Any]]:
+        """Yield the updates of stacked clients as the server gets them."""
         home, there = to(state, "cpu"), to(updates, "cpu")
         for place, client in enumerate(chunk):
-            update = self.server.unpack(home, self.client.pack(take(there, place)))
-            self.exact.add(self.server.statistic(home, client, update))
-            self.exact.drop(self.server.negligible(self.exact.names()))
+            yield client, self.server.unpack(home, self.client.pack(take(there, place)))
+
+    def _add_one(self, state: Any, client: int, update: Any) -> None:
+        self.exact.add(self.server.statistic(state, client, update))
+        self.exact.drop(self.server.negligible(self.exact.names()))
+
+    def _release(self) -> None:
+        """Add the updates that waited for each other."""
+        guard, server = self.guard, self.server
+        fast = self.wanted and all(
+            server.total(state, tuple(chunk), updates) is not None
+            for state, chunk, updates in self.held[:1]
+        )
+        if fast:
+            seen = [
+                guard.see(state, chunk, updates, server.stacked_claims(state, updates))
+                for state, chunk, updates in self.held
+            ]
+            guard.limits = guard.found()
+            for (state, chunk, updates), own in zip(self.held, seen, strict=True):
+                self._add_fast(state, chunk, updates, own)
+            return
+        everyone = {client: update for one in self.held for client, update in self._apart(*one)}
+        home = to(self.held[0][0], "cpu")
+        for client, update in guard.together(home, everyone)[0].items():
+            self._add_one(home, client, update)
 
     def value(self, device: torch.device) -> Sum:
         """Return the sum, on the device."""
+        if self.held:
+            self._release()
+        self.guard.close()
         return self.fast or {name: value.to(device) for name, value in self.exact.value().items()}

@@ -72,6 +72,11 @@ class Privacy:
                 "secure=sum hides how large a client's part is, so max_share cannot cap it; remove "
                 "one of the two settings"
             )
+        if limits.robust != "off":
+            return (
+                "secure=sum hides each client's update, so robust cannot limit it; set robust=off "
+                "or secure=off"
+            )
         return None
 
 

@@ -273,6 +273,7 @@ def engine_values(spec: Spec, seed: int, data_dir: str, device: str) -> dict[str
         "evaluate_every": max(1, int(values.get("rounds", 50)) // 20),
         "checkpoint_every": 0,
         "calibration": "off",
+        "robust": "off",  # published protocols trust their clients
         **values,
     }
 

@@ -160,6 +160,8 @@ class Server(ServerHalf):
         ),
     }
 
+    update_fields = {"params": "model", "buffers": "buffers", "variance": "certainty"}
+
     state_type = State
     broadcast_type = Broadcast
 
@@ -188,6 +190,10 @@ class Server(ServerHalf):
             "values": values,
             **{f"buffers/{name}": value for name, value in broadcast.buffers.items()},
         }
+
+    def sent_entries(self, state: State) -> Tensors:
+        """Return the entries that are shared."""
+        return {name: ~mask for name, mask in state.mask.items()}
 
     def expects(self, state: State) -> Update:
         """Return the shape of an update."""

@@ -156,6 +156,8 @@ class Server(ServerHalf):
         ),
     }
 
+    update_fields = {"params": "model", "log_weight": "log_weight"}
+
     state_type = State
     broadcast_type = Broadcast
 

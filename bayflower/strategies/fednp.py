@@ -172,7 +172,7 @@ class Server(ServerHalf):
         )
     }
 
-    update_fields = {"params": "model", "buffers": "buffers", "extra": "model"}
+    update_fields = {"params": "model", "buffers": "buffers", "extra": "model", "change": "exact"}
 
     state_type = State
     broadcast_type = Broadcast

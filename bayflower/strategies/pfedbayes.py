@@ -94,6 +94,7 @@ class Server(fedavg.Server):
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     broadcast_type: ClassVar[type] = State  # type: ignore[assignment]
     averages_models = False
+    update_fields = {"params": "model", "buffers": "buffers", "rho": "model"}
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
         """Return the initial network as means, all with the same spread."""

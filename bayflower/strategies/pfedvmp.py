@@ -167,7 +167,13 @@ class Server(ServerHalf):
 
     has_claims = True
 
-    update_fields = {"params": "model", "buffers": "buffers", "spread/triangle": "root"}
+    update_fields = {
+        "params": "model",
+        "buffers": "buffers",
+        "means": "rows",
+        "spread": "claimed",
+        "spread/triangle": "root",
+    }
 
     state_type = State
     broadcast_type = State
@@ -230,6 +236,38 @@ class Server(ServerHalf):
         return shrunk(
             self.config.centroid, update, [factors.get(f"class {k}", 1.0) for k in present]
         )
+
+    def stacked_claims(self, state: State, updates: Update) -> Tensors:
+        """Return the claims of stacked updates."""
+        sent = updates.counts > 0
+        if self.config.centroid == "mean":
+            return {}
+        if self.config.centroid == "precision":
+            spread = updates.spread
+            each = spread["weight"].double() * spread["basis"].double().square().sum(2)
+            wide = each.new_zeros(len(each), sent.shape[1] + 1)
+            size = wide.scatter_add(1, spread["label"].long(), each)[:, :-1]
+        elif self.config.centroid == "diag":
+            size = updates.spread["precision"].double().sum(2)
+        else:
+            size = updates.counts.double()
+        return {f"class {k}": one for k, one in enumerate((size * sent).unbind(1))}
+
+    def stacked_reduced(self, state: State, updates: Update, factors: Tensors) -> Update:
+        """Return stacked updates with their claims multiplied by factors."""
+        names = [f"class {k}" for k in range(updates.counts.shape[1])]
+        by = torch.stack([factors[name] for name in names], 1)
+        if self.config.centroid == "count_mean":
+            fewer = (updates.counts * by).floor().to(updates.counts.dtype)
+            return updates._replace(counts=torch.where(by < 1, fewer.clamp(min=1), updates.counts))
+        if self.config.centroid == "diag":
+            key, wide = "precision", by[..., None]
+        else:
+            rest = torch.cat([by, by.new_ones(len(by), 1)], 1)
+            key, wide = "weight", rest.gather(1, updates.spread["label"].long())
+        old = updates.spread[key]
+        new = torch.where(wide < 1, (old.double() * wide).to(old.dtype), old)
+        return updates._replace(spread={**updates.spread, key: new})
 
     def expects(self, state: State) -> ClassMessage:
         """Return the shape of a message without any class."""

@@ -109,7 +109,7 @@ class Server(ServerHalf):
 
     state_type = State
     broadcast_type = Broadcast
-    update_fields = {"buffers": "buffers"}
+    update_fields = {"buffers": "buffers", "precision": "factor", "shift": "factor"}
     headings = {
         "posterior_spread": Heading(
             "Spread of the posterior", "mean standard deviation", "Of all weights, over rounds."

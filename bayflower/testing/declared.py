@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from ..contract import ClientHalf, ServerHalf
+from ..contract import ClientHalf, Kind, ServerHalf
 from ..methods import ROWS
 from ..rounds.uncertain import Uncertain
 from .bench import Bench
@@ -50,7 +50,7 @@ class Declared:
             held = received._asdict().get(name.split("/")[0])
             # params and buffers are declared for every method; a method may not send one of them
             assert held is not None or name in ("params", "buffers"), name
-            assert kind in ("model", "slope", "precision", "root", "buffers")
+            assert any(kind in get_args(part) for part in get_args(Kind))
 
     def test_claims_and_bounds_are_declared(self, bench: Bench) -> None:
         """A half with `claims` says so and can reduce them."""

@@ -1,0 +1,240 @@
+"""The parts of an update that are limited next to those of other clients, their sizes, and updates
+cut down to limits.
+
+`ServerHalf.update_fields` says what a field is:
+
+    model, buffers     the norm of the change from what was sent
+    slope, other       the norm
+    factor             the norms; all fields of this kind are cut by one number (PVI)
+    precision          their sum, and each number next to the one that was sent
+    certainty          their sum (FedBPS: the variances)
+    rows               the norm of each row (pFedVMP: the mean feature of a class)
+    log_weight         the number itself (FedMAP)
+    exact              nothing is cut, since the client keeps the same number (FedNP: the change of
+                       its factor); far beyond the usual the whole update is refused
+    claimed            limited by `claims` alone
+
+A change that the client carries on as well (SCAFFOLD's control variate, FedDC's pace, PVI's factor)
+must add up to what the clients hold. Cutting those of honest clients leaves a difference that never
+goes away, so such methods have wider limits.
+
+Where a client was not sent all of a model (`ServerHalf.sent_entries`), the entries that it was sent
+and those that it keeps are two parts: what clients keep differs by far more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import ServerHalf
+from ..tree import Tensors
+
+STEP = 1.75  # times the median norm of changes that are averaged
+CARRIED = 4.0  # times the median norm of changes that the client carries on, too
+BESIDE = 2.5  # times the median norm of models that come with such changes
+LEVEL = 2.0  # times the median, for counts, claims and certainties
+TINY = 1e-30
+RULES = ("precision", "certainty", "rows", "log_weight", "exact")
+KEPT = " (kept)"  # behind the name of a field: the entries that were not sent
+
+
+class Part(NamedTuple):
+    """A field of stacked updates that is limited: its rule, its tensors, and what was sent."""
+
+    name: str
+    field: str
+    kind: str
+    leaves: Tensors  # each with one row a client
+    sent: Tensors  # without that row; missing: zero
+    only: Tensors = {}  # bool, without that row: the entries that count; missing: all
+    beside: bool = False  # whether another field holds what the client carries on
+
+    @property
+    def rule(self) -> str:
+        """Return how it is limited: step, precision, certainty, rows, log_weight or exact."""
+        return self.kind if self.kind in RULES else "step"
+
+    @property
+    def factor(self) -> float:
+        """Return by how much a client may exceed the median."""
+        if self.rule in ("precision", "certainty"):
+            return LEVEL
+        if self.kind in ("slope", "factor"):
+            return CARRIED
+        return BESIDE if self.beside else STEP
+
+
+class Limited(NamedTuple):
+    """Updates within their limits, and by name the factor by which each client was reduced."""
+
+    updates: Any
+    factors: dict[str, Tensor]
+
+
+def parts_of(half: ServerHalf, state: Any, updates: Any) -> list[Part]:
+    """Return what is limited in stacked updates, besides counts and claims."""
+    found, known = [], state._asdict()
+    entries = half.sent_entries(state)
+    beside = any(kind in ("slope", "factor", "exact") for kind in half.update_fields.values())
+    for field, value in updates._asdict().items():
+        kind = half.update_fields.get(field, "other")
+        leaves = {
+            name: leaf
+            for name, leaf in named(value).items()
+            if leaf.is_floating_point() and leaf.numel()
+        }
+        if not leaves or kind == "claimed":
+            continue
+        sent: Tensors = {}
+        if kind in ("model", "buffers", "precision"):
+            own = known.get(field)
+            sent = own if isinstance(own, dict) and leaves.keys() <= own.keys() else {}
+            if not sent and kind == "model":
+                sent = half.shared(state)
+        part = Part(field, field, kind, leaves, sent, beside=beside)
+        if kind == "model" and leaves.keys() <= entries.keys():
+            rest = {name: ~one for name, one in entries.items()}
+            found.append(part._replace(only=entries))
+            part = part._replace(name=field + KEPT, only=rest)
+        found.append(part)
+    return found
+
+
+def named(value: Any) -> Tensors:
+    """Return the tensors of a field by name."""
+    if isinstance(value, Tensor):
+        return {"": value}
+    return dict(value) if isinstance(value, Mapping) else value._asdict()
+
+
+def with_leaves(value: Any, leaves: Tensors) -> Any:
+    """Return a field with some of its tensors replaced."""
+    if isinstance(value, Tensor):
+        return leaves[""]
+    return {**value, **leaves} if isinstance(value, Mapping) else value._replace(**leaves)
+
+
+def change(part: Part, name: str) -> Tensor:
+    """Return how far a tensor of stacked updates is from what was sent, in float64; 0 where entries
+    do not count.
+    """
+    leaf = part.leaves[name].double()
+    leaf = leaf - part.sent[name].to(leaf) if name in part.sent else leaf
+    return leaf * part.only[name].to(leaf) if name in part.only else leaf
+
+
+def each(scale: Tensor, like: Tensor) -> Tensor:
+    """Return one number a client in a shape that multiplies `like`."""
+    return scale.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def size_of(part: Part) -> Tensor:
+    """Return the size of a part of each client, by which limits are set."""
+    if part.rule == "log_weight":
+        return next(iter(part.leaves.values())).double()
+    if part.rule == "rows":
+        norms = row_norms(next(iter(part.leaves.values())))
+        return usual(norms.mT)
+    total: Any = 0.0
+    norm = part.rule in ("step", "exact")
+    for name in part.leaves:
+        one = change(part, name) if norm else part.leaves[name].double()
+        one = one.reshape(len(one), -1)
+        total = total + (one.square().sum(1) if norm else one.sum(1))
+    return torch.sqrt(total) if norm else total
+
+
+def row_norms(leaf: Tensor) -> Tensor:
+    """Return the norm of each row of each client (clients, rows)."""
+    return leaf.double().square().sum(-1).sqrt()
+
+
+def usual(values: Tensor) -> Tensor:
+    """Return the median of the positive numbers in each column; NaN where there is none."""
+    return values.masked_fill(values <= 0, math.nan).nanmedian(0).values
+
+
+def limited(
+    parts: list[Part], updates: Any, sizes: Tensors, limits: Tensors, first: bool
+) -> Limited:
+    """Return stacked updates within the limits. What is within them keeps its bits. In the first
+    round no precision has been sent that others could be compared with.
+    """
+    factors: Tensors = {}
+    fields: dict[str, Any] = {}
+    for part in parts:
+        if part.name not in limits or part.rule == "exact":
+            continue
+        if first and part.rule == "precision":
+            part = part._replace(sent={})
+        most, size = limits[part.name].to(sizes[part.name].device), sizes[part.name]
+        held = fields.get(part.field, getattr(updates, part.field))
+        if part.rule == "log_weight":
+            factors[part.name] = (most - size).exp().clamp(max=1.0)
+            fields[part.field] = torch.minimum(held, most.to(held.dtype))
+        elif part.rule == "rows":
+            fields[part.field], factors[part.name] = short_rows(held, most)
+        else:
+            scale = torch.where(size > most, most / size.clamp(min=TINY), 1.0)
+            if part.kind == "factor":
+                scale = together(parts, sizes, limits)
+            factors[part.name] = scale
+            compared = part.rule == "precision" and part.sent  # number by number
+            if not compared and not bool((scale < 1).any()):
+                continue  # the usual case: nothing to compute
+            now = named(held)
+            leaves = {name: shortened(part, name, scale, now[name]) for name in part.leaves}
+            fields[part.field] = with_leaves(held, leaves)
+    if "num_examples" in limits:
+        number = updates.num_examples
+        most = limits["num_examples"].to(number.device)
+        cap = most.floor().clamp(min=1, max=2**53).to(number.dtype)
+        factors["num_examples"] = (cap.double() / number.double()).clamp(max=1.0)
+        fields["num_examples"] = torch.minimum(number, cap)
+    return Limited(updates._replace(**fields), factors)
+
+
+def together(parts: list[Part], sizes: Tensors, limits: Tensors) -> Tensor:
+    """Return each client's smallest factor over the parts of kind `factor`."""
+    found = []
+    for part in parts:
+        if part.kind == "factor" and part.name in limits:
+            size = sizes[part.name]
+            most = limits[part.name].to(size.device)
+            found.append(torch.where(size > most, most / size.clamp(min=TINY), 1.0))
+    return torch.stack(found).amin(0)
+
+
+def short_rows(held: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows of at most the norm `most`, and each client's smallest factor."""
+    norms = row_norms(held)
+    scale = torch.where(norms > most, most / norms.clamp(min=TINY), 1.0)
+    short = (held.double() * scale[..., None]).to(held.dtype)
+    least = scale.amin(1) if scale.shape[1] else scale.new_ones(len(scale))
+    return torch.where((scale < 1)[..., None], short, held), least
+
+
+def shortened(part: Part, name: str, scale: Tensor, now: Tensor) -> Tensor:
+    """Return a tensor of stacked updates with its change, or all of it, multiplied by `scale`;
+    entries that do not count are as they are `now`.
+    """
+    leaf = part.leaves[name]
+    by = each(scale, leaf)
+    if part.rule in ("precision", "certainty"):
+        new = torch.where(by < 1, (leaf.double() * by).to(leaf.dtype), leaf)
+        if name in part.sent:
+            most = (part.sent[name].double() * LEVEL).to(leaf)
+            new = torch.minimum(new, most)
+        return new
+    moved = change(part, name) * by
+    if name in part.sent:
+        moved = moved + part.sent[name].to(moved)
+    counts = by < 1
+    if name in part.only:
+        counts = counts & part.only[name].to(leaf.device)
+    return torch.where(counts, moved.to(leaf.dtype), now)

@@ -1,0 +1,290 @@
+"""Robust aggregation for every method: what one client can do to a sum is bounded by what the
+others do.
+
+A method adds up statistics of updates. Each update is limited before it is added, so a method needs
+no rule of its own, and sums stay sums (streaming, any order of replies). `parts.py` says what is
+limited of a field; the claimed number of samples and what an update claims by name (pFedVMP: the
+precision of a class) are limited as well.
+
+A limit is the median over clients of the last rounds times a factor. So the server knows it before
+a round begins, and an update is limited when it arrives. Only the first round keeps its updates
+until all are there. A minority of clients cannot move a median far. An update within its limits is
+used bit for bit as it came.
+
+robust=gate also leaves clients out whose changes oppose the others' (`gate.py`).
+
+robust=median, trimmed and krum keep the updates of every round. They look at all of them: each
+coordinate's median, each coordinate within the middle clients', or only the clients that are near
+each other. The limits above hold as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import ServerHalf
+from ..errors import WireError
+from ..tree import Tensors, map_tree, take
+from .gate import Gate
+from .order import ordered
+from .parts import LEVEL, TINY, Limited, Part, limited, parts_of, size_of, usual
+
+ROUNDS = 3  # rounds whose clients make a median
+FEW = 3  # fewer numbers than this say nothing of what is usual
+FAR = 10.0  # beyond this multiple of its limit a client is reported
+FAR_CLAIM = 1e5  # so far beyond for claims: those of honest clients differ by a thousand times
+ROBUST = "robust"  # the key of the limits in a checkpoint
+GATE = "gate"
+HOLDING = ("median", "trimmed", "krum")
+
+
+class Measured(NamedTuple):
+    """Stacked updates of some clients, and what was measured of them."""
+
+    clients: Sequence[int]
+    parts: list[Part]
+    updates: Any
+    sizes: Tensors
+
+
+class Guard:
+    """The limits of a run: what is usual in its last rounds."""
+
+    def __init__(self, half: ServerHalf, how: str) -> None:
+        self.half, self.how = half, how
+        self.past: dict[str, list[Tensor]] = {}  # by name: the sizes of each of the last rounds
+        self.now: dict[str, list[Tensor]] = {}  # by name: those of this round
+        self.factors: dict[str, float] = {}  # by name: how far above the median a limit is
+        self.limits: Tensors = {}
+        self.gate = Gate() if how == GATE else None
+
+    @property
+    def on(self) -> bool:
+        """Return whether anything is limited."""
+        return self.how != "off" and not self.half.shares_nothing
+
+    @property
+    def holds(self) -> bool:
+        """Return whether this round's updates must wait for each other."""
+        return self.on and (not self.past or self.how in HOLDING)
+
+    def out(self, client: int) -> bool:
+        """Return whether a client is left out of this round's sum."""
+        return self.gate is not None and client in self.gate.out
+
+    @property
+    def mutes(self) -> bool:
+        """Return whether updates cannot be dropped: server and client count the changes of a factor
+        alike, and all would start anew.
+        """
+        return any(kind in ("exact", "factor") for kind in self.half.update_fields.values())
+
+    def drops(self, client: int) -> bool:
+        """Return whether the update of a client is dropped in this round."""
+        return self.out(client) and not self.mutes
+
+    def see(
+        self, state: Any, clients: Sequence[int], updates: Any, claims: Mapping[str, Tensor]
+    ) -> Measured:
+        """Note the sizes and directions of stacked updates, and return what was measured."""
+        parts = parts_of(self.half, state, updates)
+        sizes = {part.name: size_of(part) for part in parts}
+        self.factors |= {part.name: part.factor for part in parts}
+        sizes |= {"num_examples": updates.num_examples.double(), **claims}
+        for name, value in sizes.items():
+            self.now.setdefault(name, []).append(value.detach())
+        if self.gate is not None:
+            self.gate.see(clients, parts)
+        return Measured(clients, parts, updates, sizes)
+
+    def limit(self, seen: Measured) -> Limited:
+        """Return stacked updates within the limits, but for claims. An update that is left out, but
+        cannot be dropped, changes nothing and counts for one sample.
+        """
+        limits = self.limits
+        if self.mutes and any(map(self.out, seen.clients)):
+            out = torch.tensor([self.out(client) for client in seen.clients])
+            steps = [part.name for part in seen.parts if part.rule == "step"]
+            least = {name: 0.0 for name in steps} | {"num_examples": 1.0}
+            limits = {
+                name: torch.where(out.to(most.device), least[name], most) if name in least else most
+                for name, most in limits.items()
+            }
+        return limited(seen.parts, seen.updates, seen.sizes, limits, not self.past)
+
+    def claimed(self, sizes: Mapping[str, Tensor]) -> Tensors:
+        """Return the factors of claims, by name."""
+        found = {}
+        for name, size in sizes.items():
+            if name in self.limits:
+                most = self.limits[name].to(size.device)
+                found[name] = torch.where(size > most, most / size.clamp(min=TINY), 1.0)
+        return found
+
+    def alone(self, state: Any, client: int, update: Any) -> tuple[Any, dict[str, float]]:
+        """Return one update within the limits of the rounds before, None if it is left out; and how
+        far it was reduced by name.
+        """
+        return self.short(state, client, update, self.sight(state, client, update))
+
+    def sight(self, state: Any, client: int, update: Any) -> Measured:
+        """Note the sizes of one update, and return them."""
+        claims = {
+            name: torch.tensor([size], dtype=torch.float64)
+            for name, size in self.half.claims(state, update).items()
+        }
+        return self.see(state, [client], stacked(update), claims)
+
+    def short(
+        self, state: Any, client: int, update: Any, seen: Measured
+    ) -> tuple[Any, dict[str, float]]:
+        """Return one update within the limits or None, and how far it was reduced."""
+        sizes = seen.sizes
+        for field, kind in self.half.update_fields.items():
+            if kind == "exact" and field in self.limits and field in sizes:
+                times = float(sizes[field]) / max(float(self.limits[field]), TINY)
+                if times > FAR:
+                    raise WireError(f"{field} is {times:.3g} times what is usual (robust)")
+        done = self.limit(seen)
+        names = self.half.claims(state, update)
+        claims = self.claimed({name: sizes[name] for name in names})
+        factors = {name: float(one) for name, one in {**done.factors, **claims}.items()}
+        if self.drops(client):
+            return None, factors
+        new = take(done.updates, 0)
+        least = {name: factors[name] for name in claims if factors[name] < 1}
+        if least:
+            new = self.half.reduced(state, new, least)
+        return new, factors
+
+    def together(self, state: Any, updates: Mapping[int, Any]) -> tuple[dict[int, Any], Outliers]:
+        """Return the updates of a round that waited for each other, and how far each was reduced.
+        Clients that cannot be reduced, and with robust=krum the farthest ones, are left out.
+        """
+        seen = {client: self.sight(state, client, one) for client, one in sorted(updates.items())}
+        if not self.past:
+            self.limits = self.found()
+        found, cuts = {}, {}
+        for client, own in seen.items():
+            try:
+                new, cuts[client] = self.short(state, client, updates[client], own)
+                if new is not None:
+                    found[client] = new
+            except WireError:
+                cuts[client] = {}
+        if self.how in HOLDING and len(found) >= FEW:
+            found = ordered(self.how, self.half, state, found)
+        return found, cuts
+
+    def found(self) -> Tensors:
+        """Return the limits that this round and those before give."""
+        names = {*self.past, *self.now}
+        seen = {name: joined([*self.past.get(name, []), *self.now.get(name, [])]) for name in names}
+        claims = [seen[name] for name in sorted(names) if claims_of(name)]
+        return {
+            name: limit_of(name, values, self.factors.get(name, LEVEL), claims)
+            for name, values in seen.items()
+        }
+
+    def close(self) -> None:
+        """End a round: what was seen in it counts for the next ones."""
+        if not self.on or not self.now:
+            return
+        for name in {*self.past, *self.now}:
+            rounds = [*self.past.get(name, [])]
+            if name in self.now:
+                rounds.append(joined(self.now[name]))
+            self.past[name] = rounds[-ROUNDS:]
+        self.now = {}
+        self.limits = self.found()
+        if self.gate is not None:
+            self.gate.close()
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a line on each client that is left out after the last round."""
+        gate = self.gate
+        return tuple(gate.why(client) for client in sorted(gate.out)) if gate is not None else ()
+
+    def undo(self) -> None:
+        """Forget what was seen in this round."""
+        self.now = {}
+        if self.gate is not None:
+            self.gate.now = {}
+
+    def memory(self) -> dict[str, Any]:
+        """Return what a resumed run needs, in JSON types; {} before the first round."""
+        if not self.past:
+            return {}
+        sizes = {name: [value.tolist() for value in past] for name, past in self.past.items()}
+        agreed = self.gate.memory() if self.gate is not None else {}
+        sizes = dict(sorted(sizes.items()))
+        return {ROBUST: {"sizes": sizes, "factors": self.factors, "agreed": agreed}}
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Go on from what `memory` returned."""
+        memory = memory.get(ROBUST, {})
+        self.past = {
+            name: [torch.tensor(values, dtype=torch.float64) for values in rounds]
+            for name, rounds in memory.get("sizes", {}).items()
+        }
+        self.factors = dict(memory.get("factors", {}))
+        self.limits = self.found() if self.past else {}
+        if self.gate is not None:
+            self.gate.remember(memory.get("agreed", {}))
+
+
+Outliers = dict[int, dict[str, float]]
+
+
+def limit_of(name: str, values: Tensor, factor: float, claims: Sequence[Tensor]) -> Tensor:
+    """Return the limit that the sizes of some clients give; infinity where too few say something.
+    A claim that few others make is compared with all claims.
+    """
+    if name == "log_weight":
+        middle = values.median() + math.log(LEVEL)
+        return middle if len(values) >= FEW else torch.full_like(middle, math.inf)
+    own = enough(values, factor)
+    if not claims_of(name):
+        return own
+    return torch.where(own.isinf(), enough(joined(claims), factor), own)
+
+
+def enough(values: Tensor, factor: float) -> Tensor:
+    """Return the median of the positive numbers times `factor`; infinity if they are too few."""
+    middle = factor * usual(values[:, None])[0]
+    return torch.where((values > 0).sum() < FEW, torch.full_like(middle, math.inf), middle)
+
+
+def joined(values: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of some clients as one tensor, where the last of them are."""
+    return torch.cat([value.to(values[-1].device) for value in values])
+
+
+def claims_of(name: str) -> bool:
+    """Return whether a size is a claim."""
+    return name.startswith("class ")
+
+
+def stacked(update: Any) -> Any:
+    """Return one update as a stack of one."""
+    return map_tree(lambda leaf: leaf[None], update)
+
+
+def reported(client: int, factors: Mapping[str, float]) -> str | None:
+    """Return a line on a client that was far beyond its limits, or None."""
+    far = {
+        name: 1 / one if one else math.inf
+        for name, one in factors.items()
+        if one < 1 / (FAR_CLAIM if claims_of(name) else FAR)
+    }
+    if not far:
+        return None
+    what = ", ".join(f"{name} by {times:.3g}" for name, times in sorted(far.items())[:4])
+    return (
+        f"client {client}: far beyond what is usual ({what} times its limit); cut down to the limit"
+    )

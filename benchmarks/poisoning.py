@@ -1,0 +1,300 @@
+"""What malicious clients do to every method, and what `robust=gate` leaves of it.
+
+    python -m benchmarks.poisoning                 table of all methods, half an hour on one core
+    python -m benchmarks.poisoning --cost          what the defence costs honest federations
+    python -m benchmarks.poisoning_page FILES      take printed rows over, and write the page
+
+Ten clients on digits; one or three of them attack, in the last of twenty rounds or in all of them.
+The clients of the fused engine train honestly; the attackers' updates are changed before they reach
+the server, as `tests/engines/test_robust.py` does on the loop engine. Displacement: how far the
+shared model after the attack is from the one without it, in steps of that round (the norm of its
+change without an attack). Accuracy: of the honest clients' personal models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bayflower.config import parse
+from bayflower.engines import prepare
+from bayflower.errors import BayflowerError
+from bayflower.flower import bounds
+from bayflower.fused.run import FusedRun
+from bayflower.methods import METHODS
+from bayflower.rounds.parts import named, with_leaves
+from bayflower.tree import map_tree, take
+
+ABSENT = "absent"  # no attack: the attackers do not take part
+ATTACKS = ("random", "flip", "scaled", "count", "certainty")
+ROUNDS, CLIENTS = 20, 10
+DIGITS = {
+    "dataset": "digits",
+    "num_clients": CLIENTS,
+    "rounds": ROUNDS,
+    "local_epochs": 1,
+    "batch_size": 32,
+    "lr": 0.02,
+    "keep": 0.5,
+    "evaluate_every": 0,
+    "checkpoint_every": 0,
+    "calibration": "off",
+    "device": "cpu",
+}
+HONEST = {  # federations without an attacker
+    "digits, Dir(0.1)": {**DIGITS, "partition": "dirichlet", "beta": 0.1},
+    "heart": {
+        **DIGITS,
+        "dataset": "heart",
+        "data_dir": os.environ.get("BAYFLOWER_DATA", "data"),
+        "num_clients": 4,
+        "keep": 1.0,
+        "partition": "natural",
+    },
+}
+SEEDS = 5
+
+
+def attacked(half: Any, state: Any, updates: Any, rows: Sequence[int], attack: str) -> Any:
+    """Return stacked updates with those of the attackers' rows changed."""
+    fields, kinds, known = {}, half.update_fields, state._asdict()
+    draw = torch.Generator().manual_seed(7)
+    for field, value in updates._asdict().items():
+        leaves = {n: leaf.clone() for n, leaf in named(value).items()}
+        kind = kinds.get(field, "other")
+        own = known.get(field)
+        sent = own if isinstance(own, dict) else half.shared(state)
+        for name, leaf in leaves.items():
+            for row in rows:
+                if field == "num_examples" and attack == "count":
+                    leaf[row] = 100_000_000
+                if not leaf.is_floating_point() or not leaf.numel():
+                    continue
+                zero = torch.zeros_like(leaf[row])
+                base = sent.get(name, zero) if kind in ("model", "buffers") else zero
+                if kind == "buffers":
+                    continue
+                step = leaf[row] - base
+                if kind not in ("model", "slope", "rows", "factor"):
+                    if attack == "certainty":
+                        leaf[row] = certain(kind, name, leaf[row])
+                    continue
+                leaf[row] = base + poison(attack, step, draw)
+        fields[field] = with_leaves(value, leaves)
+    return updates._replace(**fields)
+
+
+def certain(kind: str, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a certainty that counts for far more than it should."""
+    if kind == "log_weight":
+        return torch.zeros_like(value)
+    if kind == "other":  # MetaVD: log alpha falls, so the weight rises
+        return torch.full_like(value, -5.0)
+    lies = kind != "claimed" or name in ("weight", "precision")
+    return value * 1e4 if lies else value
+
+
+def poison(attack: str, step: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Return the change that an attacker sends in place of its own."""
+    if attack == "random":
+        wild = torch.randn(step.shape, generator=draw, dtype=step.dtype)
+        return 100 * step.norm() / wild.norm().clamp(min=1e-30) * wild
+    if attack == "scaled":
+        return 100 * step
+    return -step  # flip; lies about counts and certainties come with it
+
+
+class Poisoned(FusedRun):
+    """A run some of whose clients attack in some rounds."""
+
+    attack = ""
+    bad: tuple[int, ...] = ()
+    rounds: tuple[int, ...] = ()
+    before: Any = None
+    clean: Any = None
+
+    def round(self, round: int) -> None:
+        """Do a round as usual, but for the attackers' updates."""
+        train = type(self.engine).train
+        self.before = self.state
+
+        def changed(chosen: list[int], broadcast: Any, number: int) -> Any:
+            updates, losses = train(self.engine, chosen, broadcast, number)
+            rows = [chosen.index(client) for client in self.bad if client in chosen]
+            if round in self.rounds and self.attack and rows:
+                lies = attacked(self.server, self.state, updates, rows, self.attack)
+                rows = [row for row in rows if not self.refused(chosen[row], take(lies, row))]
+                updates = map_tree(partial(mixed, rows), updates, lies)
+            return updates, losses
+
+        self.engine.train = changed  # type: ignore
+        super().round(round)
+
+    def clients_of(self, round: int) -> list[int]:
+        """Return the clients that train in a round; attackers may stay away."""
+        gone = self.bad if self.attack == ABSENT and round in self.rounds else ()
+        return [client for client in super().clients_of(round) if client not in gone]
+
+    def refused(self, client: int, update: Any) -> bool:
+        """Return whether the server refuses an update, as it would over the network; such a client
+        counts as honest here.
+        """
+        server, state, run = self.server, self.state, self.run
+        try:
+            got = server.unpack(state, self.halves.client.pack(update))
+        except BayflowerError:
+            return True
+        why = server.check(state, client, got)
+        rest = (run.limits.max_examples, run.limits, run.training)
+        return bool(why or bounds.problem(server, state, client, got, *rest))
+
+
+def mixed(rows: Sequence[int], honest: torch.Tensor, lie: torch.Tensor) -> torch.Tensor:
+    """Return the honest stack with the liars' rows."""
+    found = honest.clone()
+    for row in rows:
+        found[row] = lie[row]
+    return found
+
+
+class Measured:
+    """A method under a rule: its clean run, and attacks on it."""
+
+    def __init__(self, method: str, robust: str, bad: int, data: Any = None) -> None:
+        self.method, self.robust, self.bad, self.data = method, robust, bad, data or DIGITS
+        self.job = self.make()
+        self.last = self.job.settings.rounds
+        for round in range(1, self.last):
+            self.job.round(round)
+        self.saved = (self.job.state, dict(self.job.engine.bank.states()), self.job.guard)
+        self.start = self.job.state
+        self.clean, self.end = self.once("")
+
+    def make(self) -> Poisoned:
+        """Return a run that has not begun."""
+        torch.manual_seed(0)
+        run = parse(self.method, {**self.data, "robust": self.robust})
+        prepared = prepare(run, "fused")
+        job = Poisoned(prepared.run, prepared.federation, prepared.halves)
+        sizes = {client: job.engine.stack.size(client) for client in job.everyone}
+        job.bad = tuple(sorted(sizes, key=lambda one: -sizes[one])[: self.bad])  # the largest
+        return job
+
+    def once(self, attack: str) -> tuple[float, Any]:
+        """Return (accuracy of honest clients, the server's state) after a last round with an
+        attack.
+        """
+        state, clients, guard = self.saved
+        self.job.state, self.job.guard = state, copy.deepcopy(guard)
+        bank: Any = self.job.engine.bank
+        bank.load(clients)
+        self.job.attack, self.job.rounds = attack, (self.last,)
+        self.job.round(self.last)
+        return self.accuracy(self.job), self.job.state
+
+    def apart(self, one: Any, other: Any) -> float:
+        """Return the distance of two states' shared models, over what is shared in both."""
+        half, total = self.job.server, 0.0
+        sent, also = half.sent_entries(one), half.sent_entries(other)
+        for name, value in half.shared(one).items():
+            if value.is_floating_point():
+                away = (value.double() - half.shared(other)[name].double()).square()
+                if name in sent:
+                    away = away * (sent[name] & also[name])
+                total += float(away.sum())
+        return math.sqrt(total)
+
+    def always(self, attack: str) -> float:
+        """Return the accuracy of honest clients after an attack in every round."""
+        job = self.make()
+        job.attack, job.rounds = attack, tuple(range(1, self.last + 1))
+        try:
+            for round in job.rounds:
+                job.round(round)
+            return self.accuracy(job)
+        except (BayflowerError, ArithmeticError, ValueError):  # numbers that are none
+            return 0.0
+
+    def accuracy(self, job: Poisoned) -> float:
+        """Return the accuracy of the honest clients' personal models."""
+        views = job.test(job.engine, job.everyone, self.last, "finetune")["personal"]
+        honest = {client: tally for client, tally in views.items() if client not in job.bad}
+        return float(job.halves.model.task.summarise(honest)["accuracy"])
+
+
+def table(
+    names: Sequence[str], bads: Sequence[int], rules: Sequence[str], every: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return one row a method, rule, number of attackers and attack; `every` names the attacks that
+    are also made in every round.
+    """
+    found = []
+    for method in names:
+        for rule in rules:
+            for bad in bads:
+                one = Measured(method, rule, bad)
+                step = one.apart(one.end, one.start)
+                for attack in (*ATTACKS, ABSENT):
+                    accuracy, moved = one.once(attack)
+                    row = {
+                        "method": method,
+                        "robust": rule,
+                        "attackers": bad,
+                        "attack": attack,
+                        "clean": one.clean,
+                        "moved": one.apart(moved, one.end) / step if step else 0.0,
+                        "once": accuracy,
+                        **({"always": one.always(attack)} if attack in every else {}),
+                    }
+                    found.append(row)
+                    print(json.dumps(row), flush=True)
+    return found
+
+
+def cost(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what `gate` costs honest clients: accuracy without and with it."""
+    found = []
+    for data in HONEST:
+        for method in names:
+            row: dict[str, Any] = {"method": method, "data": data}
+            for rule in ("off", "gate"):
+                seeds = [
+                    Measured(method, rule, 0, {**HONEST[data], "seed": seed}).clean
+                    for seed in range(SEEDS)
+                ]
+                row[rule] = sum(seeds) / SEEDS
+            found.append(row)
+            print(json.dumps(row), flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", default="")
+    parser.add_argument("--bad", default="1,3")
+    parser.add_argument("--rules", default="off,gate")
+    parser.add_argument("--every", default=",".join((*ATTACKS, ABSENT)), help="in every round")
+    parser.add_argument("--cost", action="store_true", help="what honest federations pay")
+    parser.add_argument("--out", default="", help="JSON lines [printed only]")
+    given = parser.parse_args()
+    shared = sorted(name for name in METHODS if not METHODS[name].server.shares_nothing)
+    names = given.methods.split(",") if given.methods else shared
+    bads = [int(one) for one in given.bad.split(",")]
+    rules, every = given.rules.split(","), given.every.split(",")
+    rows = cost(names) if given.cost else table(names, bads, rules, every)
+    if given.out:
+        Path(given.out).write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
