@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 NEXT := $(addprefix flower/test_,exchange.py strategy.py hooks.py roster.py plug.py remote.py) $(addprefix deploy/test_,gate.py fleet.py desk.py)
 unexport PYTHONDONTWRITEBYTECODE # tests start many processes: none should compile the package again
 
-.PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean soak flower-all flower-next deployed
+.PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean audit soak flower-all flower-next deployed
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
 	@echo "make test    style, types and tests (about eight minutes on two cores)"
@@ -20,6 +20,7 @@ help:
 	@echo "make flower-next  the same strategies, messages and gate under the newest Flower that is supported (minutes)"
 	@echo "make hostile ten thousand mutated replies against every strategy, ten thousand requests against gate and SuperLink (minutes)"
 	@echo "make soak    five hundred rounds with flat memory (minutes)"
+	@echo "make audit   known weaknesses of the packages in the image (pip-audit, where it reaches a database)"
 	@echo "make clean   remove the environment and caches"
 
 install: $(READY)
@@ -63,10 +64,18 @@ hostile: $(READY)
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_soak.py -m soak -s
 
-# pip's own settings reach the build as a secret; with BAYFLOWER_TORCH_INDEX= (empty) torch comes from the same index as the rest
+# pip's own settings reach the build as a secret; with BAYFLOWER_TORCH_LINKS= (empty) torch comes from the same index as the rest
 image:
 	docker build --quiet -f docker/Dockerfile -t bayflower:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
-	  $${BAYFLOWER_PIP_CONF:+--secret id=pip,src=$$BAYFLOWER_PIP_CONF} $${BAYFLOWER_TORCH_INDEX+--build-arg TORCH_INDEX=$$BAYFLOWER_TORCH_INDEX} .
+	  $${BAYFLOWER_PIP_CONF:+--secret id=pip,src=$$BAYFLOWER_PIP_CONF} $${BAYFLOWER_TORCH_LINKS+--build-arg TORCH_LINKS=$$BAYFLOWER_TORCH_LINKS} \
+	  $${BAYFLOWER_BASE:+--build-arg BASE=$$BAYFLOWER_BASE} .
+
+# known weaknesses of what the image has; without an advisory database it says so and goes on
+audit: $(READY)
+	@$(BIN)/python -m pip_audit --version >/dev/null 2>&1 || $(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit 2>/dev/null || true
+	@if ! $(BIN)/python -m pip_audit --version >/dev/null 2>&1; then echo "pip-audit: left out, because it is not installed here and no index has it"; \
+	elif ! $(BIN)/python -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/json", timeout=10)' 2>/dev/null; then echo "pip-audit: left out, because no advisory database can be reached from here"; \
+	else $(BIN)/python -m pip_audit --disable-pip --no-deps -r docker/requirements.lock; fi
 
 containers: $(READY) image
 	$(BIN)/python -m pytest tests/deploy/test_containers.py -m containers $(CHOSEN)

@@ -15,7 +15,7 @@ from .config import ENGINES, Run
 from .data import Federation, absolute, load_federation
 from .data.moments import ready
 from .errors import BayflowerError, ConfigError
-from .files import place
+from .files import lease, place
 from .files.atomic import write_json
 from .files.checkpoint import Checkpoint
 from .files.records import Outcome, Progress
@@ -153,5 +153,6 @@ def run_to_result(
     if out is not None:
         if outcome.calibrated:
             save_total(out, outcome.calibrated)
+        lease.check(out)
         write_json(out / "result.json", content)
     return content

@@ -32,6 +32,10 @@ def check_choices(config: Any) -> None:
             )
 
 
+class FormatError(BayflowerError):
+    """A file that another version of Bayflower wrote. It is whole, and must not be set aside."""
+
+
 class WireError(BayflowerError):
     """A message that cannot be used; the text says what is wrong with it."""
 

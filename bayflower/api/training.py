@@ -49,6 +49,8 @@ def carried_out(job: Job) -> dict[str, Any]:
     prepared = prepare(job.run, job.engine)
     job.announce(prepared)
     with place.making(job.folder):
+        if job.resume:  # another process may have gone on with it meanwhile
+            start = checkpoint.to_resume(job.folder, job.run)
         if job.overwrite and not job.resume:
             place.clear(job.folder)
         with job.watch(prepared) as progress:

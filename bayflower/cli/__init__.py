@@ -18,7 +18,7 @@ from . import (
     cite,
     compare,
     data,
-    deploy,
+    deploykeep,
     doctor,
     lists,
     personal,
@@ -69,7 +69,7 @@ def options(
 
 for command in COMMANDS:
     app.command("try" if command is tryout.try_app else None)(command)
-app.add_typer(deploy.app, name="deploy")
+app.add_typer(deploykeep.app, name="deploy")  # those of `deploy` and its own
 app.add_typer(policy.app, name="policy")
 app.add_typer(audit.app, name="audit")
 

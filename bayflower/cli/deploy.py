@@ -56,6 +56,10 @@ def init(
     memory: Annotated[
         str, typer.Option(help="cap on the memory of a training container, for example 4g")
     ] = "2g",
+    encrypt: Annotated[
+        bool,
+        typer.Option("--encrypt", help="clients encrypt states and personal models on their disk"),
+    ] = False,
 ) -> None:
     """Create keys, certificates and compose files for one machine or, with --hosts, a folder for
     each machine.
@@ -72,6 +76,7 @@ def init(
         image=image,
         cpus=cpus,
         memory=memory,
+        encrypt=encrypt,
     )
     print(
         f"certificates are valid until {made.expires}; renew them with: bayflower deploy renew "
@@ -344,45 +349,6 @@ def collect(
             f"{folder}"
         )
     print(f"written: {out / 'result.json'}")
-
-
-@app.command()
-def register(folder: Folder) -> None:
-    """Register the client keys in DIR/server/nodes with the SuperLink; `up` does it too."""
-    server, _ = reach(folder)
-    if server is None:
-        hand_over(folder, ["register", "/server"])
-        return
-    from ..deploy import server as servers
-
-    servers.register(server, note)
-
-
-@app.command()
-def unregister(
-    folder: Folder, client: Annotated[int, typer.Argument(help="number of the client")]
-) -> None:
-    """Refuse a client's key from now on, for instance because it left or needs a new key."""
-    server, _ = reach(folder)
-    if server is None:
-        hand_over(folder, ["unregister", "/server", str(client)])
-        return
-    from ..deploy import server as servers
-
-    servers.unregister(server, client)
-    print(f"client {client} is refused from now on")
-
-
-@app.command()
-def renew(
-    folder: Folder,
-    days: Annotated[int, typer.Option(help="days for which the new certificates are valid")] = 180,
-) -> None:
-    """Replace the certificates of the server and of the clients' training processes. Restart these
-    programs afterwards.
-    """
-    for path in folders.renew(layout.read(folder), days):
-        print(f"written: {path}")
 
 
 @app.command(hidden=True)

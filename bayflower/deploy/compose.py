@@ -16,8 +16,9 @@ import yaml
 
 from .. import __version__ as __version__  # of the image
 from ..files.audit import VARIABLE
+from ..files.vault import VARIABLE as KEY_VARIABLE
 from . import keys
-from .layout import AUDIT, FILE, POLICY, Deployment
+from .layout import AUDIT, FILE, POLICY, STATE_KEY, Deployment
 
 SUPERLINK_PORT, RUNTIME_PORT = 9091, 9094
 HEAD = (
@@ -336,37 +337,27 @@ class Maker:
                 after={name: "service_healthy"},
             )
             return {name: supernode, f"clientapp-{client}": executor}
-        command += [
-            "--root-certificates",
-            "/client/ca.crt",
-            "--auth-supernode-private-key",
-            "/client/node.key",
-            "--ssl-ca-certfile",
-            "/client/ca.crt",
-            "--ssl-certfile",
-            "/client/runtime.crt",
-            "--ssl-keyfile",
-            "/client/runtime.key",
-            "--superexec-auth-secret-file",
-            "/client/executor.secret",
-        ]
+        files = {
+            "--root-certificates": "ca.crt",
+            "--auth-supernode-private-key": "node.key",
+            "--ssl-ca-certfile": "ca.crt",
+            "--ssl-certfile": "runtime.crt",
+            "--ssl-keyfile": "runtime.key",
+            "--superexec-auth-secret-file": "executor.secret",
+        }
+        command += [word for option in files for word in (option, f"/client/{files[option]}")]
         after = (
             {"gate": "service_healthy", "register": "service_completed_successfully"}
             if self.deployment.role == "all"
             else None
         )
-        files = [
-            f"{own}/{file}:/client/{file}:ro"
-            for file in (
-                *("ca.crt", "node.key", "runtime.crt", "runtime.key"),
-                *("executor.secret", POLICY),
-            )
-        ]
+        needed = dict.fromkeys([*files.values(), POLICY])
+        mounts = [f"{own}/{file}:/client/{file}:ro" for file in needed]
         supernode = self.service(
             command,
             health=f"localhost:{RUNTIME_PORT}",
             networks=["federation", f"client-{client}"],
-            volumes=[*files, log],
+            volumes=[*mounts, log],
             after=after,
             authority="/client/ca.crt",
         )
@@ -394,4 +385,7 @@ class Maker:
             ],
             authority="/client/ca.crt",
         )
+        if self.deployment.encrypt:
+            executor["volumes"].append(f"{own}/{STATE_KEY}:/client/{STATE_KEY}:ro")
+            executor["environment"] = {KEY_VARIABLE: f"/client/{STATE_KEY}"}
         return {name: supernode, f"clientapp-{client}": executor}

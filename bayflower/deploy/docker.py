@@ -154,3 +154,21 @@ def copy_out(deployment: Deployment, service: str, path: str, target: Path) -> N
                 assert file is not None
                 (target / below).parent.mkdir(parents=True, exist_ok=True)
                 (target / below).write_bytes(file.read())
+
+
+def copy_in(deployment: Deployment, service: str, source: Path, path: str) -> None:
+    """Copy a folder's files into that of a container, as the containers' user; files of other names
+    stay.
+    """
+    uid, gid = (int(number) for number in deployment.user.split(":"))
+    content = io.BytesIO()
+
+    def owned(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid, member.gid = uid, gid
+        return member
+
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for one in sorted(source.iterdir()):
+            archive.add(one, arcname=one.name, filter=owned)
+    if not container(deployment, service).put_archive(path, content.getvalue()):
+        raise BayflowerError(f"{path} of {service} cannot be written; see its log")

@@ -15,7 +15,7 @@ from .. import __version__
 from ..errors import ConfigError
 from ..policy import rules
 from . import compose, keys
-from .layout import CONTAINER_USER, INNER_HOSTS, POLICY, PORT, Deployment, write
+from .layout import CONTAINER_USER, INNER_HOSTS, POLICY, PORT, STATE_KEY, Deployment, write
 
 
 def init(
@@ -29,6 +29,7 @@ def init(
     image: str = "",
     cpus: float = 1.0,
     memory: str = "2g",
+    encrypt: bool = False,
 ) -> Deployment:
     """Make a deployment's folder with keys, certificates and compose files; return it. Nothing is
     overwritten.
@@ -70,6 +71,7 @@ def init(
             cpus,
             memory,
             compose.write,
+            encrypt,
         )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete deployment is of no use
@@ -87,6 +89,7 @@ def fill(
     cpus: float,
     memory: str,
     write_compose: Any,
+    encrypt: bool,
 ) -> Deployment:
     """Make everything below `folder`."""
     end = (datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)).strftime("%Y-%m-%d")
@@ -102,6 +105,7 @@ def fill(
         end,
         cpus=cpus,
         memory=memory,
+        encrypt=encrypt,
         folder=folder,
     )
     machines = [
@@ -125,6 +129,8 @@ def fill(
         keys.new_file(own / POLICY, rules.written().encode(), 0o644)
         public = keys.make_node_key(own, f"{name} client-{k}")
         keys.new_file(folder / "server" / "nodes" / f"client-{k}.pub", public, 0o644)
+        if encrypt:
+            keys.make_secret(own / STATE_KEY)
         keys.make_certificate(
             authority,
             own,
@@ -152,15 +158,61 @@ def fill(
     return whole
 
 
-def renew(deployment: Deployment, days: int) -> list[Path]:
-    """Replace every certificate in the deployment's folder by a new one for the same hosts; return
-    the files written.
+def rollover(deployment: Deployment, days: int) -> list[Path]:
+    """Make a new authority that overlaps the old one: every ca.crt then trusts both, and `renew`
+    signs with the new one. Return the files written.
+
+    Nothing else changes, so that machines can get their new ca.crt one after another while the old
+    certificates are in use.
     """
+    need_authority(deployment, "rollover")
+    home = deployment.folder / "ca"
+    last = keys.expiry(home / "ca.crt")
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    if end <= last:
+        raise ConfigError(
+            f"the authority is valid until {last:%Y-%m-%d}, longer than {days} days; set --days to "
+            "more than that"
+        )
+    old = keys.valid_certificates(home / "bundle.pem") or [keys.first_pem(home / "ca.crt")]
+    fresh = home / ".new"
+    fresh.mkdir(mode=0o700)
+    keys.make_authority(fresh, f"{deployment.name} authority", days)
+    number = sum(1 for _ in home.glob("old-*.key")) + 1
+    (home / "ca.key").rename(home / f"old-{number}.key")
+    (home / "ca.crt").rename(home / f"old-{number}.pem")
+    for name in ("ca.key", "ca.crt"):
+        (fresh / name).rename(home / name)
+    fresh.rmdir()
+    bundle = "".join([keys.first_pem(home / "ca.crt"), *old])
+    return trust(deployment, bundle)
+
+
+def trust(deployment: Deployment, bundle: str) -> list[Path]:
+    """Write the certificates that all machines trust; return the files."""
+    keys.replace_file(deployment.folder / "ca" / "bundle.pem", bundle)
+    there = [deployment.server, *deployment.client_folders().values()]
+    files = [folder / "ca.crt" for folder in there if folder.exists()]
+    for file in files:
+        keys.replace_file(file, bundle)
+    return files
+
+
+def need_authority(deployment: Deployment, command: str) -> None:
+    """Raise if the authority's key is not in the deployment's folder."""
     if deployment.role != "all" or not (deployment.folder / "ca" / "ca.key").exists():
         raise ConfigError(
-            f"{deployment.folder} does not contain the authority's key; run renew in the folder "
-            "made by bayflower deploy init"
+            f"{deployment.folder} does not contain the authority's key; run {command} in the "
+            "folder made by bayflower deploy init"
         )
+
+
+def renew(deployment: Deployment, days: int) -> list[Path]:
+    """Replace every certificate in the deployment's folder by a new one for the same hosts; return
+    the files written. After a rollover, certificates of authorities that have expired go out of
+    every ca.crt.
+    """
+    need_authority(deployment, "renew")
     authority = keys.load_authority(deployment.folder / "ca")
     last = (
         keys.expiry(deployment.folder / "ca" / "ca.crt") - datetime.datetime.now(datetime.UTC)
@@ -168,9 +220,11 @@ def renew(deployment: Deployment, days: int) -> list[Path]:
     if days > last:
         raise ConfigError(
             f"the authority's own certificate expires in {last} days; set --days to at most that, "
-            "or make a new deployment"
+            "or make a new authority that overlaps this one with: bayflower deploy rollover DIR"
         )
     done = []
+    if (bundle := deployment.folder / "ca" / "bundle.pem").exists():
+        done += trust(deployment, "".join(keys.valid_certificates(bundle)))
     for folder, stem in [
         *((deployment.server, stem) for stem in sorted({"server", deployment.gate_stem()})),
         *((own, "runtime") for own in deployment.client_folders().values()),

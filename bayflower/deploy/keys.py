@@ -46,6 +46,14 @@ def new_file(path: Path, content: bytes, mode: int) -> None:
         file.write(content)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that everyone may read; a reader sees the old content or the new one."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    new_file(part, text.encode(), 0o644)
+    part.replace(path)
+
+
 def check_hosts(hosts: Sequence[str]) -> list[str]:
     """Return the hosts if each is a name or an address without a port."""
     for host in hosts:
@@ -165,6 +173,20 @@ def expiry(path: Path) -> datetime.datetime:
             f"the certificate {path} cannot be read ({error}); renew it with: bayflower deploy "
             "renew DIR"
         ) from None
+
+
+def first_pem(path: Path) -> str:
+    """Return the first certificate of a file, as text."""
+    return pem(x509.load_pem_x509_certificate(path.read_bytes())).decode()
+
+
+def valid_certificates(path: Path) -> list[str]:
+    """Return the certificates of a file that have not expired, as texts; [] without the file."""
+    if not path.exists():
+        return []
+    now = datetime.datetime.now(datetime.UTC)
+    found = x509.load_pem_x509_certificates(path.read_bytes())
+    return [pem(one).decode() for one in found if one.not_valid_after_utc > now]
 
 
 def names_of(path: Path) -> list[str]:

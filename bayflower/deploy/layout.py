@@ -23,6 +23,7 @@ AUDIT = "audit.jsonl"  # the server's, beside the runs
 PORT = 9092
 # names inside one machine
 INNER_HOSTS = ("superlink", "gate", "localhost", "127.0.0.1", "::1")
+STATE_KEY = "state.key"  # in a client's folder: with it states and personal models are encrypted
 CONTAINER_USER = 10001  # user of the containers if root made the folder
 
 
@@ -41,6 +42,7 @@ class Deployment:
     client: int | None = None
     cpus: float = 1.0
     memory: str = "2g"
+    encrypt: bool = False  # whether clients encrypt their states and personal models
     folder: Path = dataclasses.field(default=Path(), compare=False)
 
     @property

@@ -23,8 +23,9 @@ from typing import Any
 from ..errors import BayflowerError
 from ..files.atomic import read_json, write_json
 from ..files.audit import VARIABLE
+from ..files.vault import VARIABLE as KEY_VARIABLE
 from ..flower import processes
-from .layout import AUDIT, POLICY, Deployment
+from .layout import AUDIT, POLICY, STATE_KEY, Deployment
 from .server import Server, register, write_connection
 
 START_SECONDS = 60.0
@@ -117,10 +118,11 @@ class Local:
 
     def start(self, name: str) -> None:
         """Start one program."""
-        words = self.words(name)
-        process = processes.launch(
-            words, self.env, self.folder, self.folder / "logs" / f"{name}.log"
-        )
+        words, env = self.words(name), self.env
+        if self.deployment.encrypt and name.startswith("supernode-"):
+            own = self.deployment.client_folders()[int(name.split("-")[1])]
+            env = {**env, KEY_VARIABLE: str(own / STATE_KEY)}
+        process = processes.launch(words, env, self.folder, self.folder / "logs" / f"{name}.log")
         self.facts["pids"][name] = process.pid
         self.started[name] = time.monotonic()
         self.save()

@@ -105,8 +105,32 @@ def submit(
     """Run a method on the deployment's clients and return result.json's content; raise if the run
     failed, even if Flower reports success.
     """
+    from ..files import place  # which imports torch
+
+    usual = "" if resume or name else config_of(server, method, given)[1]
+    folder = run_folder(server, name or usual)
+    calls: dict[str, Any] = {"wait": wait, "detach": detach}
+    calls |= {"show": show, "note": note, "watch": watch}
+    with place.making(folder):  # one command a run: a second one is told who has it
+        return submitted(server, folder, method, given, resume, overwrite, **calls)
+
+
+def submitted(
+    server: Server,
+    folder: Path,
+    method: str,
+    given: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool,
+    *,
+    wait: float,
+    detach: bool,
+    show: Callable[[dict[str, Any]], None],
+    note: Callable[[str], None],
+    watch: Callable[[], None],
+) -> dict[str, Any]:
+    """Return the result of a run in `folder`, which this process holds."""
     if resume:
-        folder = run_folder(server, name)
         record = read_json(folder / RECORD)
         if not record:
             raise ConfigError(
@@ -117,13 +141,12 @@ def submit(
         result = read_json(folder / "result.json")
         if result and len(result["rounds"]) >= int(config.get("rounds") or 0):
             return result
+        keep_result(folder, note)
     else:
-        config, usual, needed = config_of(server, method, given)
-        folder = run_folder(server, name or usual)
-        free_folder(folder, overwrite)
+        config, _, needed = config_of(server, method, given)
+        free_folder(folder, overwrite, note)
     wait_for_clients(server, needed, wait, note, watch)
     (folder / "status.json").unlink(missing_ok=True)
-    (folder / "result.json").unlink(missing_ok=True)
     work = Path(tempfile.mkdtemp(prefix="bayflower-app-"))
     try:
         app = write_app(work / "app")
@@ -143,11 +166,25 @@ def submit(
     return json.loads((folder / "result.json").read_text())
 
 
-def free_folder(folder: Path, overwrite: bool) -> None:
-    """Raise if a folder holds a run, finished or not, that nobody asked to replace."""
+def keep_result(folder: Path, note: Callable[[str], None]) -> None:
+    """Copy the result of a finished run, which another one may replace."""
+    result = folder / "result.json"
+    if not result.exists():
+        return
+    copies = (folder / f"result-before-{number}.json" for number in range(1, 10**6))
+    kept = next(path for path in copies if not path.exists())
+    shutil.copy2(result, kept)
+    note(f"the result that is there is kept as {kept.name}")
+
+
+def free_folder(folder: Path, overwrite: bool, note: Callable[[str], None]) -> None:
+    """Raise if a folder holds a run, finished or not, that nobody asked to replace; keep its result
+    if somebody did.
+    """
     from ..files import place
 
     if overwrite:
+        keep_result(folder, note)
         place.clear(folder)
     elif (there := place.held(folder)) is not None:
         what = (

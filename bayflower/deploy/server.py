@@ -16,6 +16,11 @@ from .layout import Deployment
 
 INSIDE = "BAYFLOWER_INSIDE"  # set in the SuperLink's container: the folder of results
 IN_USE = "already in use"
+LOST = (
+    "{} lacks the nodes of {}, whose keys the SuperLink knows: the file was lost, and these "
+    "clients can neither be named nor refused; register all keys anew with: bayflower deploy "
+    "register DIR --anew"
+)
 
 
 class Server(NamedTuple):
@@ -50,6 +55,8 @@ class Server(NamedTuple):
     def missing(self) -> list[str]:
         """Return the clients that are not online."""
         states = self.nodes()
+        if lost := self.lost(states):
+            raise BayflowerError(lost)
         # a trial without TLS registers no keys, so nodes have no names
         if not (self.deployment.server / "nodes").exists():
             return [
@@ -63,6 +70,14 @@ class Server(NamedTuple):
             for k in range(self.deployment.clients)
             if states.get(f"client-{k}") != "online"
         ]
+
+    def lost(self, states: Mapping[str, str]) -> str:
+        """Return what to do if nodes.json lacks clients that the SuperLink knows; '' if not."""
+        path, known = self.results / "nodes.json", read_json(self.results / "nodes.json")
+        keys = sorted(file.stem for file in (self.deployment.server / "nodes").glob("client-*.pub"))
+        gone = [name for name in keys if name not in known]
+        unnamed = any(name.startswith("node ") for name in states)
+        return LOST.format(path, ", ".join(gone)) if gone and unnamed else ""
 
 
 def inside() -> bool:
@@ -93,12 +108,20 @@ def write_connection(home: Path, address: str, authority: Path | None) -> None:
     )
 
 
-def register(server: Server, note: Callable[[str], None]) -> None:
+def register(server: Server, note: Callable[[str], None], anew: bool = False) -> None:
     """Register every client's public key with the SuperLink, once; nodes.json records the node of
-    each client.
+    each client. With `anew`, nodes that nodes.json does not name are refused first: if it was lost,
+    all keys are then registered again.
     """
     path = server.results / "nodes.json"
     known: dict[str, Any] = read_json(path)
+    if anew:
+        for name in [one for one in server.nodes() if one.startswith("node ")]:
+            answer = server.flwr("supernode", "unregister", name.split()[1], "bayflower")
+            if not answer.get("success"):
+                why = answer.get("error-message") or answer
+                raise BayflowerError(f"{name} cannot be unregistered: {why}")
+            note(f"{name}, which nodes.json did not name, is refused from now on")
     listed = server.flwr("supernode", "list")
     present = {
         str(node["node-id"]) for node in listed.get("nodes", []) if node["status"] != "unregistered"
@@ -120,6 +143,8 @@ def register(server: Server, note: Callable[[str], None]) -> None:
             raise BayflowerError(
                 f"{key.name} cannot be registered: {answer.get('error-message') or answer}"
             )
+    if lost := server.lost(server.nodes()):
+        note(lost)
 
 
 def unregister(server: Server, client: int) -> None:
@@ -127,6 +152,8 @@ def unregister(server: Server, client: int) -> None:
     path = server.results / "nodes.json"
     known: dict[str, Any] = read_json(path)
     number = known.pop(f"client-{client}", None)
+    if number is None and (lost := server.lost(server.nodes())):
+        raise ConfigError(lost)
     if number is None:
         raise ConfigError(f"client {client} is not registered; see: bayflower deploy status")
     answer = server.flwr("supernode", "unregister", str(number), "bayflower")

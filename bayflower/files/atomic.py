@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save, save_file
 
-from ..errors import BayflowerError
+from ..errors import BayflowerError, FormatError
 from ..tree import Tensors, digest
+from . import vault
 
 
 def write_json(path: Path, content: Any, private: bool = False) -> None:
@@ -78,11 +79,13 @@ def save_tensors(path: Path, tensors: Tensors, head: dict[str, str], sealed: boo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # cloned: a state and an update may share memory, which the file format does not allow
-        save_file(
-            {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
-            part,
-            metadata=head,
-        )
+        plain = {
+            name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()
+        }
+        if (secret := vault.key()) is None:
+            save_file(plain, part, metadata=head)
+        else:  # what is not encrypted never reaches the disk
+            part.write_bytes(vault.seal(save(plain, metadata=head), secret))
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(path)
@@ -124,7 +127,7 @@ def load_tensors(path: Path, kind: str, what: str, *older: str) -> tuple[Tensors
     and a running process could replace it in between.
     """
     try:
-        content = path.read_bytes()
+        content = vault.opened(path.read_bytes(), f"{what} {path}")
         # cloned for torch's alignment, which affects how sums are split and thus their bits
         tensors = {name: value.clone() for name, value in sorted(load(content).items())}
         size = int.from_bytes(content[:8], "little")
@@ -140,8 +143,8 @@ def load_tensors(path: Path, kind: str, what: str, *older: str) -> tuple[Tensors
             "remove it to start anew"
         )
     if head.get("format") not in (kind, *older):
-        raise BayflowerError(
+        raise FormatError(
             f"{what} {path} has format {head.get('format')!r}, expected {kind!r}; another program "
-            "or another version of Bayflower wrote it"
+            "or another version of Bayflower wrote it: install that version, or move the file away"
         )
     return tensors, head

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..recipes import RECIPE
 from ..recipes.secrecy import SECRECY
 from ..tree import Tensors, flatten, unflatten
+from . import lease
 from .atomic import below, load_tensors, save_tensors
 from .records import RoundRecord
 
@@ -68,6 +69,8 @@ class Checkpoint(NamedTuple):
     faults: list[str]
     # the clients so far (`Roster.memory`); {} if the engine's clients never change
     roster: dict[str, Any] = {}
+    # fingerprints of the clients' data (`rounds/prints.py`), if the engine has them
+    data: dict[str, Any] = {}
 
 
 def make(
@@ -79,16 +82,20 @@ def make(
     records: list[RoundRecord],
     faults: list[str],
     roster: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
 ) -> Checkpoint:
     """Return the checkpoint of a run after `round`."""
     states = {client: flatten(state) for client, state in clients.items()}
     return Checkpoint(
-        name, round, run.flat(), flatten(server), states, records, faults, roster or {}
+        name, round, run.flat(), flatten(server), states, records, faults, roster or {}, data or {}
     )
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint atomically: a reader sees the old one or this one."""
+    """Write the checkpoint atomically: a reader sees the old one or this one. Raise if this process
+    has lost its lease on the folder.
+    """
+    lease.check(folder)
     tensors = {f"server/{name}": tensor for name, tensor in checkpoint.server.items()}
     for client, state in checkpoint.clients.items():
         tensors.update({f"client/{client}/{name}": tensor for name, tensor in state.items()})
@@ -100,6 +107,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
         "records": checkpoint.records,
         "faults": checkpoint.faults,
         "roster": checkpoint.roster,
+        "data": checkpoint.data,
     }
     save_tensors(
         folder / FILE, tensors, {"format": FORMAT, "facts": json.dumps(facts)}, sealed=True
@@ -128,6 +136,7 @@ def read(folder: Path) -> Checkpoint | None:
         records,
         facts["faults"],
         roster,
+        facts.get("data", {}),
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -20,12 +19,9 @@ from ..data import absolute, name_of
 from ..errors import BayflowerError, ConfigError
 from . import checkpoint
 from .atomic import read_json
-
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from .lease import BUSY as BUSY
+from .lease import BusyError as BusyError  # part of what this module offers
+from .lease import alone_in
 
 RESULT = "result.json"
 WRITTEN = (
@@ -43,8 +39,6 @@ ELSEWHERE = {
     "client_states",
     "stacking",
 }
-LOCK = ".running"
-BUSY = "another process is doing the run in"
 SHOWN = 3  # settings in the name of a folder; with more, a digest stands for the rest
 LONGEST = 60  # characters of these settings
 
@@ -217,36 +211,6 @@ def clear(folder: Path) -> None:
         shutil.rmtree(folder / "state" / old.run, ignore_errors=True)
     for name in WRITTEN:
         (folder / name).unlink(missing_ok=True)
-
-
-class BusyError(ConfigError):
-    """Another process is doing the run."""
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder while a run is under way. A lock ends with its process,
-    however that ends.
-    """
-    if fcntl is None:  # no such locks here
-        yield
-        return
-    path = folder / LOCK
-    while True:
-        file = path.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise BusyError(f"{BUSY} {folder}; wait for it, or choose another --out") from None
-        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-            break
-        file.close()  # its owner ended and removed it just now
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        file.close()
 
 
 @contextmanager

@@ -3,18 +3,25 @@ duplicate message gets the saved reply and is not applied twice.
 
 Each round and client has one file, `<root>/<run>/client-<k>/round-<r>.safetensors`, written
 atomically; the two newest are kept. `test.safetensors` is the reply to the last test.
+
+A damaged file is renamed and reported, and an earlier state used. A file of an older format is
+read, and a file of an unknown format is an error: neither is set aside. States of later rounds than
+the server knows, whose checkpoint was rolled back, are renamed to `.replaced`. In each case the
+server notices by the digests in the reply (`wire/continuity.py`), whose key is `<root>/.secret`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ..errors import BayflowerError
+from ..errors import BayflowerError, ConfigError, FormatError
 from ..tree import Tensors
 from .atomic import below, load_tensors, save_tensors, write_json
 
@@ -22,7 +29,9 @@ log = logging.getLogger("bayflower")
 KEPT = 2
 TEST = "test.safetensors"
 NOTES = "secure.json"
-FORMAT = "bayflower-client-1"
+FORMAT = "bayflower-client-2"
+OLDER = ("bayflower-client-1",)  # without the thread: `read` computes it
+SECRET = ".secret"  # in the root of a store; 32 bytes that never leave the client
 
 
 class Saved(NamedTuple):
@@ -34,6 +43,7 @@ class Saved(NamedTuple):
     update: Tensors
     tally: Tensors
     numbers: dict[str, float]  # the metrics in the reply
+    thread: str = ""  # what the reply says of continuity (`wire/continuity.py`)
 
 
 class Store(Protocol):
@@ -60,6 +70,9 @@ class Store(Protocol):
     def note(self, run: str, client: int, notes: dict[str, Any]) -> None:
         """Keep what `notes` returns; nobody else can read it."""
 
+    def secret(self) -> bytes:
+        """Return the key of the digests in replies; it stays here."""
+
 
 class MemoryStore:
     """States in this process only."""
@@ -68,6 +81,11 @@ class MemoryStore:
         self.kept: dict[tuple[str, int], list[Saved]] = {}
         self.tests: dict[tuple[str, int], Saved] = {}
         self.secrets: dict[tuple[str, int], str] = {}
+        self._secret = secrets.token_bytes(32)
+
+    def secret(self) -> bytes:
+        """Return the key of the digests in replies."""
+        return self._secret
 
     def load(self, run: str, client: int) -> list[Saved]:
         """Return what is known of a client, newest first."""
@@ -115,12 +133,14 @@ class DiskStore:
 
     def load(self, run: str, client: int) -> list[Saved]:
         """Return the saved rounds of a client, newest first; a damaged file is renamed and
-        reported.
+        reported, one of an unknown format is an error.
         """
         found = []
         for path in rounds(self.folder(run, client))[:KEPT]:
             try:
                 found.append(read(path))
+            except (FormatError, ConfigError):  # the file is whole
+                raise
             except BayflowerError as error:
                 with suppress(OSError):
                     path.rename(path.with_suffix(".damaged"))
@@ -137,15 +157,19 @@ class DiskStore:
         folder = self.folder(run, client)
         write(folder / f"round-{saved.round}.safetensors", saved)
         files = rounds(folder)
-        newer = [path for path in files if number(path) > saved.round]
-        for path in [*newer, *[path for path in files if number(path) <= saved.round][KEPT:]]:
+        set_aside([path for path in files if number(path) > saved.round], client)
+        for path in [path for path in files if number(path) <= saved.round][KEPT:]:
             path.unlink(missing_ok=True)
 
     def drop(self, run: str, client: int, after: int) -> None:
         """Forget the states of rounds later than `after`."""
-        for path in rounds(self.folder(run, client)):
-            if number(path) > after:
-                path.unlink(missing_ok=True)
+        files = rounds(self.folder(run, client))
+        later = [path for path in files if number(path) > after]
+        if after and later and later == files:  # none is left: the server's checkpoint is older
+            set_aside(later, client)
+            return
+        for path in later:
+            path.unlink(missing_ok=True)
 
     def load_test(self, run: str, client: int) -> Saved | None:
         """Return the last test, or None if it is missing or unreadable."""
@@ -170,6 +194,27 @@ class DiskStore:
     def note(self, run: str, client: int, notes: dict[str, Any]) -> None:
         """Keep what `notes` returns; nobody else can read it."""
         write_json(self.folder(run, client) / NOTES, notes, private=True)
+
+    def secret(self) -> bytes:
+        """Return the key of the digests in replies, made when it is first needed."""
+        path = self.root / SECRET
+        try:
+            if not path.exists():
+                self.root.mkdir(parents=True, exist_ok=True)
+                part = path.with_name(f"{SECRET}.{os.getpid()}.{secrets.token_hex(4)}")
+                with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(secrets.token_bytes(32))
+                with suppress(FileExistsError):  # of two processes one wins, and both read its key
+                    os.link(part, path)
+                part.unlink()
+            found = path.read_bytes()
+        except OSError as error:
+            raise BayflowerError(
+                f"{path} cannot be written or read ({error.strerror}); make the folder writable"
+            ) from None
+        if len(found) != 32:
+            raise BayflowerError(f"{path} is damaged; restore it from a back-up, or remove it")
+        return found
 
 
 class RunStore(DiskStore):
@@ -217,6 +262,23 @@ def rounds(folder: Path) -> list[Path]:
     return sorted(folder.glob("round-*.safetensors"), key=number, reverse=True)
 
 
+def set_aside(files: list[Path], client: int) -> None:
+    """Rename states of later rounds than the server knows; the newest two of them are kept."""
+    for path in files:
+        path.replace(path.with_suffix(".replaced"))
+        log.warning(
+            "client %d: its state of round %d is newer than the server's checkpoint; the file was "
+            "renamed to %s",
+            client,
+            number(path),
+            path.with_suffix(".replaced").name,
+        )
+    if files:
+        kept = sorted(files[0].parent.glob("round-*.replaced"), key=number, reverse=True)
+        for path in kept[KEPT:]:
+            path.unlink(missing_ok=True)
+
+
 def write(path: Path, saved: Saved) -> None:
     """Write one file of a client."""
     parts = {
@@ -229,12 +291,14 @@ def write(path: Path, saved: Saved) -> None:
         "round": str(saved.round),
         "cause": saved.cause,
         "numbers": json.dumps(saved.numbers),
+        "thread": saved.thread,
     }
     save_tensors(path, parts, head, sealed=True)
 
 
 def read(path: Path) -> Saved:
-    """Return the content of one file of a client."""
-    tensors, head = load_tensors(path, FORMAT, "client state")
+    """Return the content of one file of a client; a file of an older format has no thread."""
+    tensors, head = load_tensors(path, FORMAT, "client state", *OLDER)
     parts = {part: below(tensors, part) for part in ("state", "update", "tally")}
-    return Saved(int(head["round"]), head["cause"], numbers=json.loads(head["numbers"]), **parts)
+    numbers, thread = json.loads(head["numbers"]), head.get("thread", "")
+    return Saved(int(head["round"]), head["cause"], numbers=numbers, thread=thread, **parts)

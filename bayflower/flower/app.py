@@ -32,14 +32,14 @@ from ..data import (
     table_of,
 )
 from ..errors import BayflowerError, ConfigError
-from ..files import checkpoint, journal, place
+from ..files import checkpoint, journal, lease, place
 from ..files import status as status_file
 from ..files.atomic import write_json
 from ..files.records import RoundRecord
 from ..files.store import DiskStore
 from ..networks.model import Model
 from ..networks.papers import build
-from ..rounds import solo
+from ..rounds import prints, solo
 from ..rounds.calibrated import save_total
 from ..rounds.halves import Halves, make_halves
 from ..rounds.result import clients_of, result
@@ -114,8 +114,12 @@ def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:
     try:
         roll = None
         for name, folder in folders.items():
-            roll = serve_method(grid, config, name, folder, status, roll)
+            folder.mkdir(parents=True, exist_ok=True)
+            with lease.alone_in(folder, lease.SERVING):
+                roll = serve_method(grid, config, name, folder, status, roll)
         write_json(status, {"state": "finished", "methods": names})
+    except lease.BusyError:
+        raise  # the status is that of the run which has the folder
     except Exception as error:
         report_failure(status, error)
         raise
@@ -205,6 +209,7 @@ def serve_method(
     start = None
     if str(config.get("resume")).lower() == "true" and checkpoint.read(folder) is not None:
         start = checkpoint.to_resume(folder, run)
+        prints.check_states(start, halves, here=False)
 
     def save(strategy: BayflowerStrategy, round: int, forced: bool) -> None:
         s = strategy
@@ -242,6 +247,7 @@ def serve_method(
     assert strategy.outcome is not None
     if strategy.outcome.calibrated:
         save_total(folder, strategy.outcome.calibrated)
+    lease.check(folder)
     write_json(
         folder / "result.json",
         result(

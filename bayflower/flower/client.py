@@ -27,9 +27,11 @@ from ..networks.model import Model
 from ..rounds import solo
 from ..rounds.ownnoise import client_half
 from ..tree import Tensors, digest, flatten, to, unflatten
+from ..wire.continuity import Thread
 from ..wire.hello import facts_of, is_whole, to_header
 from ..wire.protocol import reply_header, reply_numbers
 from . import calibrating, inputs, masking, records, spreading
+from .continuing import ending, thread_of
 from .guard import guarded, told
 from .saved import flat_tallies, numbers_of_test, reply_records, test_records
 
@@ -63,6 +65,7 @@ class Site(NamedTuple):
     # whether this client takes part in nothing else
     peers: Mapping[int, str] | None = None
     secure_only: bool = False
+    raw: solo.Samples | None = None  # the data before they were standardised, if they were
 
 
 def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> ClientApp:
@@ -125,11 +128,9 @@ def answer(message: Message, site: Site, work: Reply) -> Message:
         reason = " ".join(str(error).split()) + journal.origin_of(error)
         log.debug("%s", traceback.format_exc(), extra=fields)
         raise BayflowerError(f"{where}: {type(error).__name__}: {reason}") from error
-    content[records.HEADER] = ConfigRecord(
-        reply_header(
-            method=head["method"], run=head["run"], round=head["round"], client=site.client
-        )
-    )
+    keys = {"method": head["method"], "run": head["run"], "round": head["round"]}
+    said = dict(content.config_records.get(records.HEADER) or {})
+    content[records.HEADER] = ConfigRecord({**reply_header(**keys, client=site.client), **said})
     return Message(content, reply_to=message)
 
 
@@ -144,6 +145,7 @@ class Begun(NamedTuple):
     state: Any
     repeated: Saved | None  # the saved reply, if the message is a duplicate
     tally: Tensors  # the test of the model before the round, if requested
+    thread: Thread  # which state this is
 
 
 def begin_round(message: Message, head: dict[str, Any], site: Site) -> Begun:
@@ -171,11 +173,12 @@ def open_round(
     known = site.store.load(head["run"], site.client)
     same = (one for one in known if (one.round, one.cause) == (round, cause))
     if (repeated := next(same, None)) is not None:
-        state = state_of(half, last_state(known, head, round - 1), head, site)
-        return Begun(half, broadcast, cause, round, seed, state, repeated, {})
-    masking.check(half, broadcast, head, site)
-    state = state_of(half, start_of_round(known, head, site), head, site)
-    return Begun(half, broadcast, cause, round, seed, state, None, {})
+        before = last_state(known, head, round - 1)
+    else:
+        masking.check(half, broadcast, head, site)
+        before = start_of_round(known, head, site)
+    state, thread = state_of(half, before, head, site), thread_of(site, head, known, before)
+    return Begun(half, broadcast, cause, round, seed, state, repeated, {}, thread)
 
 
 def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trained) -> Saved:
@@ -186,7 +189,9 @@ def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trai
         numbers = {records.NUM_EXAMPLES: numbers[records.NUM_EXAMPLES]}
     else:
         update = begun.half.pack(trained.update)
-    saved = Saved(begun.round, begun.cause, flatten(trained.state), update, begun.tally, numbers)
+    state = flatten(trained.state)
+    thread = ending(site, head["run"], begun.thread, begun.round, state)
+    saved = Saved(begun.round, begun.cause, state, update, begun.tally, numbers, thread)
     site.store.save(head["run"], site.client, saved)
     return saved
 
@@ -227,7 +232,8 @@ def evaluate_reply(
     half = make_half(head["method"], head["instructions"], site.model)
     broadcast = sent(half, message, head, site)
     known = site.store.load(head["run"], site.client)
-    state = state_of(half, last_state(known, head, int(head["round"])), head, site)
+    before = last_state(known, head, int(head["round"]))
+    state, thread = state_of(half, before, head, site), thread_of(site, head, known, before)
     keys: dict[str, Any] = {
         "seed": int(head["seed"]),
         "client": site.client,
@@ -246,6 +252,7 @@ def evaluate_reply(
     tests, keeps = bool(head["evaluate"]), head.get("keep", True) is True
     cause = " ".join([*inputs, *([str(head["calibration"]), digest(sums)] if order else [])])
     cause += "" if tests and keeps else f" {tests} {keeps}"
+    cause += f" {thread.text()}"
     done = site.store.load_test(head["run"], site.client)
     if done is not None and (done.round, done.cause) == (keys["round"], cause):
         return test_records(done)
@@ -290,7 +297,7 @@ def evaluate_reply(
         }
         save_personal(folder, end, formats, site.source() if site.source else None)
     numbers = numbers_of_test(views["personal"], half) if views else {}
-    done = Saved(keys["round"], cause, {}, said, flat_tallies(views), numbers)
+    done = Saved(keys["round"], cause, {}, said, flat_tallies(views), numbers, thread.text())
     try:
         site.store.save_test(head["run"], site.client, done)
     # with a full disk the server still gets the test result

@@ -26,7 +26,7 @@ def ready(site: Any, training: Training) -> Any:
         _known[key] = (site.data, scaled(site.data, text))  # the first keeps the id alive
         while len(_known) > KEPT:
             _known.popitem(last=False)
-    return site._replace(data=_known[key][1], scaling=lambda: read_scaling(text))
+    return site._replace(data=_known[key][1], raw=site.data, scaling=lambda: read_scaling(text))
 
 
 def scaled(data: Samples, text: str) -> Samples:

@@ -23,6 +23,7 @@ from ..stacked.shaped import losing
 from ..wire.protocol import reply_header
 from . import client, records
 from .client import Site
+from .continuing import said
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -142,7 +143,7 @@ class Job:
             round=self.round,
             client=self.site.client,
         )
-        content[records.HEADER] = records.ConfigRecord(head)
+        content[records.HEADER] = records.ConfigRecord({**head, **said(saved)})
         return Message(content, reply_to=self.message)
 
 

@@ -22,7 +22,7 @@ from ..data import Federation
 from ..files.checkpoint import Checkpoint, make, write
 from ..files.records import Outcome, Progress
 from ..files.store import MemoryStore, Saved, Store
-from ..rounds import solo
+from ..rounds import prints, solo
 from ..rounds.halves import Halves
 from ..rounds.schedule import checkpoint_due
 from ..tree import flatten
@@ -169,7 +169,11 @@ def run_loop(
     """Return the outcome of all rounds and the final test; checkpoints go to `out`."""
     settings = run.settings
     memory = store or MemoryStore()
+    data: dict[str, Any] = {}  # fingerprints, made with the first checkpoint
+    noticed: list[str] = []
     if resume:
+        prints.check_states(resume, halves, here=True)
+        noticed = prints.changed(federation, resume.data)
         for client, state in resume.clients.items():
             memory.save(resume.run, client, Saved(resume.round, "", state, {}, {}, {}))
     app = federation_app(run, federation, halves, memory)
@@ -182,6 +186,7 @@ def run_loop(
         due = checkpoint_due(round, every, settings.rounds) or (forced and every > 0)
         if out is not None and due:
             fresh = flatten(halves.client.init(*halves.initial))
+            data.update(data or prints.of(federation))
             known = {
                 data.client: memory.load(strategy.run, data.client) for data in federation.clients
             }
@@ -200,11 +205,14 @@ def run_loop(
                     clients,
                     strategy.records,
                     strategy.faults,
-                    strategy.memory(),
+                    # the clients' states are in this file: they cannot differ from the server's
+                    {**strategy.memory(), "continuity": {}},
+                    data,
                 ),
             )
 
     strategy = make_strategy(run, progress, after_round=save, resume=resume, quiet=True)
+    strategy.faults.extend(noticed)
     params, buffers = halves.initial
     strategy.start(grid, records.to_arrays({**params, **buffers}), num_rounds=settings.rounds)
     assert strategy.outcome is not None

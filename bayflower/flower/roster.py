@@ -20,6 +20,7 @@ from ..errors import BayflowerError
 from ..files.journal import Journal
 from ..recipes.check import SUMS, checked, questions, resolved, sums_of, told
 from ..recipes.labels import together
+from ..wire.continuity import Continuity
 from ..wire.hello import ClientInfo, Summary, agreed, disagreement, summary
 from . import bounds
 from .exchange import POLL_SECONDS, Member, NodeHistory, query
@@ -58,6 +59,7 @@ class Roster:
         self.left: set[int] = set()
         self.excluded: set[int] = set()
         self.returned: set[int] = set()  # rejoined; the next message tells them so
+        self.continuity = Continuity()  # the states and data from which clients answered
         self.accepted: dict[int, int] = {}  # by client: the last round whose reply was used
         self.unused: set[int] = set()  # clients whose last request gave no usable reply
         self.faults: dict[int, int] = {}  # by client: invalid replies in a row
@@ -274,6 +276,7 @@ class Roster:
             "left": sorted(self.left | self.excluded),
             "unused": sorted(self.unused),
             "accepted": {str(client): round for client, round in sorted(self.accepted.items())},
+            "continuity": self.continuity.memory(),
             **({"label_counts": self.label_counts} if self.label_counts else {}),
             **{name: some for name, some in self.sums.items() if any(some)},
         }
@@ -289,6 +292,7 @@ class Roster:
         self.admitted, self.left = set(memory["admitted"]), set(memory["left"])
         self.unused = set(memory["unused"])
         self.accepted = {int(client): int(round) for client, round in memory["accepted"].items()}
+        self.continuity.remember(memory.get("continuity", {}))
         self.label_counts = list(memory.get("label_counts", self.label_counts))
         self.sums = {name: list(memory.get(name, some)) for name, some in self.sums.items()}
         self.returned = self.left & here

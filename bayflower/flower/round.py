@@ -24,7 +24,7 @@ from ..methods import Method
 from ..rounds.calibrated import Calibrated
 from ..rounds.robust import Guard, reported
 from ..wire.protocol import request_header
-from . import bounds, records, replies
+from . import bounds, continuing, records, replies
 from .calibrating import Calibrator
 from .exchange import LOST, Request, reason, stream
 from .guard import described
@@ -223,6 +223,7 @@ class Round:
                 client = replies.sender(reply, expected)
                 size = records.num_bytes(reply.content)  # `accept` removes the arrays
                 accepted = replies.accept(reply, client, expected, half, self.state, found.losses)
+                self.follow(reply, client)
                 if guard.on and not holds:
                     update, factors = guard.alone(self.state, client, accepted.update)
                     self.outlier(client, factors)
@@ -240,6 +241,7 @@ class Round:
                 continue
             found.total.drop(half.negligible(found.total.names()))
             found.losses[client] = (count, accepted.loss)
+            self.facts.roster.continuity.accept(client, self.number, continuing.heard(reply))
             if keep_metrics:
                 found.metrics[client] = replies.metrics_of(reply)
             found.bytes_up += size
@@ -317,6 +319,7 @@ class Round:
         for reply in incoming:
             try:
                 client, tallies = replies.tested(reply, expected)
+                self.follow(reply, client)
             except Exception as error:  # as above
                 self.fault(reply, error)
                 continue
@@ -372,6 +375,14 @@ class Round:
             calibrator.hear(flat, client, *known)
         except Exception as error:  # as above
             self.fault(reply, error)
+
+    def follow(self, reply: Message, client: int) -> None:
+        """Report what in a reply does not continue the client's earlier ones; with
+        continuity=refuse, raise.
+        """
+        known, refuse = self.facts.roster.continuity, self.facts.limits.continuity == "refuse"
+        for text in continuing.judged(reply, client, known, refuse):
+            self.facts.journal.fault(f"round {self.number}, client {client}: {text}", client)
 
     def fault(self, reply: Message, error: Exception) -> None:
         """Report why a reply was not used."""

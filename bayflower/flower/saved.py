@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flwr.app import MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from ..contract import ClientHalf
 from ..files.store import Saved
 from ..tree import Tensors, flatten
 from . import records
+from .continuing import said
 
 
 def test_records(done: Saved) -> RecordDict:
     """Return the saved reply to a test request, or to one to calibrate, as records."""
     content = RecordDict({records.METRICS: MetricRecord(dict(done.numbers))})
+    content[records.HEADER] = ConfigRecord(said(done))
     if done.tally:
         content[records.TALLY] = records.to_arrays(done.tally)
     if done.update:
@@ -55,6 +57,7 @@ def reply_records(saved: Saved, order: Sequence[str] = ()) -> RecordDict:
         {
             records.UPDATE: records.to_arrays(update),
             records.METRICS: MetricRecord(dict(saved.numbers)),
+            records.HEADER: ConfigRecord(said(saved)),
         }
     )
     if saved.tally and not order:

@@ -18,6 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..errors import ConfigError
+from ..files import vault
 from ..files.atomic import load_tensors, save_tensors
 from ..tree import Rows, flatten, map_tree, stack, take, to, unflatten
 from .fixed import leaves
@@ -83,6 +85,11 @@ class DiskBank:
 
     def __init__(self, folder: Path, fresh: Any, device: torch.device, until: int | None) -> None:
         """Start with the files up to round `until`; with no files if it is None."""
+        if vault.key() is not None:
+            raise ConfigError(
+                f"client_states=disk cannot be encrypted, and {vault.VARIABLE} is set; use "
+                "client_states=device"
+            )
         self.folder, self.fresh, self.device = folder, to(fresh, "cpu"), device
         self.home: dict[int, tuple[Path, int]] = {}  # client → file and place in it
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from ..contract import Purpose
 from ..data import Federation
 from ..files.checkpoint import Checkpoint, make, server_state, write
 from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
-from ..rounds import schedule, solo
+from ..rounds import prints, schedule, solo
 from ..rounds.calibrated import Calibrated, One
 from ..rounds.halves import Halves
 from ..rounds.robust import Guard
@@ -97,12 +97,16 @@ class FusedRun:
         self.name, self.first = uuid.uuid4().hex, 1
         self.guard = Guard(halves.server, run.limits.robust)
         self.records: list[RoundRecord] = []
+        self.faults: list[str] = []
+        self.prints: dict[str, Any] = {}  # of the clients' data
         if resume:
             self._go_on(resume)
         self.pending = Pending(self.records, self.meter, progress)
 
     def _go_on(self, resume: Checkpoint) -> None:
         """Restore the state from a checkpoint."""
+        prints.check_states(resume, self.halves, here=True)
+        self.faults = [*resume.faults, *prints.changed(self.federation, resume.data)]
         self.state = to(server_state(resume, self.server.state_type), self.device)
         self.name, self.first, self.records = resume.run, resume.round + 1, resume.records
         self.guard.remember(resume.roster)
@@ -138,6 +142,7 @@ class FusedRun:
             new,
             to(self.state, "cpu"),
             dict(self.engine.bank.states()),
+            tuple(self.faults),
             remarks=(
                 *(text for text in (why, secure.REMARK if self.run.privacy.on else "") if text),
                 *self.guard.notes(),
@@ -266,8 +271,7 @@ class FusedRun:
         settings = replace(self.settings, stacking="no" if one_by_one else "yes")
         decided = replace(self.run, settings=settings)
         states = dict(self.engine.bank.states())
-        known = self.guard.memory()
-        write(
-            self.out, make(decided, self.name, round, self.state, states, self.records, [], known)
-        )
+        self.prints = self.prints or prints.of(self.federation)
+        known = (self.records, self.faults, self.guard.memory(), self.prints)
+        write(self.out, make(decided, self.name, round, self.state, states, *known))
         self.engine.bank.tidy()

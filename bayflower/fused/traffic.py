@@ -15,6 +15,7 @@ from ..contract import ClientHalf
 from ..files.records import Views
 from ..rounds.halves import Halves
 from ..tree import Shapes, flatten, map_tree, shapes, unflatten
+from ..wire.continuity import BLANK, KEY
 from ..wire.protocol import (
     BROADCAST,
     HEADER,
@@ -134,6 +135,7 @@ def reply_bytes(
     head = reply_header(
         method=method, run=run, round=of_length(round_bytes), client=of_length(client_bytes)
     )
+    head[KEY] = BLANK.text()
     arrays = {UPDATE: packed, **({TALLY: tests} if tests else {})}
     return content_bytes(
         arrays, {HEADER: head}, {METRICS: reply_numbers(of_length(count_bytes), 0.0)}

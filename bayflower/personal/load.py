@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import nn
 
 from ..errors import ConfigError
+from ..files import vault
 from ..networks.own import is_own, made, num_outputs
 from ..networks.papers import build
 from ..networks.several import Layout, one_tensor
@@ -122,7 +123,7 @@ def read_card(folder: Path) -> dict[str, Any]:
 def tensors(path: Path) -> Tensors:
     """Return the tensors of a safetensors file."""
     try:
-        return load_file(path)
+        return load(vault.opened(path.read_bytes(), str(path)))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); export the model again") from None
 

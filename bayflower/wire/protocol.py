@@ -24,7 +24,9 @@ From a client ("train"):             update      ArrayRecord   the method's Upda
                                      tally       ArrayRecord   test results by view, if the request
                                                                asked for a test
                                      metrics     MetricRecord  num-examples, train-loss
-                                     bayflower   ConfigRecord  protocol, method, run, round, client
+                                     bayflower   ConfigRecord  protocol, method, run, round, client;
+                                                               continuity: digests of its state and
+                                                               data (`continuity.py`)
 From a client ("query"):             bayflower   ConfigRecord  client, new, and its facts: anatomy,
                                                                input_shape, num_classes, train_size,
                                                                test_size, origin (texts are JSON;

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -200,6 +201,7 @@ def test_two_studies_at_the_same_time_do_each_run_once(tmp_path):
         refused = bayflower(*run, cwd=tmp_path)
         assert refused.returncode == 2
         assert "another process is doing the run" in refused.stderr
+        assert f"(process {os.getpid()} on {socket.gethostname()}: " in refused.stderr
         words = ["compare", "local", "--rounds", "1", "--jobs", "1", *QUICK, "--seeds", "2"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         second = subprocess.Popen(

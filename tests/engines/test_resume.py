@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from conftest import SMALL, assert_same_bits, small, small_prepared
 from prefork import bayflower
@@ -15,6 +16,7 @@ from prefork import bayflower
 from bayflower.engines import execute
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files import checkpoint
+from bayflower.rounds import prints
 
 STAYS = {"seconds"}
 
@@ -114,3 +116,35 @@ def test_a_broken_checkpoint_is_named(tmp_path):
         BayflowerError, match=r"checkpoint .* cannot be read .* remove it to start anew"
     ):
         checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["fused", "loop"])
+def test_changed_data_are_noticed_by_a_resumed_run(tmp_path, engine):
+    """Client 1's samples are doubled and relabelled between the checkpoint and --resume."""
+    execute(small_prepared("fedper", engine, rounds=1, local_epochs=1), out=tmp_path)
+    rest = small_prepared("fedper", engine, rounds=2, local_epochs=1)
+    start = checkpoint.to_resume(tmp_path, rest.run)
+    assert start.data["clients"].keys() == {str(data.client) for data in rest.federation.clients}
+    clients = list(rest.federation.clients)
+    one = clients[1]
+    clients[1] = one._replace(
+        x_train=np.concatenate([one.x_train, one.x_train]),
+        y_train=(np.concatenate([one.y_train, one.y_train]) + 1) % 10,
+    )
+    other = rest._replace(federation=rest.federation._replace(clients=tuple(clients)))
+    (fault,) = execute(other, out=tmp_path, resume=start).faults
+    assert fault.startswith("client 1: its data have changed since the checkpoint")
+    assert checkpoint.read(tmp_path).faults == [fault]
+
+
+def test_states_that_another_engine_keeps_are_not_replaced_by_nothing(tmp_path):
+    """Clients in other processes have their own files; such a checkpoint has no states."""
+    prepared = small_prepared("fedper", "fused", rounds=2)
+    execute(small_prepared("fedper", "fused", rounds=1), out=tmp_path)
+    start = checkpoint.to_resume(tmp_path, prepared.run)
+    for engine in ("fused", "loop"):
+        with pytest.raises(ConfigError, match="start them from nothing; resume with --engine ray"):
+            execute(prepared._replace(engine=engine), resume=start._replace(clients={}))
+    with pytest.raises(ConfigError, match="resume with --engine fused or loop"):
+        prints.check_states(start, prepared.halves, here=False)
+    assert prints.check_states(start, prepared.halves, here=True) is None

@@ -23,6 +23,7 @@ from bayflower.errors import BayflowerError, ConfigError
 from bayflower.flower import bounds, records
 from bayflower.methods import METHODS
 from bayflower.tree import flatten
+from bayflower.wire.continuity import Continuity
 
 TRIALS = int(os.environ.get("BAYFLOWER_TRIALS", "300"))  # make hostile: 10,000
 VICTIM, OTHER = 2, 0
@@ -53,6 +54,7 @@ class Siege:
             dict(asked.sent),
             [dict(one) for one in strategy.records],
         )
+        self.threads = strategy.roster.continuity.memory()
         self.without, _ = self.after([])
         self.both, faults = self.after([copied(self.replies[VICTIM])])
         assert faults == ["round 2, client 1: no reply before the timeout; ignored in this round"]
@@ -70,6 +72,8 @@ class Siege:
         roster = strategy.roster
         for known in (roster.faults, roster.silent, roster.excluded, roster.left, roster.unused):
             known.clear()
+        roster.continuity = Continuity()
+        roster.continuity.remember(self.threads)
         strategy.aggregate_train(2, iter([*replies, copied(self.replies[OTHER])]))
         return strategy.state, list(strategy.faults)
 
