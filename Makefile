@@ -58,7 +58,7 @@ flower-all: $(READY)
 	BAYFLOWER_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py -m flower -k "bits_of_the_loop" -n 2
 
 hostile: $(READY)
-	BAYFLOWER_TRIALS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_hostile.py -k mutated -n auto --maxprocesses 4
+	BAYFLOWER_TRIALS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_hostile.py -k mutated -m "slow or not slow" -n auto --maxprocesses 4
 	BAYFLOWER_TRIALS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_fleet.py tests/deploy/test_gate_processes.py -k mutated -m "flower or not flower"
 
 soak: $(READY)

@@ -130,11 +130,8 @@ class Course:
                 self.training = self.training.lasting(self._last)
             self._begin(grid, arrays, 3600.0 if self.wait is None else self.wait)
             self._given = arrays
-            if not self._own_loop and (whole := wrapped.counters(self.state)):
-                raise ConfigError(
-                    f"buffer {whole[0]!r} holds integers, which Flower's clipping cannot scale; "
-                    "use a network without it"
-                )
+            if not self._own_loop:
+                wrapped.refuse_counters(self.state)
         elif round != self.journal.round:
             self._apply(self.roster.refresh(grid, 60.0))
         if round != self.journal.round:
@@ -361,10 +358,7 @@ class Course:
             raise ConfigError(f"{who} must return (arrays, metrics), got {type(found).__name__}")
         if len(self.records) == done:
             if asked.request.clients:
-                raise ConfigError(
-                    f"{who} did not call super().aggregate_train(), which is the aggregation of "
-                    f"{self.row.title}; call it, and change the replies before or the result after"
-                )
+                raise ConfigError(wrapped.NO_SUPER.format(who, self.row.title))
             self._aggregate(round, [])
         if found[0] is None:
             self.state = before

@@ -16,13 +16,18 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from ..contract import ServerHalf
-from ..errors import WireError
+from ..errors import ConfigError, WireError
 from ..methods import Method
 from ..recipes import Training
 from ..tree import Tensors
 from ..wire.hello import is_whole
 from . import records
 from .whole import Whole
+
+NO_SUPER = (
+    "{} did not call super().aggregate_train(), which is the aggregation of {}; call it, and "
+    "change the replies before or the result after"
+)
 
 
 class Form(Protocol):
@@ -150,9 +155,14 @@ def adopted(state: Any, arrays: ArrayRecord) -> Any:
     )
 
 
-def counters(state: Any) -> list[str]:
-    """Return the integer buffers: Flower's clipping cannot scale them."""
-    return [name for name, value in state.buffers.items() if not value.is_floating_point()]
+def refuse_counters(state: Any) -> None:
+    """Raise if a buffer holds integers: Flower's clipping cannot scale them."""
+    for name, value in state.buffers.items():
+        if not value.is_floating_point():
+            raise ConfigError(
+                f"buffer {name!r} holds integers, which Flower's clipping cannot scale; use a "
+                "network without it"
+            )
 
 
 def ordered(tensors: Mapping[str, torch.Tensor], names: list[str]) -> ArrayRecord:

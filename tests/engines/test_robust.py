@@ -249,7 +249,9 @@ def wild(flat) -> None:
             value.mul_(-100).add_(50)
 
 
-@pytest.mark.parametrize("method", some(sorted(set(METHODS) - {"local"}), KINDS))
+@pytest.mark.parametrize(
+    "method", some(sorted(set(METHODS) - {"local"}), KINDS - {"fedla", "fedbps", "metavd"})
+)
 def test_one_client_moves_no_methods_model_far_over_flower(method):
     """Without `robust` the same reply moves it ten times as far or more, where it is not refused
     anyway. The client is named.
@@ -286,7 +288,7 @@ def test_fused_and_loop_agree_and_off_is_what_it_was(monkeypatch):
     assert not torch.allclose(found["loop", "off"][name], found["loop", "clip"][name], rtol=1e-9)
 
 
-@pytest.mark.parametrize("engine", ["loop", "fused"])
+@pytest.mark.parametrize("engine", some(["loop", "fused"], ["fused"]))
 @pytest.mark.parametrize("how", ["median", "trimmed", "krum"])
 def test_the_other_rules_run_on_every_engine(engine, how):
     run = small("fedavg", robust=how, rounds=2)

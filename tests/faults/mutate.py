@@ -244,7 +244,7 @@ class Mutator:
         flat[at] = (
             self.draw.randrange(256) % (2 if x.dtype.kind == "b" else 256)
             if x.dtype.kind in "ub"
-            else self.draw.choice(COUNTS)
+            else np.array(self.draw.choice(COUNTS)).astype(x.dtype)  # wraps in a small type
         )
         record[name] = raw(flat.reshape(x.shape))
         return [reply]
