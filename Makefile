@@ -72,10 +72,13 @@ image:
 
 # known weaknesses of what the image has; without an advisory database it says so and goes on
 audit: $(READY)
-	@$(BIN)/python -m pip_audit --version >/dev/null 2>&1 || $(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit 2>/dev/null || true
-	@if ! $(BIN)/python -m pip_audit --version >/dev/null 2>&1; then echo "pip-audit: left out, because it is not installed here and no index has it"; \
-	elif ! $(BIN)/python -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/json", timeout=10)' 2>/dev/null; then echo "pip-audit: left out, because no advisory database can be reached from here"; \
-	else $(BIN)/python -m pip_audit --disable-pip --no-deps -r docker/requirements.lock; fi
+	@PYTHONPATH=$(VENV)/audit $(BIN)/python -m pip_audit --version >/dev/null 2>&1 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/audit pip-audit 2>/dev/null || true
+	@if ! PYTHONPATH=$(VENV)/audit $(BIN)/python -m pip_audit --version >/dev/null 2>&1; then echo "pip-audit: left out, because it is not installed here and no index has it"; else \
+	  said=$$(PYTHONPATH=$(VENV)/audit timeout 120 $(BIN)/python -m pip_audit --disable-pip --no-deps -r docker/requirements.lock 2>&1); code=$$?; \
+	  unknown=$$(echo "$$said" | grep -c "could not be audited"); \
+	  if echo "$$said" | grep -q "known vulnerabilit" && [ $$code != 0 ]; then echo "$$said"; exit $$code; \
+	  elif [ $$code != 0 ]; then echo "pip-audit: left out, because no advisory database can be reached from here"; \
+	  elif [ $$unknown != 0 ]; then echo "pip-audit: the advisory database that is reached from here does not know $$unknown packages"; else echo "$$said"; fi; fi
 
 containers: $(READY) image
 	$(BIN)/python -m pytest tests/deploy/test_containers.py -m containers $(CHOSEN)
