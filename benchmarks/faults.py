@@ -158,7 +158,10 @@ class Reference:
             flatten(self.want.server_state),
         )
         result = lab.result(name)
-        scores = result["final"]["personal"]["per_client"]
+        scores = [  # a result also has the clients' names
+            {key: value for key, value in one.items() if key != "name"}
+            for one in result["final"]["personal"]["per_client"]
+        ]
         expected = summarise(self.want.views["personal"])["per_client"]
         found = [
             f"server state: {key}"
