@@ -235,14 +235,14 @@ class BayflowerStrategy(Course, Strategy):
         if not asked.request.clients and (not self.fraction_evaluate or asked.handed is not None):
             return None
         only_new = bool(new) and all(self.roster.members[c].new for c in asked.request.clients)
+        if self.records and all(record["train_loss"] is None for record in self.records):
+            raise BayflowerError(
+                f"no client could be trained in any round; last fault: {self.journal.cause()}"
+            )
         if "personal" not in views and not only_new:
             raise BayflowerError(
                 f"round {server_round}: no client could be tested; last fault: "
                 f"{self.faults[-1] if self.faults else 'no reply'}"
-            )
-        if self.records and all(record["train_loss"] is None for record in self.records):
-            raise BayflowerError(
-                f"no client could be trained in any round; last fault: {self.journal.cause()}"
             )
         if only_new:  # no training client is in the share that was drawn
             return None
