@@ -167,6 +167,19 @@ class Client(ClientHalf):
             )
         return self.model.probabilities(self.model.forward(params, buffers, x, train=False)[0])
 
+    def over_draws(
+        self, state: Any, broadcast: Any, std: Tensors, x: Tensor, noise: Tensors
+    ) -> Tensor:
+        """Return class probabilities averaged over networks drawn around the mean, one for each
+        draw in `noise`.
+        """
+        known, found = {**broadcast.params, **broadcast.buffers, **state.tuned}, []
+        for draw in range(len(noise[next(iter(std))])):
+            drawn = {n: known[n] + (v * noise[n][draw].to(v)).to(known[n]) for n, v in std.items()}
+            out = self.model.forward({**known, **drawn}, {}, x, train=False)[0]
+            found.append(self.model.probabilities(out))
+        return self.model.task.mixed(torch.stack(found))
+
 
 class Global(Client):
     """A method of one global model whose clients have a state and a loss of their own. Before a

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..contract import Posterior, Work
@@ -55,13 +54,7 @@ class Client(fedavg.Client):
         """Return class probabilities of the mean model, or of models drawn around it [eq. 3]."""
         if view != "ensemble":
             return super().predict(view, state, broadcast, x, noise)
-        known = {**broadcast.params, **broadcast.buffers, **state.tuned}
-        found, std = [], self.std(broadcast)
-        for draw in range(self.config.be_samples):
-            drawn = {n: known[n] + value * noise[n][draw].to(value) for n, value in std.items()}
-            out = self.model.forward({**known, **drawn}, {}, x, train=False)[0]
-            found.append(self.model.probabilities(out))
-        return self.model.task.mixed(torch.stack(found))
+        return self.over_draws(state, broadcast, self.std(broadcast), x, noise)
 
     def posterior(
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None

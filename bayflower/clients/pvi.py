@@ -173,13 +173,7 @@ class Client(fedavg.Global):
         """Return class probabilities at the mean (fine-tuned, if it was), or over draws."""
         if view != "sampled":
             return super().predict(view, state, broadcast, x, noise)
-        found, sigma = [], self.sigma(broadcast)
-        known = {**broadcast.params, **broadcast.buffers, **state.tuned}
-        for draw in range(self.config.predict_samples):
-            drawn = {n: known[n] + (v * noise[n][draw]).to(known[n]) for n, v in sigma.items()}
-            out = self.model.forward({**known, **drawn}, {}, x, train=False)[0]
-            found.append(self.model.probabilities(out))
-        return self.model.task.mixed(torch.stack(found))
+        return self.over_draws(state, broadcast, self.sigma(broadcast), x, noise)
 
     def posterior(
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None
