@@ -103,7 +103,7 @@ class Model:
     def made(self, seed: int) -> nn.Module:
         """Return a new module, initialised with `seed`."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             module = self.factory()
         if (extra := self.task.extra()) and not self.task.extra_stays:
             module.register_parameter(EXTRA, nn.Parameter(torch.tensor(extra)))

@@ -279,7 +279,11 @@ def seeded(seed: int, client: int, round: int) -> Iterator[None]:
     """Seed torch's own generator for one client and round, and restore it afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int(batches.rng(seed, "torch", client, round).integers(2**62)))
+        drawn = int(batches.rng(seed, "torch", client, round).integers(2**62))
+        # torch.manual_seed would also write down a stack trace for each device that is not there
+        torch.default_generator.manual_seed(drawn)
+        if devices:
+            torch.cuda.manual_seed(drawn)
         yield
 
 
