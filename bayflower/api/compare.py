@@ -41,7 +41,7 @@ def compare(
     seeds: int | Sequence[int] = 1,
     device: str | None = None,
     engine: str = "fused",
-    target: str | None = None,
+    target: str | Sequence[str] | None = None,
     site: str | None = None,
     test: Any = None,
     num_classes: int | None = None,

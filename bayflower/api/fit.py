@@ -6,7 +6,7 @@ import inspect
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def fit(
     seed: int | None = None,
     device: str | None = None,
     engine: str = "fused",
-    target: str | None = None,
+    target: str | Sequence[str] | None = None,
     site: str | None = None,
     test: Any = None,
     num_classes: int | None = None,
@@ -72,7 +72,7 @@ def fit(
     seed         seed of partition, initialisation, batches and client sampling [0]
     device       cpu, cuda, cuda:N or auto
     engine       fused, loop, ray or deployment; the last two import the network by its name
-    target       data frames and files: column of the labels
+    target       data frames and files: column of the target, or a list of columns
     site         data frames and files: column of the sites, each of which is a client
     test         test samples: a column that marks them, a file, or a share of each client's [0.2]
     num_classes  arrays: number of classes, if some do not occur

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,13 @@ def network_of(model: Any, engine: str) -> tuple[str, own.Named | None]:
     return known.name, known
 
 
-def check_columns(target: str | None, site: str | None) -> None:
-    """Raise unless columns are named by texts."""
-    for name, value in (("target", target), ("site", site)):
-        if value is not None and not isinstance(value, str):
+def columns(target: str | Sequence[str] | None, site: str | None) -> str | None:
+    """Return the column of the target, several with commas; raise unless texts name them."""
+    names = list(target) if isinstance(target, list | tuple) else [target]
+    for name, value, known in (("target", target, names), ("site", site, [site])):
+        if value is not None and not (known and all(isinstance(one, str) for one in known)):
             raise ConfigError(f"{name} must be the name of a column, got {value!r}")
+    return None if target is None else ",".join(map(str, names))
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def data_in(
     data: Any,
     settings: Mapping[str, Any],
     *,
-    target: str | None = None,
+    target: str | Sequence[str] | None = None,
     site: str | None = None,
     test: Any = None,
     num_classes: int | None = None,
@@ -70,7 +72,7 @@ def data_in(
     """Give `settings` with those of the data; what was written to `folder` is removed if the run is
     refused.
     """
-    check_columns(target, site)
+    target = columns(target, site)
     given = dict(settings)
     if is_text(data):
         more = {"target": target, "sites": site, "test": None if test is None else str(test)}
