@@ -70,6 +70,14 @@ MORE = (
         {"calibration": "off"},
     ),
     Method(
+        "pfedgp",
+        "pfedgp",
+        "PFedGP",
+        "Achituve et al. 2021, NeurIPS",
+        "shared features, and Gaussian processes on the client's own data as its classifier",
+        {"calibration": "off"},
+    ),
+    Method(
         "fedivon",
         "fedivon",
         "FedIvon",

@@ -53,6 +53,7 @@ LATER = {
     "fedbe",
     "gpfl",
     "fedcp",
+    "pfedgp",
     "fedivon",
     "qlsd",
     "qlsd-ft",

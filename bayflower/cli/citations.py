@@ -286,6 +286,14 @@ METHODS: dict[str, Entry] = {
         2023,
         **at("ICCV"),
     ),
+    "pfedgp": paper(
+        "inproceedings",
+        "achituve2021pfedgp",
+        "Achituve, Idan and Shamsian, Aviv and Navon, Aviv and Chechik, Gal and Fetaya, Ethan",
+        "Personalized Federated Learning with {G}aussian Processes",
+        2021,
+        **at("NeurIPS"),
+    ),
     "fedcp": paper(
         "inproceedings",
         "zhang2023fedcp",

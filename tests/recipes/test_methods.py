@@ -39,6 +39,7 @@ LEFT_OUT = {  # what a method refuses
     "fedpa": {"local_schedule": "constant"},
     "fedpa-ft": {"local_schedule": "constant"},
     "fedrod": {"label_smoothing": 0.0},
+    "pfedgp": {"mixup": 0.0, "label_smoothing": 0.0, "class_weights": "none"},
 }
 NO_STEPS = {"qlsd", "qlsd-ft"}  # a client takes no step: there is no rate
 FEW = {"keep": 0.15, "new_client_epochs": 1}  # a few steps
