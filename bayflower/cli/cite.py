@@ -12,7 +12,8 @@ import typer
 
 from .. import __version__, methods
 from ..errors import ConfigError
-from .citations import DATA, METHODS, Entry, arxiv, paper
+from .citations import METHODS, Entry, arxiv, paper
+from .sources import DATA
 from .options import AsJson
 
 
