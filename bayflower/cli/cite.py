@@ -13,8 +13,8 @@ import typer
 from .. import __version__, methods
 from ..errors import ConfigError
 from .citations import METHODS, Entry, arxiv, paper
-from .sources import DATA
 from .options import AsJson
+from .sources import DATA
 
 
 def cite(
