@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import some
 from torch import nn
 
 from bayflower.clients import make_client_app
@@ -63,7 +62,8 @@ def test_the_stock_app_runs_without_us(tmp_path, capsys):
     assert "accuracy on the clients' test data" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("method", some(FIVE, ["fedmap"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", FIVE)
 def test_ten_lines_make_it_one_of_the_five_methods(method, tmp_path, capsys):
     app = patched(tmp_path, method)
     assert changed(app / "diffs" / f"{method}.diff") <= 10

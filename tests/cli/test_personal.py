@@ -150,6 +150,7 @@ def test_images_give_the_same_in_a_process_without_us(runs, tmp_path):
     assert said == ["pt2 metavd", "onnx fedbn"]
 
 
+@pytest.mark.slow
 def test_tables_give_the_same_in_a_process_without_us(tmp_path):
     """One process that cannot import bayflower or flwr reads the exported programs of a table with
     missing values.
@@ -240,6 +241,7 @@ def test_states_are_found_wherever_an_engine_keeps_them(tmp_path):
         assert np.abs(got - want).max() < 1e-5, name
 
 
+@pytest.mark.slow
 def test_clients_in_a_flower_app_save_their_models_after_the_last_round(tmp_path):
     """A network of the user's own with frozen and tied layers: by its factory, by the exported
     program, and as a plain state_dict.

@@ -192,6 +192,7 @@ def test_two_studies_in_one_folder_and_another_list_of_seeds(tmp_path):
     assert prints(tmp_path) == third
 
 
+@pytest.mark.slow
 def test_two_studies_at_the_same_time_do_each_run_once(tmp_path):
     """While one process holds a folder, another does not write to it; a lock ends with its
     process.

@@ -66,6 +66,7 @@ print((peak() - before) / (4 * SIZE))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("replies", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_replies_need_the_memory_of_a_few(replies):

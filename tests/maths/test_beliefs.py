@@ -14,6 +14,7 @@ from bayflower.maths import beliefs
 from bayflower.metrics import summarise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "base",
     [pytest.param(base, marks=() if base == "fedavg" else pytest.mark.slow) for base in BASES],

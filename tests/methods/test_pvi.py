@@ -261,6 +261,7 @@ class Logistic(Conjugate):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_logistic_model_reaches_the_pooled_posterior(baselines):
     """Golden damped rounds; then rounds of one client at a time: the optimum of all data at once,
     whose mean and spread are those of the exact posterior, by a grid, to 2 %.
