@@ -68,7 +68,7 @@ print((peak() - before) / (4 * SIZE))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("replies", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replies", [60, 1000])
 def test_many_replies_need_the_memory_of_a_few(replies):
     """Server and one client at a time in one process: growth of the peak (8 models or so, as with
     50 replies) under 16 models.

@@ -15,10 +15,7 @@ from bayflower.metrics import summarise
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "base",
-    [pytest.param(base, marks=() if base == "fedavg" else pytest.mark.slow) for base in BASES],
-)
+@pytest.mark.parametrize("base", BASES)
 def test_the_defaults_learn_as_their_base_does(base):
     """Digits, every setting as it comes, 8 rounds: the hypernetwork once drove alpha to its limits
     in two rounds, and all was chance.
