@@ -266,7 +266,9 @@ def parse(
         group = known[name]
         chosen[group][name] = convert(name, value, field_types(kinds[group])[name])
     made = {group: kind(**chosen[group]) for group, kind in kinds.items() if group != "data"}
-    made["data"] = reading_for(made["training"], chosen["data"])
+    # a strategy reads no data: its clients have theirs
+    known_data = DataSettings() if among and "data" not in among else None
+    made["data"] = known_data or reading_for(made["training"], chosen["data"])
     run = Run(method, **{**made, "data": resolve(made["data"])})
     if run.training.task != "classification" and methods.get(method).client.needs_classes:
         raise ConfigError(f"{method} needs classes, got task={run.training.task}")

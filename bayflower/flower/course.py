@@ -20,13 +20,12 @@ from ..files.checkpoint import Checkpoint, server_state
 from ..files.journal import Journal
 from ..files.records import RoundRecord, curve_point
 from ..methods import Method
-from ..networks.model import Anatomy
 from ..recipes import Training
 from ..rounds import schedule
 from ..rounds.calibrated import Calibrated
 from ..rounds.robust import Guard
-from ..tree import Tensors
-from . import configs, records, replies, wrapped
+from ..wire.hello import ClientInfo
+from . import configs, predicting, records, replies, wrapped
 from .calibrating import Calibrator
 from .exchange import Request
 from .holding import INSIDE
@@ -102,7 +101,7 @@ class Course:
             self.roster.take(self.roll)
         assert self.roster.common is not None
         self._whole = Whole(initial, self.roster.common)
-        self._initialise(self.roster.common.anatomy, records.to_tensors(initial))
+        self._initialise(self.roster.common, initial)
         if self.resume:
             self.state = server_state(self.resume, self._half().state_type)
             self._apply(self.roster.remember(self.resume.roster))
@@ -122,7 +121,7 @@ class Course:
             raise ConfigError(ALONE)
         if self.calibrator:
             log.warning(INSIDE)
-            self.calibrator, self.roster.header = None, {}
+            self.calibrator, self.roster.header = None, predicting.told(self.training)
         if not self._own_loop and (why := wrapped.refusal(self.row, self.training)):
             raise ConfigError(f"{why}; use {self.row.title} without a wrapper")
         if self.half is None:
@@ -147,13 +146,8 @@ class Course:
             self.state = adopted(self._half(), self.state, arrays, f"what {where} was given")
             self._given = arrays
 
-    def _initialise(self, anatomy: Anatomy, initial: Tensors) -> None:
-        for name in (*anatomy.trainable, *anatomy.buffers):
-            if name not in initial:
-                raise BayflowerError(
-                    f"initial_arrays lacks {name!r}, which the clients' model has; pass the same "
-                    "model's state_dict()"
-                )
+    def _initialise(self, common: ClientInfo, arrays: ArrayRecord) -> None:
+        anatomy, initial = common.anatomy, predicting.completed(arrays, self.training, common)
         self.half = self.row.server(self.options, anatomy)
         self.guard = Guard(self.half, self.limits.robust)
         names = (anatomy.trainable, anatomy.buffers)

@@ -27,7 +27,7 @@ from ..networks.model import Batch
 from ..networks.several import Layout
 from ..rounds import solo
 from ..stacked.shaped import losing
-from . import client, configs, masking, records
+from . import client, configs, masking, predicting, records
 from .client import Site
 from .guard import GUARD, guarded, sample_parts, told
 from .holding import Rule
@@ -66,6 +66,7 @@ class Plug:
             bayflower-runs/state in the home folder
     loss    your own loss in place of cross-entropy: a function of (logits, labels) that returns one
             number a sample; the method's own terms stay
+    classes task=ordinal: the number of classes, which is the same on all clients
     device  cpu, cuda or cuda:N; auto = a GPU if there is one
     mods    Flower mods around training, such as its clipping
     export  further formats of the personal model after the last round, besides safetensors: pt2,
@@ -82,6 +83,7 @@ class Plug:
         layer: str = "",
         state: Path | str | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        classes: int = 0,
         device: str = "auto",
         export: Sequence[str] = ("pt2",),
         mods: Sequence[Any] = (),
@@ -96,6 +98,7 @@ class Plug:
             device,
         )
         self.export, self.mods, self.loss = tuple(export), list(mods), loss
+        self.classes = classes
         if unknown := sorted(set(export) - {"pt2", "onnx"}):
             raise ConfigError(f"export must name pt2 or onnx, got {unknown[0]!r}")
         # A simulation copies this object for every message. The copies share the cache by name.
@@ -118,7 +121,7 @@ class Plug:
         if masking.asked(message):
             return masking.answer(message, site.client, site.store, site.peers)
         with losing(self.loss):
-            rehearse(self.row, site, self.layer)
+            rehearse(self.row, site, self.layer, predicting.read(task_in(message)))
         return client.client_app(lambda _: site)(message, context)
 
     def train(self, message: Message, context: Context) -> Message:
@@ -161,6 +164,7 @@ class Plug:
         _, training = told(head["method"], head["instructions"])
         if self.loss is not None:
             refuse_both(training)
+            predicting.refuse_loss(training)
         for name, text in configs.differing(training, context.run_config).items():
             if (self.name, name) not in WARNED:
                 WARNED.add((self.name, name))
@@ -180,19 +184,22 @@ class Plug:
             )
         client = int(config["partition-id"])
         rule = Rule.read(records.header(message, ())) if message is not None else None
+        asked = Asked(rule, task_in(message) if message is not None else "")
         with LOADING:
             known = SITES.get((self.name, client))
-            if known is None or known.rule != rule:
+            if known is None or known.asked != asked:
                 if known is None and len(SITES) == KEPT:
                     SITES.pop(next(iter(SITES)))
-                known = SITES[self.name, client] = self.load(client, context, rule)
+                known = SITES[self.name, client] = self.load(client, context, asked)
         if (guard := GUARD.get()) is not None:
             guard.use(lambda: sample_parts(known.site.data))
         return known
 
-    def load(self, client: int, context: Context, rule: Rule | None) -> Loaded:
+    def load(self, client: int, context: Context, asked: Asked) -> Loaded:
         """Return the client with its data on the device and its network checked."""
-        parts = self.data(context)
+        parts, rule, training = self.data(context), asked.rule, predicting.read(asked.task)
+        if self.loss is not None:
+            predicting.refuse_loss(training)
         if not isinstance(parts, (tuple, list)) or len(parts) not in (2, 3):
             raise ConfigError(
                 f"data must return (train, test) or (train, test, calibration), got "
@@ -210,8 +217,15 @@ class Plug:
                     f"train has samples of shape {tuple(train.x.shape[1:])}, {what} has "
                     f"{tuple(part.x.shape[1:])}; give both the same shape"
                 )
-        labels = torch.cat([train.y, *(part.y for part in others)])
-        model = checked_model(self.model, train.x, labels, self.head, layout=layout)
+        train, *others = (
+            part._replace(
+                y=predicting.targets(training.task, part.y, what, part.mask.dtype, self.classes)
+            )
+            for part, what in zip([train, *others], PARTS, strict=False)
+        )
+        labels = torch.cat([train.y, *(part.y for part in others if len(part.y))])
+        task = predicting.task_of(training, train.y, self.classes)
+        model = checked_model(self.model, train.x, labels, self.head, layout=layout, task=task)
         test, *given = others
         held = None
         if rule is not None and given:
@@ -227,13 +241,25 @@ class Plug:
         site = Site(client, new, model, solo.Samples(train, test, held), DiskStore(Path(str(root))))
         peers, only = masking.told(context.node_config)
         site = site._replace(peers=peers, secure_only=only)
-        return Loaded(rule, held is not None and not given, site)
+        return Loaded(asked, held is not None and not given, site)
+
+
+def task_in(message: Message) -> str:
+    """Return what the strategy says of its task; nothing if targets are classes."""
+    return str(records.header(message, ()).get(predicting.TASK, ""))
+
+
+class Asked(NamedTuple):
+    """What the strategy says of a client's data."""
+
+    rule: Rule | None  # of held-out samples
+    task: str
 
 
 class Loaded(NamedTuple):
     """A client with its data."""
 
-    rule: Rule | None  # what the strategy said of held-out samples
+    asked: Asked
     split: bool  # whether samples were taken out of the user's training part
     site: Site
 

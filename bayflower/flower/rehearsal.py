@@ -19,7 +19,9 @@ from .client import Site
 FEW = 8  # samples of a trial step
 
 
-def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
+def rehearse(
+    row: methods.Method, site: Site, layer: str = "", training: Training | None = None
+) -> None:
     """Try one step of a round on a few samples and discard the result; raise ConfigError if the
     method cannot train the network.
     """
@@ -27,7 +29,7 @@ def rehearse(row: methods.Method, site: Site, layer: str = "") -> None:
     names = {field.name for field in dataclasses.fields(row.config)}
     chosen = {**row.defaults, **({"dropout_layer": layer} if layer else {})}
     config = row.config(**{name: value for name, value in chosen.items() if name in names})
-    training = Training()
+    training = training or Training()
     if row.client.needs_base and model.head_names == frozenset(model.shapes):
         raise ConfigError(
             f"the head {', '.join(model.head_layers)} is the whole network; {row.name} needs "

@@ -21,8 +21,9 @@ from ..errors import BayflowerError, ConfigError
 from ..files.checkpoint import Checkpoint
 from ..files.journal import Journal
 from ..files.records import Outcome, Progress, RoundRecord, curve_point
+from ..recipes.check import check_calibrated
 from ..rounds import schedule
-from . import configs, hooks, records, watching
+from . import configs, hooks, predicting, records, watching
 from .course import Course, MetricsFn
 from .holding import asked_for
 from .logs import Teller
@@ -84,8 +85,11 @@ class BayflowerStrategy(Course, Strategy):
         self.named, self.keep_personal = frozenset(settings), keep_personal
         asks = (calibration, bool(fraction_evaluate) or keep_personal, seed)
         data, told = (parsed.data, {}) if parsed else asked_for(settings, *asks)
-        parsed = parsed or parse(self.method, settings, among=STRATEGY_GROUPS)
+        if parsed is None:
+            parsed = parse(self.method, settings, among=STRATEGY_GROUPS)
+            told |= predicting.told(parsed.training)
         task = parsed.training.task
+        check_calibrated(task, data.calibration)
         self.calibrator = calibrator_for(data, task) if data.calibrated else None
         self.training, self.options, self.limits = parsed.training, parsed.options, parsed.limits
         self.fraction_train, self.min_train_nodes = fraction_train, min_train_nodes

@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord
 from ..contract import ServerHalf
 from ..errors import ConfigError
 from ..methods import Method
+from ..tasks import EXTRA
 from ..tree import Tensors
 from ..wire.hello import ClientInfo
 from . import records
@@ -83,6 +84,8 @@ def adopted(half: ServerHalf, state: Any, arrays: ArrayRecord, where: str) -> An
     """
     shared, given = half.shared(state), records.to_tensors(arrays)
     for name, value in shared.items():
+        if name == EXTRA and name not in given:  # of the task, not of the user's network
+            given[name] = value
         if name not in given:
             raise ConfigError(
                 f"{where} lacks the array {name!r} of the global model; it needs all of them"

@@ -136,6 +136,8 @@ def refusal(row: Method, training: Training | None = None) -> str | None:
         return (
             "schedule=cosine needs schedule_rounds: a wrapper does not say how many rounds it has"
         )
+    if training is not None and (task := training.make_task(2)).extra() and not task.extra_stays:
+        return f"task={task.name} has parameters beside the network, which a wrapper does not know"
     if half.averages_models:
         return None
     more = [name for name in half.state_type._fields if name not in ("params", "buffers")]

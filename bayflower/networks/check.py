@@ -30,15 +30,23 @@ def checked_model(
     head: str | Sequence[str] | None = None,
     name: str = "",
     layout: Layout | None = None,
+    task: Task | None = None,
 ) -> Model:
-    """Return the network as a Model with as many classes as it has outputs; raise ConfigError if it
-    cannot be trained on (x, y). `layout` says what x is packed from, for several inputs.
+    """Return the network as a Model with as many classes as it has outputs, or for a task without
+    classes; raise ConfigError if it cannot be trained on (x, y). `layout` says what x is packed
+    from, for several inputs.
     """
     first = make(factory)
     name = name or type(first).__name__
     check_layers(first, name)
     model = Model(lambda: one_tensor(make(factory), layout), 2, name, head)
     model.layout = layout
+    if task is not None and not task.classes:
+        check_some(y)
+        model = Model(model.factory, to_json(task).get("size", 1), name, head, task)
+        model.layout = layout
+        check_fit(model, x)
+        return model
     _ = model.head_layers  # raises if the head's name does not exist, for every method
     logits, last = trial(model, x[:FEW])
     model.num_classes = max(logits.shape[1], 2)
@@ -189,8 +197,7 @@ def check_labels(y: Tensor, outputs: int, last: str) -> None:
             f"labels must be whole numbers, one for each sample, got {y.dtype} of shape "
             f"{tuple(y.shape)}; number the classes from 0"
         )
-    if not len(y):
-        raise ConfigError("the training data have no samples; every client needs at least one")
+    check_some(y)
     low, high, classes = int(y.min()), int(y.max()), max(outputs, 2)
     if low < 0 or high >= classes:
         wrong = low if low < 0 else high
@@ -199,6 +206,12 @@ def check_labels(y: Tensor, outputs: int, last: str) -> None:
             f"label {wrong} has no output: layer {last!r} has {meaning}, so labels must be in "
             f"0…{classes - 1}"
         )
+
+
+def check_some(y: Tensor) -> None:
+    """Raise unless there are samples."""
+    if not len(y):
+        raise ConfigError("the training data have no samples; every client needs at least one")
 
 
 def describe(module: nn.Module, path: str) -> str:

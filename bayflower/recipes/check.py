@@ -58,13 +58,18 @@ def reading_for(training: Training, given: Mapping[str, Any]) -> DataSettings:
         known["targets"] = kind_of(task)
         known.setdefault("min_size", 1)
     if task not in CALIBRATED:
-        if known.get("calibration", "off") != "off":
-            raise ConfigError(
-                f"calibration is for task={' and '.join(CALIBRATED)}, got task={task}; set "
-                "calibration=off"
-            )
+        check_calibrated(task, known.get("calibration", "off"))
         known["calibration"] = "off"
     return DataSettings(**known)
+
+
+def check_calibrated(task: str, calibration: str) -> None:
+    """Raise if models of a task cannot be calibrated, and are to be."""
+    if calibration != "off" and task not in CALIBRATED:
+        raise ConfigError(
+            f"calibration is for task={' and '.join(CALIBRATED)}, got task={task}; set "
+            "calibration=off"
+        )
 
 
 def questions(training: Training | None) -> dict[str, bool]:
