@@ -1,6 +1,7 @@
 """Where a hierarchy pays: FedMAP with a learned prior on real federations of numbers and votes.
 
-    python experiments/hierarchy.py DATA [radon|parkinson|election88|thinned|gibbs ...] [--seeds N]
+    python experiments/hierarchy.py DATA [radon|parkinson|election88|thinned ...] [--seeds N]
+    python experiments/hierarchy.py DATA [exact|gibbs|nuts ...]
     python experiments/hierarchy.py --page
 
 DATA is the folder of radon.npz, parkinson.npz and election88.npz (arrays x, y, client). Every run
@@ -12,8 +13,8 @@ picture of these lines (`hierarchy_page.py`).
 * election88: 70 % of a state's respondents train, the others are the test.
 * thinned: the same, but every larger state trains on a random number of respondents, so that few
   respondents do not mean a small state with few to test.
-* gibbs: radon by county, the whole hierarchy sampled with its variances (Gibbs, exact for this
-  model), against the posterior at the learned prior.
+* exact, gibbs, nuts: radon by county against the exact posterior at the learned prior, and against
+  samplers of the whole hierarchy (`hierarchy_posterior.py`).
 """
 
 from __future__ import annotations
@@ -233,83 +234,6 @@ def ridge(x: np.ndarray, y: np.ndarray, strength: float) -> np.ndarray:
     return weights
 
 
-# -- the whole posterior ---------------------------------------------------------------------------
-def gibbs(folder: Path, seed: int, draws: int = 3000, burn: int = 500) -> None:
-    """Compare radon's county posteriors at the learned prior with those of the whole hierarchy:
-    flat priors on gamma and the standard deviations of the prior, 1/s² on the noise.
-    """
-    x, y, owner = loaded(folder, "radon")
-    y, x = (y - y.mean()) / y.std(), x.astype(float)
-    known = np.unique(owner)
-    clients = [
-        ClientData(k, x[owner == c], y[owner == c], x[owner == c][:1], y[owner == c][:1])
-        for k, c in enumerate(known)
-    ]
-    found, _, seconds = outcome(
-        "fedmap learned", clients, [], 1, task="regression", target_scale="none", dtype="float64"
-    )
-    design = np.c_[np.ones(len(x)), x]  # the order of names: bias, weight
-    gram = np.stack([design[owner == c].T @ design[owner == c] for c in known])
-    right = np.stack([design[owner == c].T @ y[owner == c] for c in known])
-    draw, (count, d) = np.random.default_rng(seed), right.shape
-    gamma, variance, noise = np.zeros(d), np.ones(d), 1.0
-    sums, squares, priors = np.zeros((count, d)), np.zeros((count, d)), []
-    index = np.searchsorted(known, owner)
-    for step in range(draws + burn):
-        precision = gram / noise + np.diag(1 / variance)
-        root = np.linalg.cholesky(precision)
-        mean = np.linalg.solve(precision, (right / noise + gamma / variance)[..., None])[..., 0]
-        swing = np.linalg.solve(root.swapaxes(1, 2), draw.normal(size=(count, d, 1)))[..., 0]
-        theta = mean + swing
-        gamma = theta.mean(0) + draw.normal(size=d) * np.sqrt(variance / count)
-        variance = np.square(theta - gamma).sum(0) / draw.chisquare(count - 1, size=d)
-        left = y - (design * theta[index]).sum(1)
-        noise = float(np.square(left).sum() / draw.chisquare(len(y)))
-        if step >= burn:
-            sums += theta
-            squares += theta**2
-            priors.append([*gamma, *np.sqrt(variance), np.sqrt(noise)])
-    mean = sums / draws
-    std = np.sqrt(squares / draws - mean**2)
-    states = [found.client_states[k] for k in range(count)]
-    ours = np.stack([[float(s.params["head.bias"]), *s.params["head.weight"][0]] for s in states])
-    spread = np.stack([s.belief["covariance"].diagonal().sqrt().numpy() for s in states])
-    away, ratio = np.abs(ours - mean) / std, spread / std
-    prior = found.server_state.prior
-    learned = [
-        *(float(v) for v in found.server_state.params["head.bias"]),
-        *(float(v) for v in found.server_state.params["head.weight"][0]),
-        *(float(v) for v in prior["std/head.bias"]),
-        *(float(v) for v in prior["std/head.weight"][0]),
-        float(found.server_state.params["task_extra"].exp()),
-    ]
-    write(
-        {
-            "data": "radon",
-            "who": "gibbs",
-            "seed": seed,
-            "rounds": ROUNDS,
-            "draws": draws,
-            "seconds": seconds,
-            "counties": count,
-            "away": [float(np.quantile(away, q)) for q in (0.5, 0.95, 1.0)],
-            "ratio": [float(np.quantile(ratio, q)) for q in (0.0, 0.05, 0.5, 0.95, 1.0)],
-            "names": [
-                "gamma 1",
-                "gamma floor",
-                "gamma uranium",
-                "std 1",
-                "std floor",
-                "std uranium",
-                "noise",
-            ],
-            "learned": learned,
-            "sampled": np.mean(priors, 0).tolist(),
-            "sampled_std": np.std(priors, 0).tolist(),
-        }
-    )
-
-
 def main() -> None:
     """Run what is asked for."""
     asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -321,13 +245,17 @@ def main() -> None:
     args = asked.parse_args()
     torch.set_num_threads(1)
     for what in args.what if args.data else ():
-        for seed in range(1 if what == "gibbs" else args.seeds):
+        if what in ("exact", "gibbs", "nuts"):
+            import hierarchy_posterior
+
+            for line in getattr(hierarchy_posterior, what)(*loaded(args.data, "radon")):
+                write(line)
+            continue
+        for seed in range(args.seeds):
             if what == "election88":
                 election(args.data, seed)
             elif what == "thinned":
                 election(args.data, seed, thinned=True)
-            elif what == "gibbs":
-                gibbs(args.data, seed)
             else:
                 for k in SAMPLES:
                     few_samples(args.data, what, k, seed, args.methods.split(","))

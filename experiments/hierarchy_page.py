@@ -198,13 +198,37 @@ def sampled(line: Line) -> list[str]:
     ]
 
 
+def exactly(lines: list[Line]) -> list[str]:
+    """Return how far FedMAP is from the exact posterior at the prior it learned."""
+    found = {(r["engine"], r["prior"]): r for r in lines if r.get("who") == "exact"}
+    rows = [
+        "| engine | prior | rounds | worst mean, in posterior standard deviations | worst standard "
+        "deviation, % | CPU seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (engine, prior), one in found.items():
+        worst = one["worst"]
+        rows.append(
+            f"| {engine} | {prior} | {one['rounds']} | {worst['mean']:.1e} | "
+            f"{100 * worst['std']:.1e} | {one['seconds']:.0f} |"
+        )
+    return [
+        *rows,
+        "",
+        f"Largest errors over all {next(iter(found.values()))['counties']} counties and 3 "
+        "parameters each, against the posterior at the learned prior and noise, solved densely in "
+        "float64. Asked for: 0.05 and 5 %, after 30 rounds at most.",
+    ]
+
+
 def make(source: Path, folder: Path) -> None:
     """Write the page and the picture."""
     lines = [json.loads(text) for text in source.read_text().splitlines()]
     every = {line["data"] for line in lines}
     seeds = {d: len({r["seed"] for r in lines if r["data"] == d}) for d in sorted(every)}
     commits = Counter(line["commit"] for line in lines)
-    runs = {(r["data"], r.get("k"), r.get("method"), r["seed"]): r for r in lines}
+    keys = ("data", "k", "method", "seed", "engine", "prior")
+    runs = {tuple(r.get(key) for key in keys): r for r in lines}
     seconds = sum(run.get("seconds", 0) for run in runs.values())
     counted = ", ".join(f"{data} {number}" for data, number in seeds.items())
     text = [
@@ -212,7 +236,7 @@ def make(source: Path, folder: Path) -> None:
         "",
         "`experiments/hierarchy.py`: linear models on real federations, FedMAP with learned priors "
         "against training alone, one model for all, FedAvg with fine-tuning, and FedMAP's fixed "
-        f"prior (defaults). {lines[-1]['rounds']} rounds, fused engine, {lines[0]['device']}, "
+        f"prior (defaults). {lines[0]['rounds']} rounds, fused engine, {lines[0]['device']}, "
         f"{seconds:.0f} CPU seconds of training; seeds: {counted}; commit {', '.join(commits)}. "
         "NLL and CRPS: lower is better, in the target's units. Differences are paired by seed, ± "
         "is the 95 % interval (Student's t) over seeds, bold where it leaves 0 out. *pooled* is "
@@ -236,6 +260,8 @@ def make(source: Path, folder: Path) -> None:
         picture(lines, folder / "pictures" / "hierarchy_election88.svg")
         text += ["## Vote of 1988 by state", "", *votes(lines), ""]
         text += ["![gain against respondents](pictures/hierarchy_election88.svg)", ""]
+    if any(line.get("who") == "exact" for line in lines):
+        text += ["## Radon: the exact posterior at the learned prior", "", *exactly(lines), ""]
     for line in lines:
         if line.get("who") in SAMPLERS:
             words = SAMPLERS[line["who"]]

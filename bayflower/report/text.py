@@ -99,7 +99,8 @@ SHOWN = (
 
 
 SHORT = {  # long names in two lines, so that a table fits a terminal of 80 columns
-    **{key: key.replace("_", "\n") for key in (*COVERAGE, "integrated_brier", "calibration_error")},
+    **{key: key.replace("coverage", "covered").replace("_", "\n") for key in COVERAGE},
+    **{key: key.replace("_", "\n") for key in ("integrated_brier", "calibration_error")},
     **{f"{one}_{two}": f"{one}\n{two}" for one in ("macro", "micro") for two in ("auroc", "auprc")},
 }
 
