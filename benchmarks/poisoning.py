@@ -175,7 +175,7 @@ class Measured:
         self.last = self.job.settings.rounds
         for round in range(1, self.last):
             self.job.round(round)
-        self.saved = (self.job.state, dict(self.job.engine.bank.states()), self.job.guard)
+        self.saved = (self.job.state, dict(self.job.engine.bank.states()), self.job.limiter)
         self.start = self.job.state
         self.clean, self.end = self.once("")
 
@@ -193,8 +193,8 @@ class Measured:
         """Return (accuracy of honest clients, the server's state) after a last round with an
         attack.
         """
-        state, clients, guard = self.saved
-        self.job.state, self.job.guard = state, copy.deepcopy(guard)
+        state, clients, limiter = self.saved
+        self.job.state, self.job.limiter = state, copy.deepcopy(limiter)
         bank: Any = self.job.engine.bank
         bank.load(clients)
         self.job.attack, self.job.rounds = attack, (self.last,)

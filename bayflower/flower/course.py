@@ -23,7 +23,7 @@ from ..methods import Method
 from ..recipes import Training
 from ..rounds import schedule
 from ..rounds.calibrated import Calibrated
-from ..rounds.robust import Guard
+from ..rounds.robust import Limiter
 from ..wire.hello import ClientInfo
 from . import configs, predicting, records, replies, wrapped
 from .calibrating import Calibrator
@@ -72,7 +72,7 @@ class Course:
     summing: Summing | None  # None: sums are not secure
     calibrator: Calibrator | None
     half: ServerHalf | None = None
-    guard: Guard
+    limiter: Limiter
     state: Any = None
     teller: Teller
     keep_personal: bool
@@ -105,7 +105,7 @@ class Course:
         if self.resume:
             self.state = server_state(self.resume, self._half().state_type)
             self._apply(self.roster.remember(self.resume.roster))
-            self.guard.remember(self.resume.roster)
+            self.limiter.remember(self.resume.roster)
         self.training = self.roster.told(self.training)
         return self.resume.round + 1 if self.resume else 1
 
@@ -149,7 +149,7 @@ class Course:
     def _initialise(self, common: ClientInfo, arrays: ArrayRecord) -> None:
         anatomy, initial = common.anatomy, predicting.completed(arrays, self.training, common)
         self.half = self.row.server(self.options, anatomy)
-        self.guard = Guard(self.half, self.limits.robust)
+        self.limiter = Limiter(self.half, self.limits.robust)
         names = (anatomy.trainable, anatomy.buffers)
         params, buffers = ({name: initial[name] for name in sorted(some)} for some in names)
         clients = tuple(self.roster.training())
@@ -257,11 +257,11 @@ class Course:
 
     def _facts(self) -> RunFacts:
         known = (self.run, self.row, self.seed, self._used or self.training, self.options)
-        return RunFacts(*known, self.limits, self.roster, self.journal, self.guard)
+        return RunFacts(*known, self.limits, self.roster, self.journal, self.limiter)
 
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs beside states, in JSON types."""
-        return {**self.roster.memory(), **self.guard.memory()}
+        return {**self.roster.memory(), **self.limiter.memory()}
 
     def _training_round(self, round: int, config: ConfigRecord) -> Round:
         """Return the round with the clients that train in it. Settings of local training in

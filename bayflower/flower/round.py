@@ -22,7 +22,7 @@ from ..files.records import Views
 from ..maths.exact import Total
 from ..methods import Method
 from ..rounds.calibrated import Calibrated
-from ..rounds.robust import Guard, reported
+from ..rounds.robust import Limiter, reported
 from ..wire.protocol import request_header
 from . import bounds, continuing, records, replies
 from .calibrating import Calibrator
@@ -49,7 +49,7 @@ class RunFacts(NamedTuple):
     limits: Limits
     roster: Roster
     journal: Journal
-    guard: Guard
+    limiter: Limiter
 
 
 class Collected:
@@ -215,17 +215,17 @@ class Round:
         """Return the aggregate of the valid replies to training requests."""
         found, expected, half = Collected(), self.expected(), self.half
         held: dict[int, Any] = {}  # updates whose weight depends on the other clients' claims
-        guard, share = self.facts.guard, self.facts.limits.max_share
-        wait = (share < 1 and half.has_claims) or guard.holds
-        holds = guard.holds
+        limiter, share = self.facts.limiter, self.facts.limits.max_share
+        wait = (share < 1 and half.has_claims) or limiter.holds
+        holds = limiter.holds
         for reply in incoming:
             try:
                 client = replies.sender(reply, expected)
                 size = records.num_bytes(reply.content)  # `accept` removes the arrays
                 accepted = replies.accept(reply, client, expected, half, self.state, found.losses)
                 self.follow(reply, client)
-                if guard.on and not holds:
-                    update, factors = guard.alone(self.state, client, accepted.update)
+                if limiter.on and not holds:
+                    update, factors = limiter.alone(self.state, client, accepted.update)
                     self.outlier(client, factors)
                     accepted = accepted._replace(update=update)
                 count = 1 if accepted.update is None else int(accepted.update.num_examples)
@@ -250,15 +250,15 @@ class Round:
             del accepted, reply  # frees the memory before the next reply
         journal, roster = self.facts.journal, self.facts.roster
         if holds and held:
-            held, cuts = guard.together(self.state, held)
+            held, cuts = limiter.together(self.state, held)
             for client, factors in cuts.items():
                 self.outlier(client, factors)
             for client in sorted(set(cuts) - set(held)):
                 journal.fault(
                     f"round {self.number}, client {client}: left out of the sum: its update is "
-                    f"too far from the others' (robust={guard.how})"
+                    f"too far from the others' (robust={limiter.how})"
                 )
-        guard.close()
+        limiter.close()
         if share < 1 and half.has_claims:
             held = bounds.moderate(half, self.state, held, share, roster.moderated, journal)
         for client, update in held.items():
@@ -276,10 +276,10 @@ class Round:
 
     def outlier(self, client: int, factors: Mapping[str, float]) -> None:
         """Report a client whose update was far beyond its limits, or is left out; each once."""
-        told, gate = self.facts.roster.outliers, self.facts.guard.gate
+        told, gate = self.facts.roster.outliers, self.facts.limiter.gate
         texts = {
             "far": reported(client, factors),
-            "out": gate.why(client) if gate is not None and client in gate.out else None,
+            "out": gate.why(client) if gate is not None else None,
         }
         for what, text in texts.items():
             if text is not None and (client, what) not in told:

@@ -21,7 +21,7 @@ from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
 from ..rounds import prints, schedule, solo
 from ..rounds.calibrated import Calibrated, One
 from ..rounds.halves import Halves
-from ..rounds.robust import Guard
+from ..rounds.robust import Limiter
 from ..tree import to, unflatten
 from . import secure, traffic
 from .bank import DeviceBank, DiskBank
@@ -95,7 +95,7 @@ class FusedRun:
         self.everyone = tuple(sorted(self.engine.stack.clients))
         self.state: Any = to(self.server.init(*halves.initial, self.everyone), self.device)
         self.name, self.first = uuid.uuid4().hex, 1
-        self.guard = Guard(halves.server, run.limits.robust)
+        self.limiter = Limiter(halves.server, run.limits.robust)
         self.records: list[RoundRecord] = []
         self.faults: list[str] = []
         self.prints: dict[str, Any] = {}  # of the clients' data
@@ -109,7 +109,7 @@ class FusedRun:
         self.faults = [*resume.faults, *prints.changed(self.federation, resume.data)]
         self.state = to(server_state(resume, self.server.state_type), self.device)
         self.name, self.first, self.records = resume.run, resume.round + 1, resume.records
-        self.guard.remember(resume.roster)
+        self.limiter.remember(resume.roster)
         if isinstance(self.engine.bank, DeviceBank) and resume.clients:
             kind = self.halves.client.state_type
             self.engine.bank.load(
@@ -145,7 +145,7 @@ class FusedRun:
             tuple(self.faults),
             remarks=(
                 *(text for text in (why, secure.REMARK if self.run.privacy.on else "") if text),
-                *self.guard.notes(),
+                *self.limiter.notes(),
             ),
             usage=self.meter.report(),
             calibrated=found,
@@ -181,7 +181,7 @@ class FusedRun:
                 updates, chunk_losses = self.engine.train(chunk, message, round)
             # exact sums if trained one by one: then results equal the loop engine's bit for bit
             totals = totals or totals_for(
-                self.run, self.halves, not self.engine.one_by_one_because, sizes, self.guard
+                self.run, self.halves, not self.engine.one_by_one_because, sizes, self.limiter
             )
             last = chunk is chunks[-1]
             if last and round < self.settings.rounds:
@@ -272,6 +272,6 @@ class FusedRun:
         decided = replace(self.run, settings=settings)
         states = dict(self.engine.bank.states())
         self.prints = self.prints or prints.of(self.federation)
-        known = (self.records, self.faults, self.guard.memory(), self.prints)
+        known = (self.records, self.faults, self.limiter.memory(), self.prints)
         write(self.out, make(decided, self.name, round, self.state, states, *known))
         self.engine.bank.tidy()

@@ -18,7 +18,7 @@ from ..maths.exact import Total
 from ..maths.window import Window, agree, decode, encode
 from ..recipes.secrecy import Privacy
 from ..rounds.halves import Halves
-from ..rounds.robust import Guard
+from ..rounds.robust import Limiter
 from ..tree import take, to
 from .totals import Totals
 
@@ -34,9 +34,9 @@ class SecureTotals(Totals):
     """The sum of a round's statistics in a window of integers modulo 2^64."""
 
     def __init__(
-        self, halves: Halves, privacy: Privacy, sizes: Mapping[int, int], guard: Guard
+        self, halves: Halves, privacy: Privacy, sizes: Mapping[int, int], limiter: Limiter
     ) -> None:
-        super().__init__(halves, False, guard)
+        super().__init__(halves, False, limiter)
         self.privacy, self.sizes = privacy, sizes
         self.window: Window | None = None
         self.sum = torch.zeros(0, dtype=torch.int64)
@@ -68,12 +68,12 @@ class SecureTotals(Totals):
 
 
 def totals_for(
-    run: Run, halves: Halves, fast: bool, sizes: Mapping[int, int], guard: Guard
+    run: Run, halves: Halves, fast: bool, sizes: Mapping[int, int], limiter: Limiter
 ) -> Totals:
     """Return what adds the statistics of a round; `sizes` are its clients' samples."""
     if run.privacy.on:
-        return SecureTotals(halves, run.privacy, sizes, guard)
-    return Totals(halves, fast, guard)
+        return SecureTotals(halves, run.privacy, sizes, limiter)
+    return Totals(halves, fast, limiter)
 
 
 def masked_size(form: Mapping[str, Tensor | Any], limbs: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..contract import Sum
 from ..maths.exact import Total
 from ..rounds.halves import Halves
-from ..rounds.robust import HOLDING, Guard, Measured
+from ..rounds.robust import HOLDING, Limiter, Measured
 from ..tree import map_tree, take, to
 
 
@@ -36,14 +36,14 @@ def stacked_updates(updates: list[Any]) -> Any:
 
 class Totals:
     """The sum of a round's statistics: by the method's fast sum if `fast` and it has one, else
-    exactly, client by client. `guard` limits what is added; where updates must wait for each other,
-    they are added when the last are there.
+    exactly, client by client. `limiter` limits what is added; where updates must wait for each
+    other, they are added when the last are there.
     """
 
-    def __init__(self, halves: Halves, fast: bool, guard: Guard) -> None:
-        self.server, self.client, self.guard = halves.server, halves.client, guard
-        self.wanted = fast and guard.how not in HOLDING
-        self.holds = guard.holds
+    def __init__(self, halves: Halves, fast: bool, limiter: Limiter) -> None:
+        self.server, self.client, self.limiter = halves.server, halves.client, limiter
+        self.wanted = fast and limiter.how not in HOLDING
+        self.holds = limiter.holds
         self.fast: dict[str, Tensor] = {}
         self.exact = Total()
         self.held: list[tuple[Any, list[int], Any]] = []
@@ -54,8 +54,8 @@ class Totals:
             self.held.append((state, chunk, map_tree(torch.clone, updates)))
         elif not (self.wanted and self._add_fast(state, chunk, updates)):
             for client, update in self._apart(state, chunk, updates):
-                if self.guard.on:
-                    update = self.guard.alone(to(state, "cpu"), client, update)[0]
+                if self.limiter.on:
+                    update = self.limiter.alone(to(state, "cpu"), client, update)[0]
                 if update is not None:
                     self._add_one(to(state, "cpu"), client, update)
 
@@ -63,15 +63,15 @@ class Totals:
         self, state: Any, chunk: list[int], updates: Any, seen: Measured | None = None
     ) -> bool:
         """Add the method's fast sum; return whether it has one."""
-        server, guard = self.server, self.guard
-        if guard.on:
+        server, limiter = self.server, self.limiter
+        if limiter.on:
             claims = server.stacked_claims(state, updates)
-            seen = seen or guard.see(state, chunk, updates, claims)
-            updates = guard.limit(seen).updates
-            factors = guard.claimed({name: seen.sizes[name] for name in claims})
+            seen = seen or limiter.see(state, chunk, updates, claims)
+            updates = limiter.limit(seen).updates
+            factors = limiter.claimed({name: seen.sizes[name] for name in claims})
             if factors:
                 updates = server.stacked_reduced(state, updates, factors)
-            kept = [place for place, client in enumerate(chunk) if not guard.drops(client)]
+            kept = [place for place, client in enumerate(chunk) if not limiter.drops(client)]
             if not kept:
                 return True
             if len(kept) < len(chunk):
@@ -80,7 +80,7 @@ class Totals:
         part = server.total(state, tuple(chunk), updates)
         if part is None:
             self.wanted = False
-            guard.undo()
+            limiter.undo()
             return False
         for name, value in part.items():
             self.fast[name] = self.fast[name] + value if name in self.fast else value
@@ -100,28 +100,28 @@ class Totals:
 
     def _release(self) -> None:
         """Add the updates that waited for each other."""
-        guard, server = self.guard, self.server
+        limiter, server = self.limiter, self.server
         fast = self.wanted and all(
             server.total(state, tuple(chunk), updates) is not None
             for state, chunk, updates in self.held[:1]
         )
         if fast:
             seen = [
-                guard.see(state, chunk, updates, server.stacked_claims(state, updates))
+                limiter.see(state, chunk, updates, server.stacked_claims(state, updates))
                 for state, chunk, updates in self.held
             ]
-            guard.limits = guard.found()
+            limiter.limits = limiter.found()
             for (state, chunk, updates), own in zip(self.held, seen, strict=True):
                 self._add_fast(state, chunk, updates, own)
             return
         everyone = {client: update for one in self.held for client, update in self._apart(*one)}
         home = to(self.held[0][0], "cpu")
-        for client, update in guard.together(home, everyone)[0].items():
+        for client, update in limiter.together(home, everyone)[0].items():
             self._add_one(home, client, update)
 
     def value(self, device: torch.device) -> Sum:
         """Return the sum, on the device."""
         if self.held:
             self._release()
-        self.guard.close()
+        self.limiter.close()
         return self.fast or {name: value.to(device) for name, value in self.exact.value().items()}

@@ -1,25 +1,37 @@
-"""Clients whose changes oppose those of the others, round after round.
+"""Clients whose changes oppose those of the others, and clients that turn against their own past.
 
 A change with its sign turned round has the size of an honest one, so no limit on sizes sees it. Its
 direction tells it: the others pull the model back, and the cosine between its change and the sum of
 theirs is far below zero. Honest clients with rare data are sometimes below zero, too. So a client
 is left out only if the mean of its last rounds is far below zero and far below that of most
-clients.
+clients. After more rounds less is enough, if most clients are near each other.
 
-    u_k   the client's change, of length 1
-    a_k   cos(u_k, Σ_{j≠k} u_j), over the clients that count
-    left out if mean of the last LAST a_k  <  min(AGAINST, median over clients − APART)
-    counts again if that mean  >  min(AGAIN, median over clients − APART)
+    u_k     the client's change, of length 1
+    a_k     mean over the last LAST rounds of cos(u_k, Σ_{j≠k} u_j), over the clients that count
+    m, s    median of the a_k, and median of |a_k − m|
+    left out if   a_k < AGAINST and m − a_k > APART                       after LEAST rounds
+    or if         a_k < BELOW and m − a_k > max(NEAR, TIMES s)            after LATER rounds
+    counts again if a_k > min(AGAIN, m − BACK)
+
+A client pulls the model towards its own optimum, so that its changes resemble those that it sent
+before. One that suddenly sends the opposite is left out of that round, before anything is added:
+
+    p_k   its changes so far, p ← (1 − MEMORY) p + MEMORY u
+    b_k   cos(u_k, p_k)
+    left out if b_k < TURNED, and the mean of the last LAST b_k before is above STEADY
+
+If it goes on, the new direction becomes its past, and the rule above judges it.
 
 The server does not keep changes. It keeps a sketch of each, SIZE numbers: entry i is added to place
 i mod SIZE with a random sign, so that products of sketches are those of changes but for an error of
-1/√SIZE. One round's sketches are all that a round needs.
+1/√SIZE. One round's sketches are all that a round needs; of a client's past, OWN bytes are kept.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median_low
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -28,12 +40,16 @@ from torch import Tensor
 from .parts import TINY, Part, change
 
 SIZE = 1024
-LAST = 5  # rounds of a client that count
+OWN = 256
+LAST = 8  # rounds of a client that count
 LEAST = 3  # rounds of a client before it is judged
 MANY = 5  # fewer clients than this say nothing of what most do
-AGAINST = -0.3
-APART = 0.4
-AGAIN = -0.15  # a client that was left out counts again above this
+AGAINST, APART = -0.3, 0.4
+LATER, BELOW, NEAR, TIMES = 5, -0.15, 0.3, 5.0
+AGAIN, BACK = -0.1, 0.25
+MEMORY = 0.3
+TURNED = -0.15
+STEADY = 0.2
 
 
 class Gate:
@@ -44,17 +60,34 @@ class Gate:
         self.now: dict[int, Tensor] = {}  # by client: the sketch of this round's change
         self.out: dict[int, float] = {}  # by client that is left out: its mean cosine
         self.middle = 0.0  # median of the clients' mean cosines
+        self.own: dict[int, Tensor] = {}  # by client: its changes so far, int8
+        self.steady: dict[int, list[float]] = {}  # by client: cosines with its own past
+        self.turned: dict[int, float] = {}  # by client of this round that turned: its cosine
         self.signs: dict[tuple[int, torch.device], Tensor] = {}  # by number of entries
 
     def see(self, clients: Sequence[int], parts: Sequence[Part]) -> None:
-        """Note the directions of stacked changes."""
+        """Note the directions of stacked changes, and who turned against its own past."""
         chosen = [part for part in parts if part.kind == "model" and not part.name.endswith(")")]
+        models = bool(chosen)
         chosen = chosen or [part for part in parts if part.rule == "step"]
         if not chosen:
             return
         whole = torch.stack([self.sketch(part) for part in chosen]).sum(0).cpu()
         unit = whole / whole.norm(dim=1, keepdim=True).clamp(min=TINY)
         self.now.update(zip(clients, unit.unbind(), strict=True))
+        for client in clients if models else ():
+            agreed, known = self.itself(client), self.steady.get(client, [])
+            if agreed is None or len(known) < LEAST:
+                continue
+            if agreed < TURNED and fmean(known) > STEADY:
+                self.turned[client] = agreed
+
+    def itself(self, client: int) -> float | None:
+        """Return the cosine of this round's change with the client's past; None without a past."""
+        if client not in self.own:
+            return None
+        past, now = self.own[client].double(), short(self.now[client])
+        return float(past @ now / (past.norm() * now.norm()).clamp(min=TINY))
 
     def sketch(self, part: Part) -> Tensor:
         """Return SIZE numbers of each client's change."""
@@ -78,28 +111,55 @@ class Gate:
     def close(self) -> None:
         """End a round: compare the changes, and say who is left out of the next one."""
         if len(self.now) >= MANY:
-            counted = [one for client, one in self.now.items() if client not in self.out]
+            gone = {*self.out, *self.turned}
+            counted = [one for client, one in self.now.items() if client not in gone]
             total = torch.stack(counted).sum(0) if counted else torch.zeros(SIZE)
             for client, unit in self.now.items():
-                others = total if client in self.out else total - unit
+                others = total if client in gone else total - unit
                 agreed = float(unit @ others / others.norm().clamp(min=TINY))
                 self.past[client] = [*self.past.get(client, []), agreed][-LAST:]
-        self.now = {}
+            for client, unit in self.now.items():
+                agreed_own = self.itself(client)
+                if agreed_own is not None:
+                    self.steady[client] = [*self.steady.get(client, []), agreed_own][-LAST:]
+                self.own[client] = mixed(self.own.get(client), short(unit))
+        self.undo()
         self.judge()
+
+    def undo(self) -> None:
+        """Forget what was seen in this round."""
+        self.now, self.turned = {}, {}
 
     def judge(self) -> None:
         """Decide who is left out."""
-        means = {c: fmean(values) for c, values in self.past.items() if len(values) >= LEAST}
-        self.middle = median_low(means.values()) if means else 0.0
-        apart = self.middle - APART
-        self.out = {
-            client: mean
-            for client, mean in means.items()
-            if len(means) >= MANY and mean < min(AGAIN if client in self.out else AGAINST, apart)
-        }
+        known = {c: values for c, values in self.past.items() if len(values) >= LEAST}
+        means = {client: fmean(values) for client, values in known.items()}
+        if len(means) < MANY:
+            self.out = {}
+            return
+        self.middle = middle = median(means.values())
+        spread = median(abs(mean - middle) for mean in means.values())
 
-    def why(self, client: int) -> str:
-        """Return a line on a client that is left out."""
+        def opposes(client: int, mean: float) -> bool:
+            below = middle - mean
+            if client in self.out:
+                return mean < AGAIN and below > BACK
+            if mean < AGAINST and below > APART:
+                return True
+            later = len(known[client]) >= LATER
+            return later and mean < BELOW and below > max(NEAR, TIMES * spread)
+
+        self.out = {client: mean for client, mean in means.items() if opposes(client, mean)}
+
+    def why(self, client: int) -> str | None:
+        """Return a line on a client that is left out, None if it is not."""
+        if client in self.turned:
+            return (
+                f"client {client}: its change is the opposite of those that it sent before "
+                f"(cosine {self.turned[client]:.2f}); left out of this round (robust)"
+            )
+        if client not in self.out:
+            return None
         return (
             f"client {client}: its changes oppose those of the others (mean cosine "
             f"{self.out[client]:.2f}, of most clients {self.middle:.2f}); left out of the sum "
@@ -108,11 +168,40 @@ class Gate:
 
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs, in JSON types."""
-        past = {str(client): values for client, values in sorted(self.past.items())}
-        return {"past": past, "out": sorted(self.out)}
+        own = {
+            str(client): base64.b64encode(bytes(one.view(torch.uint8).tolist())).decode()
+            for client, one in sorted(self.own.items())
+        }
+        return {
+            "past": {str(client): values for client, values in sorted(self.past.items())},
+            "steady": {str(client): values for client, values in sorted(self.steady.items())},
+            "own": own,
+            "out": sorted(self.out),
+        }
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Go on from what `memory` returned."""
         self.past = {int(client): list(values) for client, values in memory.get("past", {}).items()}
+        self.steady = {int(c): list(values) for c, values in memory.get("steady", {}).items()}
+        self.own = {
+            int(client): torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8).view(
+                torch.int8
+            )
+            for client, text in memory.get("own", {}).items()
+        }
         self.out = dict.fromkeys(memory.get("out", []), 0.0)
         self.judge()
+
+
+def short(sketch: Tensor) -> Tensor:
+    """Return OWN numbers of a sketch: a sketch of the same change."""
+    return sketch.reshape(-1, OWN).sum(0)
+
+
+def mixed(past: Tensor | None, now: Tensor) -> Tensor:
+    """Return a client's past with this round's change, in one byte a number."""
+    now = now / now.norm().clamp(min=TINY)
+    if past is not None:
+        before = past.double()
+        now = MEMORY * now + (1 - MEMORY) * before / before.norm().clamp(min=TINY)
+    return (now * 127 / now.abs().max().clamp(min=TINY)).round().to(torch.int8)

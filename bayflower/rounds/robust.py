@@ -30,7 +30,7 @@ from torch import Tensor
 from ..contract import ServerHalf
 from ..errors import WireError
 from ..tree import Tensors, map_tree, take
-from .gate import Gate
+from .gate import MANY, Gate
 from .order import ordered
 from .parts import LEVEL, TINY, Limited, Part, limited, parts_of, size_of, usual
 
@@ -41,6 +41,7 @@ FAR_CLAIM = 1e5  # so far beyond for claims: those of honest clients differ by a
 ROBUST = "robust"  # the key of the limits in a checkpoint
 GATE = "gate"
 HOLDING = ("median", "trimmed", "krum")
+LEAPS = ("model", "slope", "factor")  # far beyond their limits the whole update is left out
 
 
 class Measured(NamedTuple):
@@ -52,7 +53,7 @@ class Measured(NamedTuple):
     sizes: Tensors
 
 
-class Guard:
+class Limiter:
     """The limits of a run: what is usual in its last rounds."""
 
     def __init__(self, half: ServerHalf, how: str) -> None:
@@ -62,6 +63,7 @@ class Guard:
         self.factors: dict[str, float] = {}  # by name: how far above the median a limit is
         self.limits: Tensors = {}
         self.gate = Gate() if how == GATE else None
+        self.far: dict[int, float] = {}  # by client of this round: how far beyond its limit it is
 
     @property
     def on(self) -> bool:
@@ -75,7 +77,10 @@ class Guard:
 
     def out(self, client: int) -> bool:
         """Return whether a client is left out of this round's sum."""
-        return self.gate is not None and client in self.gate.out
+        gate = self.gate
+        return client in self.far or (
+            gate is not None and (client in gate.out or client in gate.turned)
+        )
 
     @property
     def mutes(self) -> bool:
@@ -107,6 +112,8 @@ class Guard:
         cannot be dropped, changes nothing and counts for one sample.
         """
         limits = self.limits
+        if self.gate is not None:
+            self.far |= leaps(seen, limits) if self.many else {}
         if self.mutes and any(map(self.out, seen.clients)):
             out = torch.tensor([self.out(client) for client in seen.clients])
             steps = [part.name for part in seen.parts if part.rule == "step"]
@@ -116,6 +123,12 @@ class Guard:
                 for name, most in limits.items()
             }
         return limited(seen.parts, seen.updates, seen.sizes, limits, not self.past)
+
+    @property
+    def many(self) -> bool:
+        """Return whether enough clients were seen to say who is far from most."""
+        name = "num_examples"
+        return sum(map(len, (*self.past.get(name, []), *self.now.get(name, [])))) >= MANY
 
     def claimed(self, sizes: Mapping[str, Tensor]) -> Tensors:
         """Return the factors of claims, by name."""
@@ -200,7 +213,7 @@ class Guard:
             if name in self.now:
                 rounds.append(joined(self.now[name]))
             self.past[name] = rounds[-ROUNDS:]
-        self.now = {}
+        self.now, self.far = {}, {}
         self.limits = self.found()
         if self.gate is not None:
             self.gate.close()
@@ -208,13 +221,15 @@ class Guard:
     def notes(self) -> tuple[str, ...]:
         """Return a line on each client that is left out after the last round."""
         gate = self.gate
-        return tuple(gate.why(client) for client in sorted(gate.out)) if gate is not None else ()
+        lines = [gate.why(client) for client in sorted(gate.out)] if gate is not None else []
+        return tuple(line for line in lines if line)
 
     def undo(self) -> None:
         """Forget what was seen in this round."""
         self.now = {}
         if self.gate is not None:
-            self.gate.now = {}
+            self.gate.undo()
+        self.far = {}
 
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs, in JSON types; {} before the first round."""
@@ -239,6 +254,24 @@ class Guard:
 
 
 Outliers = dict[int, dict[str, float]]
+
+
+def leaps(seen: Measured, limits: Tensors) -> dict[int, float]:
+    """Return the clients whose change is FAR times beyond its limit, and how many times. A client
+    with more samples than most trains for longer, and may go farther in the same proportion.
+    """
+    sizes = seen.sizes
+    names = [part.name for part in seen.parts if part.kind in LEAPS and part.name in limits]
+    if not names:
+        return {}
+    number, count = sizes["num_examples"], limits["num_examples"]
+    longer = (number * LEVEL / count.to(number.device)).clamp(min=1.0)
+    times = torch.stack(
+        [sizes[name] / limits[name].to(number.device).clamp(min=TINY) / longer for name in names]
+    ).amax(0)
+    return {
+        client: far for client, far in zip(seen.clients, times.tolist(), strict=True) if far > FAR
+    }
 
 
 def limit_of(name: str, values: Tensor, factor: float, claims: Sequence[Tensor]) -> Tensor:

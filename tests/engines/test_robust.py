@@ -4,6 +4,8 @@ engine. Oracles are written with numpy, one client after another.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from bayflower.reproduce.cache import engine_values
 from bayflower.rounds import gate, order, parts, robust
 from bayflower.rounds.gate import Gate
 from bayflower.rounds.parts import CARRIED, LEVEL, STEP, Part, limited, parts_of, size_of
-from bayflower.rounds.robust import Guard
+from bayflower.rounds.robust import Limiter
 from bayflower.strategies import fedavg, fedbps, fedla, pvi, scaffold
 from bayflower.tree import flatten, map_tree, stack
 
@@ -49,7 +51,7 @@ def made(rng, number: int):
 def test_the_first_round_is_limited_by_its_own_median_and_the_next_by_those_before():
     """Oracle: numpy's norms; the median of seven is a client's own."""
     rng = np.random.default_rng(0)
-    guard, old = Guard(server(), "clip"), []
+    limiter, old = Limiter(server(), "clip"), []
     for _ in range(robust.ROUNDS + 2):
         state, updates = made(rng, 7)
         updates[3] = updates[3]._replace(
@@ -58,12 +60,12 @@ def test_the_first_round_is_limited_by_its_own_median_and_the_next_by_those_befo
         sent = state.params["w"].numpy()
         norms = [np.linalg.norm(one.params["w"].numpy() - sent) for one in updates.values()]
         counts = [int(one.num_examples) for one in updates.values()]
-        if guard.holds:
+        if limiter.holds:
             assert not old
-            found, cuts = guard.together(state, updates)
+            found, cuts = limiter.together(state, updates)
             seen = [(norms, counts)]
         else:
-            both = {c: guard.alone(state, c, one) for c, one in updates.items()}
+            both = {c: limiter.alone(state, c, one) for c, one in updates.items()}
             found = {client: one[0] for client, one in both.items()}
             cuts = {client: one[1] for client, one in both.items()}
             seen = old[-robust.ROUNDS :]
@@ -80,31 +82,31 @@ def test_the_first_round_is_limited_by_its_own_median_and_the_next_by_those_befo
             assert int(found[client].num_examples) == min(counts[client], number)
         assert "params by" in robust.reported(3, cuts[3])
         assert robust.reported(0, cuts[0]) is None
-        guard.close()
+        limiter.close()
         old.append((norms, counts))
 
 
 def test_certainties_are_limited_by_their_sum_and_by_what_was_sent():
     """FedLA: a weight with 1e4 times the others' precision counts LEVEL times what was sent."""
-    half, guard = server(fedla), Guard(server(fedla), "clip")
+    half, limiter = server(fedla), Limiter(server(fedla), "clip")
     assert half.update_fields["precision"] == "precision"
     state = fedla.State({"w": torch.zeros(4)}, {}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
     number = torch.tensor(10)
     one = fedla.Update(number, {"w": torch.ones(4)}, {}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
     lie = one._replace(precision={"w": torch.tensor([1e4, 2.0, 3.0, 4.0])})
-    guard.together(state, {0: one, 1: one, 2: one, 3: one})
-    guard.close()
-    got, factors = guard.alone(state, 0, lie)
+    limiter.together(state, {0: one, 1: one, 2: one, 3: one})
+    limiter.close()
+    got, factors = limiter.alone(state, 0, lie)
     assert float(got.precision["w"].sum()) <= LEVEL * 10 + 1e-6
     assert float(got.precision["w"][0]) <= LEVEL * 1.0
     assert factors["precision"] == pytest.approx(LEVEL * 10 / float(lie.precision["w"].sum()))
-    assert torch.equal(guard.alone(state, 1, one)[0].precision["w"], one.precision["w"])
+    assert torch.equal(limiter.alone(state, 1, one)[0].precision["w"], one.precision["w"])
 
 
 def test_a_stack_is_limited_as_its_clients_are_one_by_one():
     rng = np.random.default_rng(1)
     state, updates = made(rng, 6)
-    one, many = Guard(server(), "clip"), Guard(server(), "clip")
+    one, many = Limiter(server(), "clip"), Limiter(server(), "clip")
     alone, _ = one.together(state, updates)
     stacked = stack(list(updates.values()))
     seen = many.see(state, list(updates), stacked, {})
@@ -137,17 +139,17 @@ def test_median_trimmed_and_krum():
 def test_limits_are_remembered():
     rng = np.random.default_rng(3)
     state, updates = made(rng, 5)
-    guard = Guard(server(), "gate")
-    guard.together(state, updates)
-    guard.close()
-    again = Guard(server(), "gate")
-    again.remember(guard.memory())
+    limiter = Limiter(server(), "gate")
+    limiter.together(state, updates)
+    limiter.close()
+    again = Limiter(server(), "gate")
+    again.remember(limiter.memory())
     assert {k: float(v) for k, v in again.limits.items()} == {
-        k: float(v) for k, v in guard.limits.items()
+        k: float(v) for k, v in limiter.limits.items()
     }
     assert not again.holds
     assert len(again.gate.past) == 5
-    assert again.gate.past == guard.gate.past
+    assert again.gate.past == limiter.gate.past
 
 
 def opposed(rng, clients: int, liars: int, rounds: int, size: int = 5000) -> Gate:
@@ -184,23 +186,81 @@ def test_clients_that_oppose_the_others_are_left_out_and_come_back():
     assert not found.out
 
 
+def test_a_client_that_turns_against_its_own_past_is_left_out_at_once():
+    """Oracle: whole vectors. One that never was steady is not judged; the past survives a file."""
+    rng = np.random.default_rng(8)
+    size, clients = 5000, 6
+    own, found = rng.normal(size=(clients, size)), Gate()
+    past: dict[int, np.ndarray] = {}
+    for round in range(7):
+        change = own + 0.8 * rng.normal(size=(clients, size))
+        change[5] = rng.normal(size=size)  # no direction of its own
+        if round == 6:
+            change[[2, 5]] *= -1
+            change[5] = -past[5]
+        found.see(
+            range(clients), [Part("params", "params", "model", {"w": torch.tensor(change)}, {})]
+        )
+        for c in range(clients):
+            unit = change[c] / np.linalg.norm(change[c])
+            if c in past:
+                want = unit @ past[c] / np.linalg.norm(past[c])
+                assert abs(found.itself(c) - want) < 5 / np.sqrt(gate.OWN)
+            before = past.get(c, unit) / np.linalg.norm(past.get(c, unit))
+            past[c] = gate.MEMORY * unit + (1 - gate.MEMORY) * before
+        assert set(found.turned) == ({2} if round == 6 else set())
+        if round == 6:
+            assert "client 2: its change is the opposite" in found.why(2)
+        found.close()
+        assert not found.turned
+        again = Gate()
+        again.remember(json.loads(json.dumps(found.memory())))
+        assert all(torch.equal(again.own[c], found.own[c]) for c in range(clients))
+        found = again
+
+
+def test_a_leap_is_left_out_unless_the_client_trains_for_longer():
+    """FAR times its limit: not used at all. Ten times the samples allow ten times the way."""
+    rng = np.random.default_rng(9)
+    state, updates = made(rng, 7)
+    sent = state.params["w"]
+
+    def farther(one, times, number):
+        away = sent + (one.params["w"] - sent) * times
+        return one._replace(params={"w": away}, num_examples=torch.tensor(number))
+
+    updates = {c: farther(one, 1.0, 15) for c, one in updates.items()}
+    updates[1] = farther(updates[1], 60.0, 15)
+    updates[2] = farther(updates[2], 60.0, 150)
+    updates[3] = farther(updates[3], 3.0, 15)
+    for how, kept in (("gate", {0, 2, 3, 4, 5, 6}), ("clip", {0, 1, 2, 3, 4, 5, 6})):
+        limiter = Limiter(server(), how)
+        assert set(limiter.together(state, updates)[0]) == kept
+        limiter.close()
+        assert not limiter.out(1)
+        for client, one in updates.items():
+            assert (limiter.alone(state, client, one)[0] is not None) == (client in kept)
+    few = Limiter(server(), "gate")  # of four clients nobody is left out
+    assert set(few.together(state, {c: updates[c] for c in range(4)})[0]) == {0, 1, 2, 3}
+
+
 def test_a_client_that_is_left_out_changes_nothing():
     """Dropped, or where its changes are counted on both sides (PVI), without effect."""
     rng = np.random.default_rng(6)
     state, updates = made(rng, 6)
-    guard = Guard(server(), "gate")
-    guard.together(state, updates)
-    guard.close()
-    guard.gate.out = {2: -0.9}
-    assert guard.alone(state, 2, updates[2])[0] is None
-    assert guard.alone(state, 3, updates[3])[0] is not None
+    limiter = Limiter(server(), "gate")
+    limiter.together(state, updates)
+    limiter.close()
+    limiter.gate.out = {2: -0.9}
+    assert limiter.alone(state, 2, updates[2])[0] is None
+    assert limiter.alone(state, 3, updates[3])[0] is not None
     half = server(pvi)
     like = {"w": torch.ones(3)}
     many = [
         pvi.Update(torch.tensor(9), {}, {"w": torch.ones(3) * (c + 1)}, like, torch.tensor(1))
         for c in range(5)
     ]
-    held = Guard(half, "gate")
+    held = Limiter(half, "gate")
     other = pvi.State(like, {}, like, like, {}, *[torch.tensor(0)] * 3)
     held.together(other, dict(enumerate(many)))
     held.close()
@@ -237,8 +297,8 @@ def test_too_few_clients_limit_nobody():
     """Of two clients neither is a majority: their updates stay as they are, bit for bit."""
     rng = np.random.default_rng(4)
     state, updates = made(rng, 2)
-    guard = Guard(server(), "clip")
-    found, _ = guard.together(state, updates)
+    limiter = Limiter(server(), "clip")
+    found, _ = limiter.together(state, updates)
     assert all(torch.equal(found[c].params["w"], updates[c].params["w"]) for c in updates)
 
 
