@@ -21,6 +21,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ DIGITS = {
     "device": "cpu",
 }
 HONEST = {  # federations without an attacker
-    "digits, Dir(0.1)": {**DIGITS, "partition": "dirichlet", "beta": 0.1},
+    "digits, Dir(0.1)": {**DIGITS, "partition": "dirichlet", "beta": 0.1, "keep": 1.0},
     "heart": {
         **DIGITS,
         "dataset": "heart",
@@ -59,6 +60,15 @@ HONEST = {  # federations without an attacker
         "num_clients": 4,
         "keep": 1.0,
         "partition": "natural",
+    },
+    "Fashion-MNIST, Dir(0.1)": {
+        **DIGITS,
+        "dataset": "fmnist",
+        "data_dir": os.environ.get("BAYFLOWER_DATA", "data"),
+        "partition": "dirichlet",
+        "beta": 0.1,
+        "keep": 0.03,
+        "model": "mlp",
     },
 }
 SEEDS = 5
@@ -260,18 +270,24 @@ def table(
     return found
 
 
-def cost(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what `gate` costs honest clients: accuracy without and with it."""
+def cost(names: Sequence[str], datas: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what `gate` costs honest clients: accuracy without and with it, and the standard error
+    of the difference over seeds.
+    """
     found = []
-    for data in HONEST:
+    for data in datas:
         for method in names:
             row: dict[str, Any] = {"method": method, "data": data}
-            for rule in ("off", "gate"):
-                seeds = [
+            seeds = {
+                rule: [
                     Measured(method, rule, 0, {**HONEST[data], "seed": seed}).clean
                     for seed in range(SEEDS)
                 ]
-                row[rule] = sum(seeds) / SEEDS
+                for rule in ("off", "gate")
+            }
+            row |= {rule: fmean(values) for rule, values in seeds.items()}
+            apart = [new - old for old, new in zip(seeds["off"], seeds["gate"], strict=True)]
+            row |= {"error": stdev(apart) / math.sqrt(SEEDS), "seeds": SEEDS}
             found.append(row)
             print(json.dumps(row), flush=True)
     return found
@@ -285,13 +301,14 @@ def main() -> None:
     parser.add_argument("--rules", default="off,gate")
     parser.add_argument("--every", default=",".join((*ATTACKS, ABSENT)), help="in every round")
     parser.add_argument("--cost", action="store_true", help="what honest federations pay")
+    parser.add_argument("--data", default=";".join(HONEST), help="of --cost, with ; between")
     parser.add_argument("--out", default="", help="JSON lines [printed only]")
     given = parser.parse_args()
     shared = sorted(name for name in METHODS if not METHODS[name].server.shares_nothing)
     names = given.methods.split(",") if given.methods else shared
     bads = [int(one) for one in given.bad.split(",")]
     rules, every = given.rules.split(","), given.every.split(",")
-    rows = cost(names) if given.cost else table(names, bads, rules, every)
+    rows = cost(names, given.data.split(";")) if given.cost else table(names, bads, rules, every)
     if given.out:
         Path(given.out).write_text("\n".join(json.dumps(row) for row in rows) + "\n")
 

@@ -26,6 +26,7 @@ from ..files.store import DiskStore, Saved, Store
 from ..networks.model import Model
 from ..rounds import solo
 from ..rounds.ownnoise import client_half
+from ..rounds.unseen import kept
 from ..tree import Tensors, digest, flatten, to, unflatten
 from ..wire.continuity import Thread
 from ..wire.hello import facts_of, is_whole, to_header
@@ -185,6 +186,8 @@ def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trai
     """Save the client's state and return the reply to a round."""
     numbers = reply_numbers(len(site.data.train.y), trained.loss)
     if "session" in head:
+        other = masking.server_half(begun.half, head)
+        trained = trained._replace(update=kept(other, begun.broadcast, trained.update, head))
         update = masking.masked(begun.half, begun.broadcast, head, site, trained)
         numbers = {records.NUM_EXAMPLES: numbers[records.NUM_EXAMPLES]}
     else:

@@ -149,7 +149,7 @@ class Course:
     def _initialise(self, common: ClientInfo, arrays: ArrayRecord) -> None:
         anatomy, initial = common.anatomy, predicting.completed(arrays, self.training, common)
         self.half = self.row.server(self.options, anatomy)
-        self.limiter = Limiter(self.half, self.limits.robust)
+        self.limiter = Limiter(self.half, self.limits.robust, self.summing is not None)
         names = (anatomy.trainable, anatomy.buffers)
         params, buffers = ({name: initial[name] for name in sorted(some)} for some in names)
         clients = tuple(self.roster.training())
@@ -167,8 +167,7 @@ class Course:
         """Aggregate the valid replies and update the server's state; return the round's metrics,
         None without a valid reply.
         """
-        half, asked = self._half(), self._now()
-        keeps = self.train_metrics_aggr_fn is not None
+        half, asked, keeps = self._half(), self._now(), self.train_metrics_aggr_fn is not None
         found = (self.summing or Plain()).collect(asked, incoming, keeps)
         losses = found.losses
         if found.tested and self.records:
@@ -178,7 +177,8 @@ class Course:
             self._require(server_round, len(losses))
         self.teller.received("aggregate_train", len(losses), len(asks))
         if losses:
-            self.state = half.finalise(self.state, found.total.value())
+            new = half.finalise(self.state, found.total.value())
+            self.state = self.limiter.accepted(asked.number, self.state, new, self.journal.fault)
         unheard = asked.left_out(found)
         heard = sorted(set(asked.sent) - unheard)
         left = self.roster.settle(server_round, heard, losses, found.answered)

@@ -115,6 +115,7 @@ class Round:
                 instructions=instructions,
             )
             head |= {**roster.notices(client), **self.further}
+            head |= facts.limiter.told(len(request.clients))
             if request.order:
                 head["calibration"] = request.order
             if not request.keep:

@@ -95,7 +95,7 @@ class FusedRun:
         self.everyone = tuple(sorted(self.engine.stack.clients))
         self.state: Any = to(self.server.init(*halves.initial, self.everyone), self.device)
         self.name, self.first = uuid.uuid4().hex, 1
-        self.limiter = Limiter(halves.server, run.limits.robust)
+        self.limiter = Limiter(halves.server, run.limits.robust, run.privacy.on)
         self.records: list[RoundRecord] = []
         self.faults: list[str] = []
         self.prints: dict[str, Any] = {}  # of the clients' data
@@ -191,7 +191,9 @@ class FusedRun:
             with self.meter.time("aggregation"):
                 totals.add(self.state, chunk, updates)
                 if last:
-                    self.state = self.server.finalise(self.state, totals.value(self.device))
+                    new = self.server.finalise(self.state, totals.value(self.device))
+                    known = (round, self.state, new)
+                    self.state = self.limiter.accepted(*known, self.faults.append)
             self.lap("aggregation")
             losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
             count.add(chunk, self.halves, message, updates, sizes)

@@ -19,6 +19,7 @@ from ..maths.window import Window, agree, decode, encode
 from ..recipes.secrecy import Privacy
 from ..rounds.halves import Halves
 from ..rounds.robust import Limiter
+from ..rounds.unseen import kept
 from ..tree import take, to
 from .totals import Totals
 
@@ -46,6 +47,8 @@ class SecureTotals(Totals):
         home, there = to(state, "cpu"), to(updates, "cpu")
         for place, client in enumerate(chunk):
             update = self.server.unpack(home, self.client.pack(take(there, place)))
+            told = self.limiter.told(len(self.sizes))
+            update = kept(self.server, self.server.broadcast(home, client), update, told)
             statistic = self.server.statistic(home, client, update)
             if self.window is None:
                 largest = self.privacy.secure_range * max(1, *self.sizes.values())

@@ -110,7 +110,7 @@ class Totals:
                 limiter.see(state, chunk, updates, server.stacked_claims(state, updates))
                 for state, chunk, updates in self.held
             ]
-            limiter.limits = limiter.found()
+            limiter.renew()
             for (state, chunk, updates), own in zip(self.held, seen, strict=True):
                 self._add_fast(state, chunk, updates, own)
             return

@@ -72,10 +72,10 @@ class Privacy:
                 "secure=sum hides how large a client's part is, so max_share cannot cap it; remove "
                 "one of the two settings"
             )
-        if limits.robust != "off":
+        if limits.robust in ("median", "trimmed", "krum"):
             return (
-                "secure=sum hides each client's update, so robust cannot limit it; set robust=off "
-                "or secure=off"
+                f"secure=sum hides each client's update, which robust={limits.robust} compares; "
+                "leave robust at its default, or set secure=off"
             )
         return None
 

@@ -9,7 +9,8 @@ clients. After more rounds less is enough, if most clients are near each other.
     u_k     the client's change, of length 1
     a_k     mean over the last LAST rounds of cos(u_k, Σ_{j≠k} u_j), over the clients that count
     m, s    median of the a_k, and median of |a_k − m|
-    left out if   a_k < AGAINST and m − a_k > APART                       after LEAST rounds
+    left out if   a_k < EARLY and m − a_k > AWAY                          after two rounds
+    or if         a_k < AGAINST and m − a_k > APART                       after LEAST rounds
     or if         a_k < BELOW and m − a_k > max(NEAR, TIMES s)            after LATER rounds
     counts again if a_k > min(AGAIN, m − BACK)
 
@@ -34,16 +35,19 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .parts import TINY, Part, change
+from .parts import TINY, Part, moved
 
+Vector = np.ndarray[Any, Any]
 SIZE = 1024
 OWN = 256
 LAST = 8  # rounds of a client that count
-LEAST = 3  # rounds of a client before it is judged
+LEAST = 3  # rounds of a client that say something
 MANY = 5  # fewer clients than this say nothing of what most do
+EARLY, AWAY = -0.33, 0.45
 AGAINST, APART = -0.3, 0.4
 LATER, BELOW, NEAR, TIMES = 5, -0.15, 0.3, 5.0
 AGAIN, BACK = -0.1, 0.25
@@ -57,43 +61,42 @@ class Gate:
 
     def __init__(self) -> None:
         self.past: dict[int, list[float]] = {}  # by client: the cosines of its last rounds
-        self.now: dict[int, Tensor] = {}  # by client: the sketch of this round's change
+        self.now: dict[int, Vector] = {}  # by client: the sketch of this round's change
         self.out: dict[int, float] = {}  # by client that is left out: its mean cosine
         self.middle = 0.0  # median of the clients' mean cosines
-        self.own: dict[int, Tensor] = {}  # by client: its changes so far, int8
+        self.own: dict[int, Vector] = {}  # by client: its changes so far, int8
         self.steady: dict[int, list[float]] = {}  # by client: cosines with its own past
+        self.itself: dict[int, float] = {}  # by client: the one of this round
         self.turned: dict[int, float] = {}  # by client of this round that turned: its cosine
         self.signs: dict[tuple[int, torch.device], Tensor] = {}  # by number of entries
 
     def see(self, clients: Sequence[int], parts: Sequence[Part]) -> None:
         """Note the directions of stacked changes, and who turned against its own past."""
         chosen = [part for part in parts if part.kind == "model" and not part.name.endswith(")")]
+        chosen = chosen or [part for part in parts if part.rule == "rows"]
         models = bool(chosen)
         chosen = chosen or [part for part in parts if part.rule == "step"]
         if not chosen:
             return
-        whole = torch.stack([self.sketch(part) for part in chosen]).sum(0).cpu()
-        unit = whole / whole.norm(dim=1, keepdim=True).clamp(min=TINY)
-        self.now.update(zip(clients, unit.unbind(), strict=True))
-        for client in clients if models else ():
-            agreed, known = self.itself(client), self.steady.get(client, [])
-            if agreed is None or len(known) < LEAST:
-                continue
-            if agreed < TURNED and fmean(known) > STEADY:
+        sketches = [self.sketch(part) for part in chosen]
+        whole = unit(sum(sketches[1:], sketches[0]).cpu().double().numpy())
+        self.now.update(zip(clients, whole, strict=True))
+        known = [place for place, client in enumerate(clients) if models and client in self.own]
+        if not known:
+            return
+        past = unit(np.stack([self.own[clients[place]] for place in known]))
+        for place, agreed in zip(known, (past * short(whole[known])).sum(1).tolist(), strict=True):
+            client = clients[place]
+            self.itself[client] = agreed
+            before = self.steady.get(client, [])
+            if agreed < TURNED and len(before) >= LEAST and fmean(before) > STEADY:
                 self.turned[client] = agreed
-
-    def itself(self, client: int) -> float | None:
-        """Return the cosine of this round's change with the client's past; None without a past."""
-        if client not in self.own:
-            return None
-        past, now = self.own[client].double(), short(self.now[client])
-        return float(past @ now / (past.norm() * now.norm()).clamp(min=TINY))
 
     def sketch(self, part: Part) -> Tensor:
         """Return SIZE numbers of each client's change."""
         found: Any = 0.0
         for place, name in enumerate(sorted(part.leaves)):
-            flat = change(part, name)
+            flat = moved(part, name)
             flat = flat.reshape(len(flat), -1)
             flat = flat * self.sign(flat.shape[1], flat.device)
             flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % SIZE))
@@ -111,28 +114,29 @@ class Gate:
     def close(self) -> None:
         """End a round: compare the changes, and say who is left out of the next one."""
         if len(self.now) >= MANY:
-            gone = {*self.out, *self.turned}
-            counted = [one for client, one in self.now.items() if client not in gone]
-            total = torch.stack(counted).sum(0) if counted else torch.zeros(SIZE)
-            for client, unit in self.now.items():
-                others = total if client in gone else total - unit
-                agreed = float(unit @ others / others.norm().clamp(min=TINY))
+            clients, gone = list(self.now), {*self.out, *self.turned}
+            whole = np.stack(list(self.now.values()))
+            counts = np.array([client not in gone for client in clients])[:, None]
+            others = unit((whole * counts).sum(0) - whole * counts)
+            for client, agreed in zip(clients, (whole * others).sum(1).tolist(), strict=True):
                 self.past[client] = [*self.past.get(client, []), agreed][-LAST:]
-            for client, unit in self.now.items():
-                agreed_own = self.itself(client)
-                if agreed_own is not None:
-                    self.steady[client] = [*self.steady.get(client, []), agreed_own][-LAST:]
-                self.own[client] = mixed(self.own.get(client), short(unit))
+            for client, mine in self.itself.items():
+                self.steady[client] = [*self.steady.get(client, []), mine][-LAST:]
+            now = short(whole)
+            before = unit(
+                np.stack([self.own.get(c, one) for c, one in zip(clients, now, strict=True)])
+            )
+            self.own.update(zip(clients, small(MEMORY * now + (1 - MEMORY) * before), strict=True))
         self.undo()
         self.judge()
 
     def undo(self) -> None:
         """Forget what was seen in this round."""
-        self.now, self.turned = {}, {}
+        self.now, self.itself, self.turned = {}, {}, {}
 
     def judge(self) -> None:
         """Decide who is left out."""
-        known = {c: values for c, values in self.past.items() if len(values) >= LEAST}
+        known = self.past
         means = {client: fmean(values) for client, values in known.items()}
         if len(means) < MANY:
             self.out = {}
@@ -144,10 +148,12 @@ class Gate:
             below = middle - mean
             if client in self.out:
                 return mean < AGAIN and below > BACK
-            if mean < AGAINST and below > APART:
-                return True
-            later = len(known[client]) >= LATER
-            return later and mean < BELOW and below > max(NEAR, TIMES * spread)
+            rounds = len(known[client])
+            return (
+                (rounds >= 2 and mean < EARLY and below > AWAY)
+                or (rounds >= LEAST and mean < AGAINST and below > APART)
+                or (rounds >= LATER and mean < BELOW and below > max(NEAR, TIMES * spread))
+            )
 
         self.out = {client: mean for client, mean in means.items() if opposes(client, mean)}
 
@@ -169,7 +175,7 @@ class Gate:
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs, in JSON types."""
         own = {
-            str(client): base64.b64encode(bytes(one.view(torch.uint8).tolist())).decode()
+            str(client): base64.b64encode(one.tobytes()).decode()
             for client, one in sorted(self.own.items())
         }
         return {
@@ -184,24 +190,26 @@ class Gate:
         self.past = {int(client): list(values) for client, values in memory.get("past", {}).items()}
         self.steady = {int(c): list(values) for c, values in memory.get("steady", {}).items()}
         self.own = {
-            int(client): torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8).view(
-                torch.int8
-            )
+            int(client): np.frombuffer(base64.b64decode(text), dtype=np.int8)
             for client, text in memory.get("own", {}).items()
         }
         self.out = dict.fromkeys(memory.get("out", []), 0.0)
         self.judge()
 
 
-def short(sketch: Tensor) -> Tensor:
-    """Return OWN numbers of a sketch: a sketch of the same change."""
-    return sketch.reshape(-1, OWN).sum(0)
+def unit(rows: Vector) -> Vector:
+    """Return rows of length 1; numbers that are none count as 0."""
+    rows = np.nan_to_num(rows.astype(float), nan=0.0, posinf=0.0, neginf=0.0)
+    return rows / np.maximum(np.sqrt((rows * rows).sum(-1, keepdims=True)), TINY)
 
 
-def mixed(past: Tensor | None, now: Tensor) -> Tensor:
-    """Return a client's past with this round's change, in one byte a number."""
-    now = now / now.norm().clamp(min=TINY)
-    if past is not None:
-        before = past.double()
-        now = MEMORY * now + (1 - MEMORY) * before / before.norm().clamp(min=TINY)
-    return (now * 127 / now.abs().max().clamp(min=TINY)).round().to(torch.int8)
+def short(sketches: Vector) -> Vector:
+    """Return OWN numbers of each sketch, of length 1: sketches of the same changes."""
+    return unit(sketches.reshape(len(sketches), -1, OWN).sum(1))
+
+
+def small(rows: Vector) -> Vector:
+    """Return rows in one byte a number; their lengths are lost."""
+    return np.round(rows * 127 / np.maximum(np.abs(rows).max(1, keepdims=True), TINY)).astype(
+        np.int8
+    )

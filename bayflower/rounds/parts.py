@@ -123,7 +123,16 @@ def change(part: Part, name: str) -> Tensor:
     """Return how far a tensor of stacked updates is from what was sent, in float64; 0 where entries
     do not count.
     """
-    leaf = part.leaves[name].double()
+    return away(part, name, part.leaves[name].double())
+
+
+def moved(part: Part, name: str) -> Tensor:
+    """Return the same with the accuracy of the update."""
+    return away(part, name, part.leaves[name])
+
+
+def away(part: Part, name: str, leaf: Tensor) -> Tensor:
+    """Return how far `leaf` is from what was sent."""
     leaf = leaf - part.sent[name].to(leaf) if name in part.sent else leaf
     return leaf * part.only[name].to(leaf) if name in part.only else leaf
 
@@ -231,10 +240,10 @@ def shortened(part: Part, name: str, scale: Tensor, now: Tensor) -> Tensor:
             most = (part.sent[name].double() * LEVEL).to(leaf)
             new = torch.minimum(new, most)
         return new
-    moved = change(part, name) * by
+    step = change(part, name) * by
     if name in part.sent:
-        moved = moved + part.sent[name].to(moved)
+        step = step + part.sent[name].to(step)
     counts = by < 1
     if name in part.only:
         counts = counts & part.only[name].to(leaf.device)
-    return torch.where(counts, moved.to(leaf.dtype), now)
+    return torch.where(counts, step.to(leaf.dtype), now)

@@ -11,7 +11,8 @@ a round begins, and an update is limited when it arrives. Only the first round k
 until all are there. A minority of clients cannot move a median far. An update within its limits is
 used bit for bit as it came.
 
-robust=gate also leaves clients out whose changes oppose the others' (`gate.py`).
+robust=gate also leaves clients out whose changes oppose the others' or their own past (`gate.py`),
+or are FAR times beyond their limit. Under masks clients limit themselves (`unseen.py`).
 
 robust=median, trimmed and krum keep the updates of every round. They look at all of them: each
 coordinate's median, each coordinate within the middle clients', or only the clients that are near
@@ -21,7 +22,7 @@ each other. The limits above hold as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +34,10 @@ from ..tree import Tensors, map_tree, take
 from .gate import MANY, Gate
 from .order import ordered
 from .parts import LEVEL, TINY, Limited, Part, limited, parts_of, size_of, usual
+from .unseen import Unseen
 
 ROUNDS = 3  # rounds whose clients make a median
-FEW = 3  # fewer numbers than this say nothing of what is usual
+FEW = 4  # a round with fewer clients says nothing of what is usual
 FAR = 10.0  # beyond this multiple of its limit a client is reported
 FAR_CLAIM = 1e5  # so far beyond for claims: those of honest clients differ by a thousand times
 ROBUST = "robust"  # the key of the limits in a checkpoint
@@ -56,8 +58,11 @@ class Measured(NamedTuple):
 class Limiter:
     """The limits of a run: what is usual in its last rounds."""
 
-    def __init__(self, half: ServerHalf, how: str) -> None:
+    def __init__(self, half: ServerHalf, how: str, masked: bool = False) -> None:
         self.half, self.how = half, how
+        active = how != "off" and not half.shares_nothing
+        self.on = active and not masked  # whether updates are limited here
+        self.unseen = Unseen(half) if active and masked else None
         self.past: dict[str, list[Tensor]] = {}  # by name: the sizes of each of the last rounds
         self.now: dict[str, list[Tensor]] = {}  # by name: those of this round
         self.factors: dict[str, float] = {}  # by name: how far above the median a limit is
@@ -66,14 +71,16 @@ class Limiter:
         self.far: dict[int, float] = {}  # by client of this round: how far beyond its limit it is
 
     @property
-    def on(self) -> bool:
-        """Return whether anything is limited."""
-        return self.how != "off" and not self.half.shares_nothing
-
-    @property
     def holds(self) -> bool:
         """Return whether this round's updates must wait for each other."""
-        return self.on and (not self.past or self.how in HOLDING)
+        return self.on and (self.by_itself or self.how in HOLDING)
+
+    @property
+    def by_itself(self) -> bool:
+        """Return whether a round is limited by its own median: the first one, and where changes
+        shrink from round to round by far more than they differ (PVI: a factor of 10 to 100).
+        """
+        return not self.past or "factor" in self.half.update_fields.values()
 
     def out(self, client: int) -> bool:
         """Return whether a client is left out of this round's sum."""
@@ -180,8 +187,7 @@ class Limiter:
         Clients that cannot be reduced, and with robust=krum the farthest ones, are left out.
         """
         seen = {client: self.sight(state, client, one) for client, one in sorted(updates.items())}
-        if not self.past:
-            self.limits = self.found()
+        self.renew()
         found, cuts = {}, {}
         for client, own in seen.items():
             try:
@@ -190,31 +196,27 @@ class Limiter:
                     found[client] = new
             except WireError:
                 cuts[client] = {}
-        if self.how in HOLDING and len(found) >= FEW:
+        if self.how in HOLDING and len(found) > 2:
             found = ordered(self.how, self.half, state, found)
         return found, cuts
 
-    def found(self) -> Tensors:
-        """Return the limits that this round and those before give."""
-        names = {*self.past, *self.now}
-        seen = {name: joined([*self.past.get(name, []), *self.now.get(name, [])]) for name in names}
-        claims = [seen[name] for name in sorted(names) if claims_of(name)]
-        return {
-            name: limit_of(name, values, self.factors.get(name, LEVEL), claims)
-            for name, values in seen.items()
-        }
+    def renew(self) -> None:
+        """Take the limits from this round's updates, if it is limited by its own."""
+        if self.by_itself:
+            self.limits = limits_of(self.now, self.factors)
 
     def close(self) -> None:
         """End a round: what was seen in it counts for the next ones."""
         if not self.on or not self.now:
             return
-        for name in {*self.past, *self.now}:
-            rounds = [*self.past.get(name, [])]
-            if name in self.now:
-                rounds.append(joined(self.now[name]))
-            self.past[name] = rounds[-ROUNDS:]
+        if sum(map(len, self.now["num_examples"])) >= FEW:
+            for name in {*self.past, *self.now}:
+                rounds = [*self.past.get(name, [])]
+                if name in self.now:
+                    rounds.append(joined(self.now[name]))
+                self.past[name] = rounds[-ROUNDS:]
         self.now, self.far = {}, {}
-        self.limits = self.found()
+        self.limits = limits_of(self.past, self.factors)
         if self.gate is not None:
             self.gate.close()
 
@@ -223,6 +225,17 @@ class Limiter:
         gate = self.gate
         lines = [gate.why(client) for client in sorted(gate.out)] if gate is not None else []
         return tuple(line for line in lines if line)
+
+    def told(self, clients: int) -> dict[str, str]:
+        """Return the limits that clients keep themselves, as keys of a request's header."""
+        return self.unseen.told(clients) if self.unseen is not None else {}
+
+    def accepted(self, round: int, before: Any, after: Any, report: Callable[[str], Any]) -> Any:
+        """Return the state after a round: the one before if the sum must not be used."""
+        why = self.unseen.why_not(before, after) if self.unseen is not None else None
+        if why:
+            report(f"round {round}: {why}")
+        return before if why else after
 
     def undo(self) -> None:
         """Forget what was seen in this round."""
@@ -233,6 +246,8 @@ class Limiter:
 
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs, in JSON types; {} before the first round."""
+        if self.unseen is not None:
+            return {ROBUST: {"moved": self.unseen.past}} if self.unseen.past else {}
         if not self.past:
             return {}
         sizes = {name: [value.tolist() for value in past] for name, past in self.past.items()}
@@ -243,12 +258,14 @@ class Limiter:
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Go on from what `memory` returned."""
         memory = memory.get(ROBUST, {})
+        if self.unseen is not None:
+            self.unseen.past = {name: list(one) for name, one in memory.get("moved", {}).items()}
         self.past = {
             name: [torch.tensor(values, dtype=torch.float64) for values in rounds]
             for name, rounds in memory.get("sizes", {}).items()
         }
         self.factors = dict(memory.get("factors", {}))
-        self.limits = self.found() if self.past else {}
+        self.limits = limits_of(self.past, self.factors)
         if self.gate is not None:
             self.gate.remember(memory.get("agreed", {}))
 
@@ -271,6 +288,16 @@ def leaps(seen: Measured, limits: Tensors) -> dict[int, float]:
     ).amax(0)
     return {
         client: far for client, far in zip(seen.clients, times.tolist(), strict=True) if far > FAR
+    }
+
+
+def limits_of(sizes: Mapping[str, Sequence[Tensor]], factors: Mapping[str, float]) -> Tensors:
+    """Return the limits that the sizes of some rounds give, by name."""
+    seen = {name: joined(values) for name, values in sizes.items()}
+    claims = [seen[name] for name in sorted(seen) if claims_of(name)]
+    return {
+        name: limit_of(name, values, factors.get(name, LEVEL), claims)
+        for name, values in seen.items()
     }
 
 

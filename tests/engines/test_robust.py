@@ -110,7 +110,7 @@ def test_a_stack_is_limited_as_its_clients_are_one_by_one():
     alone, _ = one.together(state, updates)
     stacked = stack(list(updates.values()))
     seen = many.see(state, list(updates), stacked, {})
-    many.limits = many.found()
+    many.renew()
     together = many.limit(seen).updates
     for place, client in enumerate(updates):
         got = map_tree(lambda leaf, place=place: leaf[place], together)
@@ -165,8 +165,8 @@ def opposed(rng, clients: int, liars: int, rounds: int, size: int = 5000) -> Gat
         for c in range(clients):  # oracle: whole vectors
             others = unit[[o for o in counted if o != c]].sum(0)
             want = unit[c] @ others / np.linalg.norm(others)
-            sketch = torch.stack([found.now[o] for o in counted if o != c]).sum(0)
-            got = float(found.now[c] @ sketch / sketch.norm())
+            sketch = np.stack([found.now[o] for o in counted if o != c]).sum(0)
+            got = float(found.now[c] @ sketch / np.linalg.norm(sketch))
             assert abs(got - want) < 4 / np.sqrt(gate.SIZE)
         found.close()
     return found
@@ -174,12 +174,28 @@ def opposed(rng, clients: int, liars: int, rounds: int, size: int = 5000) -> Gat
 
 def test_clients_that_oppose_the_others_are_left_out_and_come_back():
     rng = np.random.default_rng(5)
-    assert not opposed(rng, 10, 3, gate.LEAST - 1).out  # two rounds say too little
     found = opposed(rng, 10, 3, gate.LEAST)
     assert set(found.out) == {0, 1, 2}
     assert "client 1: its changes oppose" in found.why(1)
     assert not opposed(rng, 10, 0, 5).out
     assert not opposed(rng, gate.MANY - 1, 1, 5).out  # too few to say what most do
+    for own, rounds, out in (
+        (-0.32, gate.LEAST - 1, False),  # so few rounds say too little
+        (-0.32, gate.LEAST, True),
+        (-0.35, 1, False),
+        (-0.35, 2, True),
+        (-0.2, gate.LATER - 1, False),
+        (-0.2, gate.LATER, True),  # the others are near each other
+    ):
+        some = Gate()
+        some.past = {client: [0.2 + 0.01 * client] * rounds for client in range(9)}
+        some.past[9] = [own] * rounds
+        some.judge()
+        assert (9 in some.out) == out
+    some.past |= {client: [0.2 + 0.1 * client] * gate.LATER for client in range(9)}
+    some.out = {}
+    some.judge()
+    assert not some.out  # the others are far apart
     for client in range(3):
         found.past[client] = [0.5] * gate.LAST
     found.judge()
@@ -205,7 +221,7 @@ def test_a_client_that_turns_against_its_own_past_is_left_out_at_once():
             unit = change[c] / np.linalg.norm(change[c])
             if c in past:
                 want = unit @ past[c] / np.linalg.norm(past[c])
-                assert abs(found.itself(c) - want) < 5 / np.sqrt(gate.OWN)
+                assert abs(found.itself[c] - want) < 5 / np.sqrt(gate.OWN)
             before = past.get(c, unit) / np.linalg.norm(past.get(c, unit))
             past[c] = gate.MEMORY * unit + (1 - gate.MEMORY) * before
         assert set(found.turned) == ({2} if round == 6 else set())
@@ -215,7 +231,7 @@ def test_a_client_that_turns_against_its_own_past_is_left_out_at_once():
         assert not found.turned
         again = Gate()
         again.remember(json.loads(json.dumps(found.memory())))
-        assert all(torch.equal(again.own[c], found.own[c]) for c in range(clients))
+        assert all(np.array_equal(again.own[c], found.own[c]) for c in range(clients))
         found = again
 
 
@@ -294,12 +310,23 @@ def test_what_clients_carry_on_and_what_they_keep_are_limited_apart():
 
 
 def test_too_few_clients_limit_nobody():
-    """Of two clients neither is a majority: their updates stay as they are, bit for bit."""
+    """Of three clients no two make a majority that can be told: their updates stay as they are, bit
+    for bit, in every round.
+    """
     rng = np.random.default_rng(4)
-    state, updates = made(rng, 2)
-    limiter = Limiter(server(), "clip")
-    found, _ = limiter.together(state, updates)
-    assert all(torch.equal(found[c].params["w"], updates[c].params["w"]) for c in updates)
+    limiter = Limiter(server(), "gate")
+    for _ in range(3):
+        state, updates = made(rng, robust.FEW - 1)
+        updates[1] = updates[1]._replace(params={"w": updates[1].params["w"] * 1e3})
+        assert limiter.holds
+        found, _ = limiter.together(state, updates)
+        assert all(torch.equal(found[c].params["w"], updates[c].params["w"]) for c in updates)
+        assert all(int(found[c].num_examples) == int(updates[c].num_examples) for c in updates)
+        limiter.close()
+    state, updates = made(rng, robust.FEW)
+    assert set(limiter.together(state, updates)[0]) == set(updates)
+    limiter.close()
+    assert not limiter.holds
 
 
 def wild(flat) -> None:
