@@ -279,8 +279,12 @@ def parse(
         )
     if why := methods.get(method).client.refuses(run.options, run.training):
         raise ConfigError(f"{method} {why}")
-    if why := run.privacy.refuses(methods.get(method), run.options, run.limits):
+    if why := run.privacy.refuses(methods.get(method), run.options, run.limits, run.training):
         raise ConfigError(why)
+    if run.training.sample_noise or run.training.sample_clip:
+        raise ConfigError(
+            "sample_noise and sample_clip follow from dp=sample; set dp_noise, dp_clip"
+        )
     if among:  # a strategy learns its rounds when it is started
         return run
     return dataclasses.replace(run, training=run.training.lasting(run.settings.rounds))

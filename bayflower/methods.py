@@ -102,6 +102,7 @@ ROWS = (
         "FedAvg",
         "McMahan et al. 2017, AISTATS",
         "one global model, averaged by sample count",
+        in_loss_alone=True,
     ),
     Method(
         "fedavg-ft",
@@ -110,6 +111,7 @@ ROWS = (
         "McMahan et al. 2017, AISTATS",
         "FedAvg, fine-tuned on the client's data before each test",
         {"finetune_epochs": 5},
+        in_loss_alone=True,
     ),
     Method(
         "fedprox",
@@ -117,6 +119,7 @@ ROWS = (
         "FedProx",
         "Li et al. 2020, MLSys",
         "FedAvg with a proximal term in the local loss",
+        in_loss_alone=True,
     ),
     Method(
         "reptile",
@@ -187,6 +190,7 @@ ROWS = (
         "FedLA",
         "Liu et al. 2021, arXiv 2102.01936",
         "online Laplace approximations, multiplied on the server",
+        private="its sums are products of two numbers of a client",
     ),
     Method(
         "fedbn",
@@ -201,6 +205,7 @@ ROWS = (
         "FedPer",
         "Arivazhagan et al. 2019, arXiv 1912.00818",
         "shared base, private head, trained jointly",
+        in_loss_alone=True,
     ),
     Method(
         "fedrep",
@@ -215,6 +220,7 @@ ROWS = (
         "LG-FedAvg",
         "Liang et al. 2020, arXiv 2001.01523",
         "private feature extractor, shared head",
+        in_loss_alone=True,
     ),
     Method(
         "moon-ft",

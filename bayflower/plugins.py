@@ -183,6 +183,12 @@ class Method:
     # nothing but the broadcast, and its names are the same for every client
     additive: str = ""
     unless: Mapping[str, str] = field(default_factory=dict)  # "setting=value": why it then cannot
+    # why one client's part in the sums cannot be bounded, though they add; "" = it can: `statistic`
+    # is affine in the real numbers of an update
+    private: str = ""
+    # whether clients use their samples in `loss` alone, and train in one phase: then single samples
+    # can be hidden
+    in_loss_alone: bool = False
 
     @property
     def files(self) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +63,40 @@ def digest_of_app(
     from ..flower.bundle import digest_of
 
     print(digest_of(bundle))
+
+
+@app.command("key")
+def key_of_site(
+    state: Annotated[Path, typer.Argument(metavar="STATE", help="the site's folder of states")],
+    client: Annotated[int, typer.Option(help="number of the client")] = 0,
+) -> None:
+    """Print CLIENT=KEY: the key by which other sites know this one in secure sums."""
+    from ..files.store import DiskStore
+    from ..flower.masking import public_key
+
+    print(f"{client}={public_key(DiskStore(state), client)}")
+
+
+@app.command()
+def peers(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="e.g. client-3/peers.json")],
+    keys: Annotated[
+        list[str], typer.Argument(metavar="CLIENT=KEY", help="as `bayflower policy key` prints it")
+    ],
+) -> None:
+    """Write the keys of all sites, for secure sums that no server can stand in for."""
+    from ..files.atomic import write_json
+
+    found: dict[str, str] = {}
+    for one in keys:
+        client, _, key = one.partition("=")
+        if not (client.isdigit() and re.fullmatch("[0-9a-f]{64}", key)) or client in found:
+            raise ConfigError(
+                f"each site needs one CLIENT=KEY with 64 hexadecimal digits, got {one[:80]!r}"
+            )
+        found[client] = key
+    write_json(file, found)
+    print(f"wrote {file}: {len(found)} sites; compare the keys by another way than the server's")
 
 
 def unknown(policy: rules.Policy) -> list[str]:

@@ -9,6 +9,7 @@ missing last key from a zero.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from zlib import crc32
 
@@ -22,6 +23,7 @@ from ..stacked.chance import GAMMA, further, mixed, shifted
 from ..stacked.routes import has_kernels
 
 Group = tuple[np.ndarray, ...]
+SECRET = "secret/"  # names of noise that does not follow from the seed begin with this
 
 
 def rng(seed: int, stream: str, *keys: int) -> np.random.Generator:
@@ -154,7 +156,11 @@ def noise(
 
 
 def noise_key(seed: int, stage: str, name: str, client: int, round: int) -> int:
-    """Return the key of all noise called `name` of one client, round and stage."""
+    """Return the key of all noise called `name` of one client, round and stage; of secret noise a
+    new one every time, which nobody can compute from the seed.
+    """
+    if name.startswith(SECRET):
+        return secrets.randbits(62)
     return int(rng(seed, f"noise/{stage}/{name}", client, round).integers(2**62))
 
 

@@ -5,7 +5,8 @@ DIR/deployment.json  compose.yaml (everything on one machine)  ca/ (the authorit
 DIR/server/          what the server's machine needs: certificates and keys of SuperLink and gate,
                      the clients' public keys (nodes/), compose.yaml
 DIR/client-K/        what client K's machine needs: the authority's certificate, its own node key,
-                     compose.yaml, data/ (only read), policy.toml (what its owner allows)
+                     compose.yaml, data/ (only read), policy.toml (what its owner allows); its owner
+                     may add peers.json (keys of the other clients, for secure sums)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from . import keys
 
 FILE = "deployment.json"
 POLICY = "policy.toml"  # of a client
+PEERS = "peers.json"  # keys of the other clients, if its owner has put them there
 AUDIT = "audit.jsonl"  # the server's, beside the runs
 PORT = 9092
 # names inside one machine

@@ -25,7 +25,7 @@ from ..files.atomic import read_json, write_json
 from ..files.audit import VARIABLE
 from ..files.vault import VARIABLE as KEY_VARIABLE
 from ..flower import processes
-from .layout import AUDIT, POLICY, STATE_KEY, Deployment
+from .layout import AUDIT, PEERS, POLICY, STATE_KEY, Deployment
 from .server import Server, register, write_connection
 
 START_SECONDS = 60.0
@@ -182,6 +182,8 @@ class Local:
             f'state-dir="{own / "state"}" data-dir="{own / "data"}" '
             f'audit-dir="{own / "audit"}" policy="{own / POLICY}"'
         )
+        if (own / PEERS).exists():  # keys of the other sites, for secure sums
+            node += f' peers="{own / PEERS}"'
         return [
             sys.executable,
             "-m",

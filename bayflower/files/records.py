@@ -69,6 +69,8 @@ class Outcome(NamedTuple):
     usage: Mapping[str, Any] | None = None
     # the clients' calibrated uncertainty (`rounds/calibrated.py`); None if calibration is off
     calibrated: Any = None
+    # what was spent of the privacy budget (`privacy/budget.py`); None without one
+    privacy: Mapping[str, Any] | None = None
 
 
 def curve_point(views: Views, task: Task) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def prometheus(content: Mapping[str, Any]) -> str:
             [("", record.get("bytes_down"))],
         ),
         ("train_loss", "gauge", "mean loss of the last round", [("", record.get("train_loss"))]),
+        ("epsilon", "gauge", "privacy budget spent so far", [("", record.get("epsilon"))]),
         (
             "faults_total",
             "counter",

@@ -235,7 +235,8 @@ def serve_method(
             ),
         )
 
-    strategy = make_strategy(run, progress, after_round=save, resume=start, roll=roll)
+    more: dict[str, Any] = {"after_round": save, "resume": start, "folder": folder}
+    strategy = make_strategy(run, progress, **more, roll=roll)
     strategy.faults.extend(notes.faults)
     params, buffers = halves.initial
     strategy.start(

@@ -5,6 +5,7 @@ A training request may also ask for a test of the model before training.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import traceback
@@ -24,6 +25,7 @@ from ..errors import BayflowerError
 from ..files import journal
 from ..files.store import DiskStore, Saved, Store
 from ..networks.model import Model
+from ..privacy.budget import for_card
 from ..rounds import solo
 from ..rounds.ownnoise import client_half
 from ..rounds.unseen import kept
@@ -191,7 +193,7 @@ def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trai
         update = masking.masked(begun.half, begun.broadcast, head, site, trained)
         numbers = {records.NUM_EXAMPLES: numbers[records.NUM_EXAMPLES]}
     else:
-        update = begun.half.pack(trained.update)
+        update = begun.half.pack(masking.noisy(begun.half, begun.broadcast, head, trained.update))
     state = flatten(trained.state)
     thread = ending(site, head["run"], begun.thread, begun.round, state)
     saved = Saved(begun.round, begun.cause, state, update, begun.tally, numbers, thread)
@@ -297,6 +299,7 @@ def evaluate_reply(
             "dataset": str(site.origin.get("dataset", "")),
             "scaling": site.scaling() if site.scaling else None,
             **called(reported(site.origin.get("names")), site.client),
+            "privacy": for_card(json.loads(str(head.get("privacy", "null"))), site.client),
         }
         save_personal(folder, end, formats, site.source() if site.source else None)
     numbers = numbers_of_test(views["personal"], half) if views else {}

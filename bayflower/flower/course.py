@@ -20,12 +20,14 @@ from ..files.checkpoint import Checkpoint, server_state
 from ..files.journal import Journal
 from ..files.records import RoundRecord, curve_point
 from ..methods import Method
+from ..privacy.budget import Budget
 from ..recipes import Training
+from ..recipes.secrecy import Privacy
 from ..rounds import schedule
 from ..rounds.calibrated import Calibrated
 from ..rounds.robust import Limiter
 from ..wire.hello import ClientInfo
-from . import configs, predicting, records, replies, wrapped
+from . import budgeting, configs, predicting, records, replies, wrapped
 from .calibrating import Calibrator
 from .exchange import Request
 from .holding import INSIDE
@@ -70,6 +72,8 @@ class Course:
     journal: Journal
     roster: Roster
     summing: Summing | None  # None: sums are not secure
+    budget: Budget | None = None
+    privacy: Privacy
     calibrator: Calibrator | None
     half: ServerHalf | None = None
     limiter: Limiter
@@ -117,8 +121,8 @@ class Course:
         if self._driven:
             self._adopt(arrays, "configure_train")
             return
-        if self.summing:
-            raise ConfigError(ALONE)
+        if self.summing or self.privacy.private:
+            raise ConfigError(ALONE if self.summing else budgeting.ALONE)
         if self.calibrator:
             log.warning(INSIDE)
             self.calibrator, self.roster.header = None, predicting.told(self.training)
@@ -148,11 +152,12 @@ class Course:
 
     def _initialise(self, common: ClientInfo, arrays: ArrayRecord) -> None:
         anatomy, initial = common.anatomy, predicting.completed(arrays, self.training, common)
-        self.half = self.row.server(self.options, anatomy)
-        self.limiter = Limiter(self.half, self.limits.robust, self.summing is not None)
+        clients = tuple(self.roster.training())
+        self.half = budgeting.made(self.budget, self.row, self.options, anatomy, len(clients))
+        how = "off" if self.privacy.hides_clients else self.limits.robust
+        self.limiter = Limiter(self.half, how, self.summing is not None)
         names = (anatomy.trainable, anatomy.buffers)
         params, buffers = ({name: initial[name] for name in sorted(some)} for some in names)
-        clients = tuple(self.roster.training())
         self.roster.admitted, self.state = set(clients), self.half.init(params, buffers, clients)
 
     def _apply(self, change: Change) -> None:
@@ -172,11 +177,11 @@ class Course:
         losses = found.losses
         if found.tested and self.records:
             self.records[-1].update(curve_point(found.tested, asked.expected().task))
-        asks = asked.request.clients
-        if asks or asked.handed is None:  # an overridden hook may ask nobody on purpose
+        asks, hides = asked.request.clients, self.privacy.hides_clients
+        if asks or (asked.handed is None and not hides):  # a hook may ask nobody, or chance does
             self._require(server_round, len(losses))
         self.teller.received("aggregate_train", len(losses), len(asks))
-        if losses:
+        if losses or (hides and not self.summing):
             new = half.finalise(self.state, found.total.value())
             self.state = self.limiter.accepted(asked.number, self.state, new, self.journal.fault)
         unheard = asked.left_out(found)
@@ -184,8 +189,8 @@ class Course:
         left = self.roster.settle(server_round, heard, losses, found.answered)
         self.roster.unused |= unheard
         self._apply(Change([], left))
-        numbers = half.report(self.state).items()
-        report = {name: value for name, value in numbers if math.isfinite(value)}
+        numbers = {**half.report(self.state), **budgeting.shown(self.budget)}
+        report = {name: value for name, value in numbers.items() if math.isfinite(value)}
         odd = replies.odd_losses({client: loss for client, (_, loss) in losses.items()})
         for client in odd:
             self.journal.fault(
@@ -261,7 +266,8 @@ class Course:
 
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs beside states, in JSON types."""
-        return {**self.roster.memory(), **self.limiter.memory()}
+        spent = budgeting.memory(self.budget)
+        return {**self.roster.memory(), **self.limiter.memory(), **spent}
 
     def _training_round(self, round: int, config: ConfigRecord) -> Round:
         """Return the round with the clients that train in it. Settings of local training in
@@ -271,13 +277,9 @@ class Course:
         if why := self.row.client.refuses(self.options, used):
             raise ConfigError(f"train_config: {self.row.name} {why}")
         self._used, self._opened = used, time.perf_counter()
-        chosen = schedule.clients_of(
-            round,
-            self.roster.training(),
-            self.fraction_train,
-            seed=self.seed,
-            least=self.min_train_nodes,
-        )
+        everyone, keys = self.roster.training(), {"seed": self.seed, "least": self.min_train_nodes}
+        usual = schedule.clients_of(round, everyone, self.fraction_train, **keys)
+        chosen = budgeting.sampled(self.budget, self._half(), round, everyone, usual)
         test = self.form.tests_ride_along and schedule.test_due(round, self.evaluate_every)
         request = Request(chosen, MessageType.TRAIN, round, config, test)
         caps = self.roster.caps(chosen)

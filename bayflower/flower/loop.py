@@ -211,7 +211,8 @@ def run_loop(
                 ),
             )
 
-    strategy = make_strategy(run, progress, after_round=save, resume=resume, quiet=True)
+    known: dict[str, Any] = {"after_round": save, "resume": resume, "folder": out}
+    strategy = make_strategy(run, progress, **known, quiet=True)
     strategy.faults.extend(noticed)
     params, buffers = halves.initial
     strategy.start(grid, records.to_arrays({**params, **buffers}), num_rounds=settings.rounds)

@@ -24,6 +24,8 @@ from ..contract import ClientHalf, ServerHalf
 from ..errors import BayflowerError, ConfigError
 from ..files.store import Store
 from ..maths.window import Window, agree, encode
+from ..privacy.discrete import Entropy
+from ..privacy.noisy import CHANGE, Mechanism, private_half, with_share
 from ..privacy.party import Party
 from ..privacy.session import SecureError, Session, canonical, read_cards, read_session, sealed_of
 from ..tree import Tensors
@@ -123,15 +125,28 @@ def window_of(half: ServerHalf, state: Any, clients: int, bounds: str) -> Window
     """Return the form of the vectors of a round; `state` may be the broadcast. `bounds` is JSON
     from the server: the largest number, and the limbs of a real number.
     """
-    largest, limbs = json.loads(bounds)
+    largest, limbs = json.loads(bounds)[:2]
     form = half.statistic(state, 0, half.expects(state))
     form = {**form, LOSS: torch.zeros((), dtype=torch.float64)}
     return agree(form, clients, float(largest), int(limbs))
 
 
 def server_half(half: ClientHalf, head: Mapping[str, Any]) -> ServerHalf:
-    """Return the method's server half, whose `statistic` the client computes."""
-    return methods.get(str(head["method"])).server(half.config, half.model.anatomy)
+    """Return the method's server half, whose `statistic` the client computes; with private sums if
+    the request asks for noise.
+    """
+    made = methods.get(str(head["method"])).server(half.config, half.model.anatomy)
+    noise = json.loads(str(head["bounds"]))[2:]
+    return private_half(made, asked_noise(noise[0]), Entropy()) if noise else made
+
+
+def asked_noise(given: Any) -> Mechanism:
+    """Return how the server asks sums to be made private; raise if that hides nothing."""
+    clip, noise, people, shares = given
+    found = Mechanism(float(clip), float(noise), float(people), int(shares))
+    if not (found.clip > 0 and found.noise > 0 and found.shares >= 1):
+        raise SecureError("the server asks for noise that hides nothing")
+    return found
 
 
 def opened(half: ClientHalf, broadcast: Any, head: Mapping[str, Any]) -> tuple[Session, Window]:
@@ -157,6 +172,16 @@ def check(half: ClientHalf, broadcast: Any, head: Mapping[str, Any], site: Any) 
     return session.digest()
 
 
+def noisy(half: ClientHalf, broadcast: Any, head: Mapping[str, Any], update: Any) -> Any:
+    """Return the update, with this client's own noise if the request asks for it (dp=local)."""
+    if "noise" not in head:
+        return update
+    other = methods.get(str(head["method"])).server(half.config, half.model.anatomy)
+    mechanism = asked_noise(json.loads(str(head["noise"])))
+    made: Any = private_half(other, mechanism, Entropy())
+    return made.noised(broadcast, update)
+
+
 def session_name(head: Mapping[str, Any]) -> str:
     """Return a name of the session in a header, "" without one: a request with another session is
     no duplicate.
@@ -178,6 +203,8 @@ def masked(
         raise BayflowerError(f"the update cannot be used: {why}")
     loss = torch.tensor(trained.loss * len(site.data.train.y), dtype=torch.float64)
     statistic = other.statistic(broadcast, site.client, trained.update)
+    if CHANGE in statistic:
+        statistic = with_share(statistic, Entropy())
     vector = encode({**statistic, LOSS: loss}, window)
     desk.party.mask(session, vector.numpy().view(np.uint64))
     offer = desk.party.enrol(session.cards, session.threshold)

@@ -6,9 +6,11 @@ clients of the run in `roster.py`.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -21,9 +23,10 @@ from ..errors import BayflowerError, ConfigError
 from ..files.checkpoint import Checkpoint
 from ..files.journal import Journal
 from ..files.records import Outcome, Progress, RoundRecord, curve_point
+from ..privacy.budget import Budget
 from ..recipes.check import check_calibrated
 from ..rounds import schedule
-from . import configs, hooks, predicting, records, watching
+from . import budgeting, configs, hooks, predicting, records, watching
 from .course import Course, MetricsFn
 from .holding import asked_for
 from .logs import Teller
@@ -70,6 +73,7 @@ class BayflowerStrategy(Course, Strategy):
         run_config: Mapping[str, Any] | None = None,
         quiet: bool = False,
         parsed: Run | None = None,
+        folder: Path | None = None,
         **settings: Any,
     ) -> None:
         hooks.check(type(self), BayflowerStrategy)
@@ -108,6 +112,7 @@ class BayflowerStrategy(Course, Strategy):
         self.journal = Journal(self.run, self.faults)
         self.roster = Roster(self.limits, self.journal, self.training, told)
         self.privacy = parsed.privacy
+        self.folder = folder  # where what was spent of a privacy budget is kept
         self.summing = Summing(self.privacy, self.run, self.roster) if self.privacy.on else None
         self.outcome: Outcome | None = None
 
@@ -127,11 +132,11 @@ class BayflowerStrategy(Course, Strategy):
         """
         if evaluate_fn is not None:
             refuse(self.row)
-        if self.summing and (self._hooked("configure_train") or self._hooked("aggregate_train")):
-            raise ConfigError(
-                "secure=sum makes and reads the messages of a round itself; remove the overridden "
-                "configure_train and aggregate_train"
-            )
+        hooked = self._hooked("configure_train") or self._hooked("aggregate_train")
+        budgeting.check(self.privacy, hooked)
+        memory = self.resume.roster if self.resume else None
+        planned = (num_rounds, self.fraction_train, self.folder, memory)
+        self.budget = Budget.of(self.privacy, *planned, self.training.local_epochs)
         watching.starts(self, num_rounds)
         self.training = self.training.lasting(num_rounds)
         self._driven, self._last = True, num_rounds
@@ -141,6 +146,8 @@ class BayflowerStrategy(Course, Strategy):
             self.teller.begins(type(self).__name__, num_rounds, initial_arrays, told, asks)
             self.summary()
             first = self._begin(grid, initial_arrays, timeout)
+            if self.budget is not None:
+                self.training = self.budget.training(self.training)
             result = self._rounds(first, num_rounds, grid, timeout, told, asks, evaluate_fn)
             self.teller.ends(self.records, len(self.faults))
         return result
@@ -161,6 +168,11 @@ class BayflowerStrategy(Course, Strategy):
             self._ask(evaluate_fn, 0, result)
         for round in range(first, last + 1):
             started = time.perf_counter()
+            if self.budget is not None and not self.budget.allows():
+                last = self._last = round - 1
+                if self.after_round and last:
+                    self.after_round(self, last, True)
+                break
             self.teller.round(round, last)
             self.journal.begin(round)
             if round > first or self.roll is not None:
@@ -188,6 +200,8 @@ class BayflowerStrategy(Course, Strategy):
         if self.calibrator and self.outcome:
             found = self._calibrate(self.calibrator, grid, timeout, self.retries)
             self.outcome = self.outcome._replace(calibrated=found, faults=tuple(self.faults))
+        if self.outcome:
+            self.outcome = self.outcome._replace(**budgeting.ended(self.budget))
         self._keep_rest(grid, timeout, self.retries)
         if self.progress:
             self.progress(self.records)
@@ -239,7 +253,10 @@ class BayflowerStrategy(Course, Strategy):
         if not asked.request.clients and (not self.fraction_evaluate or asked.handed is not None):
             return None
         only_new = bool(new) and all(self.roster.members[c].new for c in asked.request.clients)
-        if self.records and all(record["train_loss"] is None for record in self.records):
+        idle = all(record["train_loss"] is None for record in self.records)
+        if (
+            self.records and idle and not self.privacy.hides_clients
+        ):  # secret sampling may choose nobody
             raise BayflowerError(
                 f"no client could be trained in any round; last fault: {self.journal.cause()}"
             )
@@ -289,8 +306,14 @@ class BayflowerStrategy(Course, Strategy):
             self._take("configure_train", self.configure_train(*args), *args)
         else:
             self._training_round(round, config)
+        if self.budget is not None and self._used != self.training:
+            raise ConfigError(
+                "dp plans the budget before the first round; leave train_config empty"
+            )
+        if self.budget is not None and self.budget.local:
+            self._now().further = {"noise": json.dumps(self.budget.mechanism(1.0))}
         if self.summing:
-            self.summing.open(self._now(), grid, timeout)
+            self.summing.open(self._now(), grid, timeout, self.budget)
         self._say_sampled("configure_train")
         replies = self._now().exchange(grid, timeout, self.retries)
         if self._hooked("aggregate_train"):
@@ -306,6 +329,7 @@ class BayflowerStrategy(Course, Strategy):
             self._take("configure_evaluate", self.configure_evaluate(*args), *args)
         else:
             self._test_round(round, config)
+        self._now().further = budgeting.told(self.budget)
         self._say_sampled("configure_evaluate")
         replies: Iterable[Message] = self._now().exchange(grid, timeout, self.retries)
         if self._hooked("aggregate_evaluate"):

@@ -20,6 +20,7 @@ from flwr.serverapp import Grid
 
 from ..errors import BayflowerError
 from ..maths.window import Window, decode, scalar
+from ..privacy.budget import Budget
 from ..privacy.session import FEWEST, Card, canonical, more_than, read_cards
 from ..privacy.sums import Gathering, Offer, make_session, read_offer
 from ..recipes.secrecy import Privacy
@@ -63,7 +64,7 @@ class Summing:
         self.told = False
 
     # -- before a round ----------------------------------------------------------------------------
-    def open(self, asked: Round, grid: Grid, timeout: float) -> None:
+    def open(self, asked: Round, grid: Grid, timeout: float, budget: Budget | None = None) -> None:
         """Prepare the session of a round; clients without a ticket are left out of it."""
         self.grid, self.timeout = grid, timeout
         self.up = self.down = 0
@@ -91,10 +92,15 @@ class Summing:
             )
         used = {client: self.offers.pop(client) for client in chosen}
         largest = max(self.roster.members[one].facts.train_size for one in chosen)
-        bounds = json.dumps(
-            [self.privacy.secure_range * max(1, largest), self.privacy.secure_limbs]
-        )
-        self.window = window_of(asked.half, asked.state, len(chosen), bounds)
+        known: list[Any] = [self.privacy.secure_range * max(1, largest), self.privacy.secure_limbs]
+        half: Any = asked.half
+        if (
+            budget is not None and self.privacy.hides_clients
+        ):  # each client adds a share of the noise; `least` shares are enough
+            half.mechanism = budget.mechanism(len(chosen), budget.least(len(chosen)))
+            known.append(half.mechanism)
+        bounds = json.dumps(known)
+        self.window = window_of(half, asked.state, len(chosen), bounds)
         session = make_session(
             self.run,
             asked.number,

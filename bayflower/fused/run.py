@@ -18,6 +18,7 @@ from ..contract import Purpose
 from ..data import Federation
 from ..files.checkpoint import Checkpoint, make, server_state, write
 from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
+from ..privacy.budget import Budget
 from ..rounds import prints, schedule, solo
 from ..rounds.calibrated import Calibrated, One
 from ..rounds.halves import Halves
@@ -75,6 +76,11 @@ class FusedRun:
         if resume and run.settings.stacking in ("auto", "measured"):
             stacking = resume.config.get("stacking", "auto")
             run = replace(run, settings=replace(run.settings, stacking=stacking))
+        memory = resume.roster if resume else None
+        known = (run.settings.rounds, run.settings.fraction_train, out, memory)
+        self.budget = Budget.of(run.privacy, *known, run.training.local_epochs)
+        if self.budget is not None:
+            halves = secure.private_halves(self.budget, halves, len(federation.clients))
         self.run, self.settings, self.federation, self.halves = (
             run,
             run.settings,
@@ -95,7 +101,8 @@ class FusedRun:
         self.everyone = tuple(sorted(self.engine.stack.clients))
         self.state: Any = to(self.server.init(*halves.initial, self.everyone), self.device)
         self.name, self.first = uuid.uuid4().hex, 1
-        self.limiter = Limiter(halves.server, run.limits.robust, run.privacy.on)
+        how = "off" if run.privacy.hides_clients else run.limits.robust
+        self.limiter = Limiter(halves.server, how, run.privacy.on)
         self.records: list[RoundRecord] = []
         self.faults: list[str] = []
         self.prints: dict[str, Any] = {}  # of the clients' data
@@ -120,6 +127,11 @@ class FusedRun:
         """Return the outcome of all remaining rounds and the final test."""
         last = self.settings.rounds
         for round in range(self.first, last + 1):
+            if self.budget is not None and not self.budget.allows():
+                last = round - 1
+                if self.out is not None and self.settings.checkpoint_every:
+                    self.save(last)
+                break
             self.round(round)
             due = schedule.checkpoint_due(round, self.settings.checkpoint_every, last)
             if due and self.out is not None:
@@ -146,35 +158,42 @@ class FusedRun:
             remarks=(
                 *(text for text in (why, secure.REMARK if self.run.privacy.on else "") if text),
                 *self.limiter.notes(),
+                *([self.budget.remark()] if self.budget else []),
             ),
             usage=self.meter.report(),
             calibrated=found,
+            privacy=self.budget.report() if self.budget else None,
         )
 
     # -- one round ---------------------------------------------------------------------------------
     def clients_of(self, round: int) -> list[int]:
         """Return the clients that train in a round."""
         settings = self.settings
-        return schedule.clients_of(
+        usual = schedule.clients_of(
             round, self.everyone, settings.fraction_train, seed=settings.seed
         )
+        return self.budget.choose(round, self.everyone, usual) if self.budget else usual
 
     def round(self, round: int) -> None:
         """Train the clients of a round and update the server's state."""
         chosen = self.clients_of(round)
         before: Views = {}
-        if schedule.test_due(round, self.settings.evaluate_every):
+        if chosen and schedule.test_due(round, self.settings.evaluate_every):
             self.pending.flush()  # so that the test does not count as training time
             before = self.test(self.engine, chosen, round - 1, "finetune")
             self.records[-1].update(curve_point(before, self.halves.model.task))
         begin = self.pending.begin()
+        if self.budget is not None:
+            self.budget.spend(chosen)
         totals: Totals | None = None
         losses: dict[int, Tensor] = {}
         count = traffic.Count(self.run, self.name, round, before)
         sizes = {client: self.engine.stack.size(client) for client in chosen}
         if self.run.privacy.on:
             count.secure = self._secure_form(len(chosen))
-        chunks = self.engine.chunks(chosen, self.broadcast_to)
+        chunks = self.engine.chunks(chosen, self.broadcast_to) if chosen else []
+        if not chunks:  # nobody was sampled, which only a private run allows: it adds noise
+            self.state = self.server.finalise(self.state, {})
         for chunk in chunks:
             with self.meter.time("training"):
                 message = self.broadcast_to(chunk)
@@ -197,10 +216,13 @@ class FusedRun:
             self.lap("aggregation")
             losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
             count.add(chunk, self.halves, message, updates, sizes)
-        stacked = 0 if self.engine.one_by_one_because else max(map(len, chunks))
-        report = partial(self.server.report, self.state)
+        stacked = 0 if self.engine.one_by_one_because else max(map(len, chunks), default=0)
+        report = partial(self._report, self.state, self.budget.shown() if self.budget else {})
         self.pending.add(round, losses, count, report, stacked, begin)
         self.lap("records")
+
+    def _report(self, state: Any, more: dict[str, float]) -> dict[str, float]:
+        return {**self.server.report(state), **more}
 
     def _secure_form(self, clients: int) -> tuple[int, int, int]:
         """Return the length of a masked vector, and the further bytes down and up of a round."""
@@ -274,6 +296,7 @@ class FusedRun:
         decided = replace(self.run, settings=settings)
         states = dict(self.engine.bank.states())
         self.prints = self.prints or prints.of(self.federation)
-        known = (self.records, self.faults, self.limiter.memory(), self.prints)
+        memory = {**self.limiter.memory(), **(self.budget.memory() if self.budget else {})}
+        known = (self.records, self.faults, memory, self.prints)
         write(self.out, make(decided, self.name, round, self.state, states, *known))
         self.engine.bank.tidy()

@@ -16,8 +16,11 @@ from ..contract import Sum
 from ..errors import BayflowerError
 from ..maths.exact import Total
 from ..maths.window import Window, agree, decode, encode
+from ..privacy.budget import Budget
+from ..privacy.noisy import local_half, private_half
 from ..recipes.secrecy import Privacy
 from ..rounds.halves import Halves
+from ..rounds.ownnoise import client_half
 from ..rounds.robust import Limiter
 from ..rounds.unseen import kept
 from ..tree import take, to
@@ -77,6 +80,26 @@ def totals_for(
     if run.privacy.on:
         return SecureTotals(halves, run.privacy, sizes, limiter)
     return Totals(halves, fast, limiter)
+
+
+def private_halves(budget: Budget, halves: Halves, members: int) -> Halves:
+    """Return the halves with private sums over so many training clients. In secure sums every
+    client adds a share of the noise, such that fewer would do; here all shares are drawn at once.
+    """
+    if not budget.privacy.hides_clients:
+        half = halves.client
+        training = budget.training(half.training)
+        return halves._replace(client=client_half(type(half), half.config, training, halves.model))
+    if budget.secret:
+        return halves._replace(server=budget.server_half(halves.server, members))
+    if budget.local:
+        made = local_half(halves.server, budget.mechanism(1.0), budget.entropy)
+        return halves._replace(server=made)
+    clients = max(1, int(budget.fraction * members + 1e-9))
+    least = budget.least(clients)
+    mechanism = budget.mechanism(clients)
+    mechanism = mechanism._replace(noise=mechanism.noise * (clients / least) ** 0.5)
+    return halves._replace(server=private_half(halves.server, mechanism, budget.entropy))
 
 
 def masked_size(form: Mapping[str, Tensor | Any], limbs: int) -> int:

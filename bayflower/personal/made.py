@@ -74,6 +74,7 @@ class Kept(NamedTuple):
     reading: dict[str, Any] | None = None  # how the data were read (`Source.reading`)
     classes: tuple[str, ...] = ()  # names of the classes, where they are known
     site: str = ""  # the client's name, where the data have one
+    privacy: dict[str, Any] | None = None  # what was spent of a privacy budget, if there was one
 
 
 def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) -> dict[str, Any]:
@@ -250,6 +251,7 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
         "metrics": result,
         "calibration": calibration,
         "uncertainty": uncertainty,
+        **({"privacy": kept.privacy} if kept.privacy else {}),
         "load": {
             "with bayflower": "bayflower.load_personal(folder)  # model=Net for a network of your "
             "own",

@@ -36,6 +36,7 @@ from ..files.atomic import read_json
 from ..files.store import DiskStore
 from ..fused.bank import DiskBank
 from ..networks.model import Batch
+from ..privacy import budget
 from ..rounds import solo, spread
 from ..rounds.calibrated import load_spread, load_total, take_home
 from ..rounds.halves import Halves, halves_for
@@ -276,6 +277,7 @@ def kept(
         dataset=dataset,
         taken=taken,
         baseline=baseline_of(opened.folder),
+        privacy=budget.for_card(read_json(opened.folder / "result.json").get("privacy"), client),
     )
 
 

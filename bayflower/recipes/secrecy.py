@@ -1,7 +1,10 @@
-"""Settings of secure sums: the server sees the sum of the clients' statistics, and no client's."""
+"""Settings of privacy: secure sums (the server sees the sum of the clients' statistics, and no
+client's) and differential privacy (nobody can tell from the models whether a client took part).
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -36,9 +39,41 @@ class Privacy:
         "the sum, or the round is refused",
     )
 
+    dp: Literal["off", "client", "local", "sample"] = setting(
+        "off",
+        "differential privacy: noise hides whether a client took part (client), also from the "
+        "server (local), or single samples of a client (sample); the run stops before dp_epsilon "
+        "is overspent",
+    )
+    dp_epsilon: float = setting(8.0, "dp: the budget; a run stops before it spends more")
+    dp_delta: float = setting(1e-5, "dp: probability with which the bound dp_epsilon may fail")
+    dp_clip: float = setting(
+        1.0, "dp: norm to which a client's change, or a sample's gradient, is cut before the sum"
+    )
+    dp_noise: float = setting(
+        0.0,
+        "dp: standard deviation of the noise in units of dp_clip; 0 = found so that all rounds "
+        "just fit into the budget",
+    )
+
     def __post_init__(self) -> None:
         if self.secure not in ("off", "sum"):
             raise ConfigError(f"secure must be off or sum, got {self.secure!r}")
+        if self.dp not in ("off", "client", "local", "sample"):
+            raise ConfigError(f"dp must be off, client, local or sample, got {self.dp!r}")
+        for name, most in (("dp_epsilon", 1e3), ("dp_clip", 1e6)):
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigError(f"{name} must be in (0, {most:g}], got {getattr(self, name)}")
+        if not 0 < self.dp_delta < 0.1:
+            raise ConfigError(
+                f"dp_delta must be in (0, 0.1), got {self.dp_delta}; choose less than one in the "
+                "number of clients"
+            )
+        if not (self.dp_noise == 0 or 0.01 <= self.dp_noise < math.inf):
+            raise ConfigError(
+                f"dp_noise must be 0 or at least 0.01, got {self.dp_noise}; 0 means that it is "
+                "found from dp_epsilon"
+            )
         if not LIMBS[0] <= self.secure_limbs <= LIMBS[1]:
             raise ConfigError(f"secure_limbs must be 1 to {LIMBS[1]}, got {self.secure_limbs}")
         if not 2.0**-20 <= self.secure_range <= 2.0**60:
@@ -57,8 +92,22 @@ class Privacy:
         """Return whether sums are secure."""
         return self.secure != "off"
 
-    def refuses(self, row: Any, options: Any, limits: Any) -> str | None:
-        """Return why a method cannot have secure sums with these settings, or None."""
+    @property
+    def private(self) -> bool:
+        """Return whether models are differentially private."""
+        return self.dp != "off"
+
+    @property
+    def hides_clients(self) -> bool:
+        """Return whether noise hides whole clients."""
+        return self.dp in ("client", "local")
+
+    def refuses(self, row: Any, options: Any, limits: Any, training: Any) -> str | None:
+        """Return why a method cannot have secure or private sums with these settings, or None."""
+        if self.hides_clients and (why := self.unbounded(row, options, limits)):
+            return why
+        if self.dp == "sample" and (why := self.mingled(row, training)):
+            return why
         if not self.on:
             return None
         if row.additive:
@@ -77,6 +126,37 @@ class Privacy:
                 f"secure=sum hides each client's update, which robust={limits.robust} compares; "
                 "leave robust at its default, or set secure=off"
             )
+        return None
+
+    def unbounded(self, row: Any, options: Any, limits: Any) -> str | None:
+        """Return why one client's part in a method's sums cannot be bounded, or None."""
+        if why := row.private or row.additive:
+            return f"dp={self.dp} is not for {row.name}: {why}"
+        for name, why in row.unless.items():
+            key, _, value = name.partition("=")
+            if str(vars(options)[key]) == value:
+                return f"dp={self.dp} is not for {row.name} with {name}: {why}"
+        if limits.max_share < 1:
+            return f"dp={self.dp} counts every client the same; remove max_share"
+        return None
+
+    def mingled(self, row: Any, training: Any) -> str | None:
+        """Return why one sample's part in a client's training cannot be bounded, or None."""
+        if not row.in_loss_alone:
+            return (
+                f"dp=sample is not for {row.name}: its clients use samples outside the loss, or "
+                "train in several phases"
+            )
+        wanted = {
+            "task": ("classification", "other tasks look at all targets of a client"),
+            "local_steps": (0, "a sample must be seen once an epoch; set local_epochs"),
+            "mixup": (0.0, "it mixes samples"),
+            "class_weights": ("none", "they are counts of a client's labels"),
+            "input_scale": ("none", "means of a client's columns would show its samples"),
+        }
+        for name, (value, why) in wanted.items():
+            if (given := vars(training)[name]) != value:
+                return f"dp=sample needs {name}={value}, got {name}={given}: {why}"
         return None
 
 

@@ -126,6 +126,8 @@ class Training:
     horizon: float = setting(
         0.0, "survival: time at which calibration is judged, by the nearest end; 0 = the middle end"
     )
+    sample_clip: float = setting(0.0, "set by dp=sample: norm to which a sample's gradient is cut")
+    sample_noise: float = setting(0.0, "set by dp=sample: noise of a step, in units of sample_clip")
 
     def __post_init__(self) -> None:
         self.make_optimizer()

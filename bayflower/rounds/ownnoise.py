@@ -19,6 +19,7 @@ from ..contract import ClientHalf, Phase, Purpose, Survey, Work
 from ..networks.model import Batch, Model
 from ..tasks import EXTRA
 from ..tree import Tensors
+from .persample import sample_private
 
 CHUNK = 1024  # samples of one pass
 LOOK = "look"  # a phase of one step in which nothing moves, where a method has no adaptation
@@ -26,6 +27,8 @@ LOOK = "look"  # a phase of one step in which nothing moves, where a method has 
 
 def client_half(kind: type[ClientHalf], config: Any, training: Any, model: Model) -> ClientHalf:
     """Return the client half of a method for the model's task."""
+    if training.sample_noise:
+        kind = sample_private(type(kind(config, training, model)))
     half = kind(config, training, model)
     # a method may choose a half of its own by its settings
     return with_own(type(half))(config, training, model) if model.task.extra_stays else half

@@ -30,7 +30,7 @@ def result(
     views = halves.client.views()
     trained = (
         f"the {len(federation.clients)} training clients, each on its own test data, after "
-        f"round {run.settings.rounds}"
+        f"round {outcome.rounds[-1]['round'] if outcome.rounds else run.settings.rounds}"
     )
     unseen = (
         f"{len(federation.new_clients)} clients that never trained, each adapted on its own "
@@ -93,6 +93,7 @@ def result(
         "rounds": [dict(record) for record in outcome.rounds],
         "final": final,
         "uncertainty": uncertainty,
+        "privacy": outcome.privacy and dict(outcome.privacy),
         "faults": list(outcome.faults),
         "usage": outcome.usage and dict(outcome.usage),
         "remark": "; ".join(filter(None, remarks)) or None,

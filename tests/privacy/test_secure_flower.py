@@ -11,6 +11,7 @@ from flowerapp import WORK, bayflower, clean
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
 from bayflower.files import checkpoint
+from bayflower.privacy.accounting import epsilon
 
 pytestmark = pytest.mark.flower
 
@@ -33,4 +34,27 @@ def test_secure_sums_give_the_bits_of_a_plain_loop(tmp_path, engine):
     secrets = list((tmp_path / "out").glob("state/**/secure.json"))
     assert len(secrets) == 6  # an identity and the notes of the run, for each client
     assert all(path.stat().st_mode & 0o077 == 0 for path in secrets)
+    assert clean(tmp_path / "out")
+
+
+@pytest.mark.parametrize("engine", ["ray", "deployment"])
+def test_private_runs_stop_and_are_refused_under_flower(tmp_path, engine):
+    """Noise of the clients in secure sums; the budget is enough for two of four rounds."""
+    pytest.importorskip("dp_accounting")
+    few = {"num_clients": 3, "new_clients": 0, "rounds": 4, "calibration": "off"}
+    noise = {"dp": "client", "dp_noise": 4.0, "dp_epsilon": epsilon(4.0, 2, 1e-5) * 1.01}
+    more = {**few, **noise, "secure": "sum"}
+    done = bayflower(["run", "fedavg"], tmp_path / "out", engine, **more)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert len(result["rounds"]) == 2
+    assert result["faults"] == []
+    spent = result["privacy"]
+    assert spent["epsilon"] == pytest.approx(epsilon(4.0, 2, 1e-5))
+    assert spent["per_client"] == dict.fromkeys("012", spent["epsilon"])
+    cards = [json.loads(one.read_text()) for one in (tmp_path / "out").glob("state/**/card.json")]
+    assert [one["privacy"]["epsilon"] for one in cards] == [spent["epsilon"]] * 3
+    again = bayflower(["run", "fedavg"], tmp_path / "out", engine, "--resume", **more)
+    assert again.returncode != 0
+    assert "privacy budget of this run is spent" in again.stderr + again.stdout
     assert clean(tmp_path / "out")

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import MessageType
+from typer.testing import CliRunner
 
 from bayflower import methods
+from bayflower.cli import app as cli
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
 from bayflower.errors import BayflowerError, ConfigError
@@ -19,6 +21,7 @@ from bayflower.files import checkpoint
 from bayflower.files.store import DiskStore, MemoryStore
 from bayflower.flower import masking, records
 from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
+from bayflower.policy import rules
 from bayflower.tree import flatten
 
 BASE = {
@@ -260,6 +263,41 @@ def test_a_site_decides_whom_it_trusts_and_whether_it_takes_part_without_masks(t
     path.write_text(json.dumps({**keys, "3": keys["2"]}))  # another key than that of client 3
     with pytest.raises(BayflowerError, match="client 3 shows another key than the one in the file"):
         run("fedavg", store=store, node=node, **SECURE)
+
+
+def test_sites_exchange_keys_by_two_commands(tmp_path):
+    said = [
+        CliRunner().invoke(cli, ["policy", "key", str(tmp_path / f"{k}"), "--client", f"{k}"])
+        for k in range(3)
+    ]
+    words = [one.stdout.strip() for one in said]
+    assert [one.split("=")[0] for one in words] == ["0", "1", "2"]
+    file = tmp_path / "peers.json"
+    done = CliRunner().invoke(cli, ["policy", "peers", str(file), *words])
+    assert done.exit_code == 0
+    known, _ = masking.told({"peers": str(file)})
+    stores = [DiskStore(tmp_path / f"{k}") for k in range(3)]
+    assert known == {k: masking.public_key(store, k) for k, store in enumerate(stores)}
+    wrong = CliRunner().invoke(cli, ["policy", "peers", str(file), words[0], words[0]])
+    assert isinstance(wrong.exception, ConfigError)
+    assert "each site needs one CLIENT=KEY" in str(wrong.exception)
+
+
+def test_a_site_with_a_policy_and_a_log_takes_part(tmp_path):
+    """The log says that a masked vector left, and no tensor of the model; a rule still holds."""
+    (tmp_path / "policy.toml").write_text(rules.written())
+    node = {"policy": str(tmp_path / "policy.toml"), "audit-dir": str(tmp_path / "log")}
+    done = run("fedavg", node=node, **SECURE)
+    assert done.faults == []
+    lines = [json.loads(one) for one in (tmp_path / "log" / "audit.jsonl").read_text().splitlines()]
+    left = [one["records"]["update"] for one in lines if "update" in one.get("records", {})]
+    assert left
+    assert all(set(one) == {masking.MASKED, masking.OFFER} for one in left)
+    policy = rules.written().replace('methods = ["*"]', 'methods = ["fedmap"]')
+    assert policy != rules.written()
+    (tmp_path / "policy.toml").write_text(policy)
+    with pytest.raises(BayflowerError, match="refuses this request"):
+        run("fedavg", node=node, **SECURE)
 
 
 @pytest.mark.parametrize("row", methods.ROWS, ids=lambda row: row.name)
