@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from ..recipes.labels import FEDERATION, counted, together
 from ..tasks.choice import target_sums
 from ..tree import Tensors
 from .ownnoise import client_half
+
+LEADING = re.compile(r"\s*[-+]?\d+")  # the number that a class's name begins with
 
 
 class Halves(NamedTuple):
@@ -60,6 +63,8 @@ def halves_for(run: Run, federation: Federation) -> Halves:
 
 def check_targets(task: str, federation: Federation) -> None:
     """Raise if targets cannot be those of the task."""
+    if task == "ordinal":
+        check_order(federation.names.classes)
     if task != "counts":
         return
     for data in (*federation.clients, *federation.new_clients):
@@ -70,6 +75,19 @@ def check_targets(task: str, federation: Federation) -> None:
                     f"task=counts needs whole numbers from 0, client {data.client} has {wrong:g}; "
                     "set task=regression, or name another column with --target"
                 )
+
+
+def check_order(classes: Sequence[str]) -> None:
+    """Raise if the names of three classes or more do not say their order: words are numbered by the
+    alphabet.
+    """
+    numbers = [match and int(match[0]) for match in (LEADING.match(name) for name in classes)]
+    known = [number for number in numbers if number is not None]
+    if len(classes) > 2 and (len(known) < len(numbers) or known != sorted(set(known))):
+        raise ConfigError(
+            f"task=ordinal would order the classes as {', '.join(classes)}, which is the alphabet; "
+            "number them in the data (1, 2, 3, or 1 mild, 2 severe)"
+        )
 
 
 def make_halves(

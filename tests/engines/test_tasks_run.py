@@ -103,6 +103,31 @@ def test_what_needs_classes_is_refused_in_one_line(data: Path) -> None:
             parse(method, {**numbers, **more})
 
 
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        (("mild", "severe", "critical"), "critical, mild, severe"),
+        (("1 mild", "2 severe", "10 critical"), "1 mild, 10 critical, 2 severe"),
+        (("1 mild", "2 severe", "3 critical"), ""),
+        (("no", "yes", "yes"), ""),  # either order of two says the same
+    ],
+)
+def test_classes_whose_names_do_not_say_their_order_are_refused(
+    names: tuple[str, ...], wrong: str, tmp_path: Path
+) -> None:
+    rows = [f"s{i % 2},{i},{names[i % 3]}" for i in range(60)]
+    table = tmp_path / "grades.csv"
+    table.write_text("\n".join(["site,a,grade", *rows]) + "\n")
+    run = parse(
+        "fedavg", {"dataset": str(table), "target": "grade", "sites": "site", "task": "ordinal"}
+    )
+    if not wrong:
+        assert prepare(run).federation.names.classes == tuple(sorted(set(names)))
+        return
+    with pytest.raises(ConfigError, match=f"order the classes as {wrong}, which is the alphabet"):
+        prepare(run)
+
+
 def test_the_table_of_a_result_shows_the_metrics_of_numbers(data: Path) -> None:
     from rich.console import Console
 
@@ -111,4 +136,4 @@ def test_the_table_of_a_result_shows_the_metrics_of_numbers(data: Path) -> None:
     found = result("fedavg", "fused", data, task="regression", rounds=1)
     console = Console(width=200, record=True, file=StringIO())
     console.print(result_table(found))
-    assert {"rmse", "crps", "coverage"} <= set(console.export_text().split())
+    assert {"rmse", "crps", "covered"} <= set(console.export_text().split())
