@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .parts import TINY, Part, moved
+from .parts import TINY, Part
 
 Vector = np.ndarray[Any, Any]
 SIZE = 1024
@@ -70,15 +70,19 @@ class Gate:
         self.turned: dict[int, float] = {}  # by client of this round that turned: its cosine
         self.signs: dict[tuple[int, torch.device], Tensor] = {}  # by number of entries
 
-    def see(self, clients: Sequence[int], parts: Sequence[Part]) -> None:
-        """Note the directions of stacked changes, and who turned against its own past."""
+    def see(
+        self, clients: Sequence[int], parts: Sequence[Part], rows: Mapping[str, Tensor]
+    ) -> None:
+        """Note the directions of stacked changes, and who turned against its own past; `rows` are
+        the changes of parts by name, one row a client.
+        """
         chosen = [part for part in parts if part.kind == "model" and not part.name.endswith(")")]
         chosen = chosen or [part for part in parts if part.rule == "rows"]
         models = bool(chosen)
         chosen = chosen or [part for part in parts if part.rule == "step"]
         if not chosen:
             return
-        sketches = [self.sketch(part) for part in chosen]
+        sketches = [self.sketch(rows[part.name]) for part in chosen]
         whole = unit(sum(sketches[1:], sketches[0]).cpu().double().numpy())
         self.now.update(zip(clients, whole, strict=True))
         known = [place for place, client in enumerate(clients) if models and client in self.own]
@@ -92,16 +96,11 @@ class Gate:
             if agreed < TURNED and len(before) >= LEAST and fmean(before) > STEADY:
                 self.turned[client] = agreed
 
-    def sketch(self, part: Part) -> Tensor:
+    def sketch(self, rows: Tensor) -> Tensor:
         """Return SIZE numbers of each client's change."""
-        found: Any = 0.0
-        for place, name in enumerate(sorted(part.leaves)):
-            flat = moved(part, name)
-            flat = flat.reshape(len(flat), -1)
-            flat = flat * self.sign(flat.shape[1], flat.device)
-            flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % SIZE))
-            found = found + flat.reshape(len(flat), -1, SIZE).sum(1).roll(place * 97, 1)
-        return found
+        rows = rows * self.sign(rows.shape[1], rows.device)
+        rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % SIZE))
+        return rows.reshape(len(rows), -1, SIZE).sum(1)
 
     def sign(self, number: int, device: torch.device) -> Tensor:
         """Return `number` signs, always the same."""

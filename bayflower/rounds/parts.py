@@ -123,18 +123,22 @@ def change(part: Part, name: str) -> Tensor:
     """Return how far a tensor of stacked updates is from what was sent, in float64; 0 where entries
     do not count.
     """
-    return away(part, name, part.leaves[name].double())
-
-
-def moved(part: Part, name: str) -> Tensor:
-    """Return the same with the accuracy of the update."""
-    return away(part, name, part.leaves[name])
-
-
-def away(part: Part, name: str, leaf: Tensor) -> Tensor:
-    """Return how far `leaf` is from what was sent."""
+    leaf = part.leaves[name].double()
     leaf = leaf - part.sent[name].to(leaf) if name in part.sent else leaf
     return leaf * part.only[name].to(leaf) if name in part.only else leaf
+
+
+def flat(part: Part) -> Tensor:
+    """Return the changes of all tensors as one row a client, with the accuracy of the update: few
+    operations, however many tensors there are.
+    """
+    names, one = sorted(part.leaves), next(iter(part.leaves.values()))
+    rows = torch.cat([part.leaves[name].reshape(len(one), -1).to(one) for name in names], 1)
+    if part.sent and all(name in part.sent for name in names):
+        rows = rows - torch.cat([part.sent[name].reshape(-1).to(one) for name in names])
+    if part.only:
+        rows = rows * torch.cat([part.only[name].reshape(-1).to(one) for name in names])
+    return rows
 
 
 def each(scale: Tensor, like: Tensor) -> Tensor:
@@ -142,20 +146,20 @@ def each(scale: Tensor, like: Tensor) -> Tensor:
     return scale.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def size_of(part: Part) -> Tensor:
-    """Return the size of a part of each client, by which limits are set."""
+def size_of(part: Part, rows: Tensor | None = None) -> Tensor:
+    """Return the size of a part of each client, by which limits are set; `rows` is `flat`."""
     if part.rule == "log_weight":
         return next(iter(part.leaves.values())).double()
     if part.rule == "rows":
         norms = row_norms(next(iter(part.leaves.values())))
         return usual(norms.mT)
+    if part.rule in ("step", "exact"):
+        rows = flat(part) if rows is None else rows
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     total: Any = 0.0
-    norm = part.rule in ("step", "exact")
-    for name in part.leaves:
-        one = change(part, name) if norm else part.leaves[name].double()
-        one = one.reshape(len(one), -1)
-        total = total + (one.square().sum(1) if norm else one.sum(1))
-    return torch.sqrt(total) if norm else total
+    for leaf in part.leaves.values():
+        total = total + leaf.double().reshape(len(leaf), -1).sum(1)
+    return total
 
 
 def row_norms(leaf: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from ..errors import WireError
 from ..tree import Tensors, map_tree, take
 from .gate import MANY, Gate
 from .order import ordered
-from .parts import LEVEL, TINY, Limited, Part, limited, parts_of, size_of, usual
+from .parts import LEVEL, TINY, Limited, Part, flat, limited, parts_of, size_of, usual
 from .unseen import Unseen
 
 ROUNDS = 3  # rounds whose clients make a median
@@ -105,13 +105,14 @@ class Limiter:
     ) -> Measured:
         """Note the sizes and directions of stacked updates, and return what was measured."""
         parts = parts_of(self.half, state, updates)
-        sizes = {part.name: size_of(part) for part in parts}
+        rows = {part.name: flat(part) for part in parts if part.rule in ("step", "exact", "rows")}
+        sizes = {part.name: size_of(part, rows.get(part.name)) for part in parts}
         self.factors |= {part.name: part.factor for part in parts}
         sizes |= {"num_examples": updates.num_examples.double(), **claims}
         for name, value in sizes.items():
             self.now.setdefault(name, []).append(value.detach())
         if self.gate is not None:
-            self.gate.see(clients, parts)
+            self.gate.see(clients, parts, rows)
         return Measured(clients, parts, updates, sizes)
 
     def limit(self, seen: Measured) -> Limited:

@@ -152,6 +152,12 @@ def test_limits_are_remembered():
     assert again.gate.past == limiter.gate.past
 
 
+def seen(found: Gate, change: np.ndarray) -> None:
+    """Let a gate see the changes of a round."""
+    part = Part("params", "params", "model", {"w": torch.tensor(change)}, {})
+    found.see(range(len(change)), [part], {"params": parts.flat(part)})
+
+
 def opposed(rng, clients: int, liars: int, rounds: int, size: int = 5000) -> Gate:
     """Return the gate after some rounds of changes around a common direction; liars turn theirs."""
     found, common = Gate(), rng.normal(size=size)
@@ -159,8 +165,7 @@ def opposed(rng, clients: int, liars: int, rounds: int, size: int = 5000) -> Gat
         change = common + rng.normal(size=(clients, size))
         change[:liars] *= -1
         unit = change / np.linalg.norm(change, axis=1, keepdims=True)
-        part = Part("params", "params", "model", {"w": torch.tensor(change)}, {})
-        found.see(range(clients), [part])
+        seen(found, change)
         counted = [c for c in range(clients) if c not in found.out]
         for c in range(clients):  # oracle: whole vectors
             others = unit[[o for o in counted if o != c]].sum(0)
@@ -214,9 +219,7 @@ def test_a_client_that_turns_against_its_own_past_is_left_out_at_once():
         if round == 6:
             change[[2, 5]] *= -1
             change[5] = -past[5]
-        found.see(
-            range(clients), [Part("params", "params", "model", {"w": torch.tensor(change)}, {})]
-        )
+        seen(found, change)
         for c in range(clients):
             unit = change[c] / np.linalg.norm(change[c])
             if c in past:
