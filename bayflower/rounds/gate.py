@@ -47,6 +47,7 @@ OWN = 256
 LAST = 8  # rounds of a client that count
 LEAST = 3  # rounds of a client that say something
 MANY = 5  # fewer clients than this say nothing of what most do
+CROWD = 8  # of fewer clients one alone may oppose all others, honestly
 EARLY, AWAY = -0.33, 0.45
 AGAINST, APART = -0.3, 0.4
 LATER, BELOW, NEAR, TIMES = 5, -0.15, 0.3, 5.0
@@ -117,8 +118,9 @@ class Gate:
             whole = np.stack(list(self.now.values()))
             counts = np.array([client not in gone for client in clients])[:, None]
             others = unit((whole * counts).sum(0) - whole * counts)
-            for client, agreed in zip(clients, (whole * others).sum(1).tolist(), strict=True):
-                self.past[client] = [*self.past.get(client, []), agreed][-LAST:]
+            agreed = (whole * others).sum(1).tolist() if len(clients) >= CROWD else []
+            for client, one in zip(clients, agreed, strict=bool(agreed)):
+                self.past[client] = [*self.past.get(client, []), one][-LAST:]
             for client, mine in self.itself.items():
                 self.steady[client] = [*self.steady.get(client, []), mine][-LAST:]
             now = short(whole)
@@ -137,7 +139,7 @@ class Gate:
         """Decide who is left out."""
         known = self.past
         means = {client: fmean(values) for client, values in known.items()}
-        if len(means) < MANY:
+        if len(means) < CROWD:
             self.out = {}
             return
         self.middle = middle = median(means.values())

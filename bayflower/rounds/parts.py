@@ -35,7 +35,8 @@ from ..contract import ServerHalf
 from ..tree import Tensors
 
 STEP = 1.75  # times the median norm of changes that are averaged
-CARRIED = 4.0  # times the median norm of changes that the client carries on, too
+CARRIED = 10.0  # times the median norm of changes that the client carries on, too
+FACTORS = 4.0  # the same for changes of factors, next to those of the same round
 BESIDE = 2.5  # times the median norm of models that come with such changes
 LEVEL = 2.0  # times the median, for counts, claims and certainties
 TINY = 1e-30
@@ -65,7 +66,7 @@ class Part(NamedTuple):
         if self.rule in ("precision", "certainty"):
             return LEVEL
         if self.kind in ("slope", "factor"):
-            return CARRIED
+            return CARRIED if self.kind == "slope" else FACTORS
         return BESIDE if self.beside else STEP
 
 

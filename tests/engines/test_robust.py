@@ -138,7 +138,7 @@ def test_median_trimmed_and_krum():
 
 def test_limits_are_remembered():
     rng = np.random.default_rng(3)
-    state, updates = made(rng, 5)
+    state, updates = made(rng, 9)
     limiter = Limiter(server(), "gate")
     limiter.together(state, updates)
     limiter.close()
@@ -148,7 +148,7 @@ def test_limits_are_remembered():
         k: float(v) for k, v in limiter.limits.items()
     }
     assert not again.holds
-    assert len(again.gate.past) == 5
+    assert len(again.gate.past) == len(again.gate.own) == 9
     assert again.gate.past == limiter.gate.past
 
 
@@ -183,7 +183,7 @@ def test_clients_that_oppose_the_others_are_left_out_and_come_back():
     assert set(found.out) == {0, 1, 2}
     assert "client 1: its changes oppose" in found.why(1)
     assert not opposed(rng, 10, 0, 5).out
-    assert not opposed(rng, gate.MANY - 1, 1, 5).out  # too few to say what most do
+    assert not opposed(rng, gate.CROWD - 1, 1, 5).out  # too few to say what most do
     for own, rounds, out in (
         (-0.32, gate.LEAST - 1, False),  # so few rounds say too little
         (-0.32, gate.LEAST, True),
