@@ -1,6 +1,8 @@
 """What malicious clients do to every method, and what `robust=gate` leaves of it.
 
-    python -m benchmarks.poisoning                 table of all methods, half an hour on one core
+    python -m benchmarks.poisoning --out FILE      table of all methods, an hour on one core;
+                                                   started again, it goes on where FILE ends
+    python -m benchmarks.poisoning --seeds 3       twenty rounds of attack, all of digits
     python -m benchmarks.poisoning --cost          what the defence costs honest federations
     python -m benchmarks.poisoning_page FILES      take printed rows over, and write the page
 
@@ -179,10 +181,14 @@ def mixed(rows: Sequence[int], honest: torch.Tensor, lie: torch.Tensor) -> torch
 class Measured:
     """A method under a rule: its clean run, and attacks on it."""
 
-    def __init__(self, method: str, robust: str, bad: int, data: Any = None) -> None:
+    def __init__(
+        self, method: str, robust: str, bad: int, data: Any = None, clean: bool = True
+    ) -> None:
         self.method, self.robust, self.bad, self.data = method, robust, bad, data or DIGITS
+        self.last = int(self.data["rounds"])
+        if not clean:
+            return
         self.job = self.make()
-        self.last = self.job.settings.rounds
         for round in range(1, self.last):
             self.job.round(round)
         self.saved = (self.job.state, dict(self.job.engine.bank.states()), self.job.limiter)
@@ -242,15 +248,21 @@ class Measured:
 
 
 def table(
-    names: Sequence[str], bads: Sequence[int], rules: Sequence[str], every: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return one row a method, rule, number of attackers and attack; `every` names the attacks that
-    are also made in every round.
+    names: Sequence[str],
+    bads: Sequence[int],
+    rules: Sequence[str],
+    every: Sequence[str],
+    out: Path | None,
+) -> None:
+    """Measure one row a method, rule, number of attackers and attack; `every` names the attacks
+    that are also made in every round.
     """
-    found = []
+    done = known(out, "method", "robust", "attackers", "attack")
     for method in names:
         for rule in rules:
             for bad in bads:
+                if (method, rule, bad, ABSENT) in done:
+                    continue
                 one = Measured(method, rule, bad)
                 step = one.apart(one.end, one.start)
                 for attack in (*ATTACKS, ABSENT):
@@ -265,18 +277,30 @@ def table(
                         "once": accuracy,
                         **({"always": one.always(attack)} if attack in every else {}),
                     }
-                    found.append(row)
-                    print(json.dumps(row), flush=True)
-    return found
+                    told(row, out)
 
 
-def cost(names: Sequence[str], datas: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what `gate` costs honest clients: accuracy without and with it, and the standard error
-    of the difference over seeds.
+def told(row: dict[str, Any], out: Path | None) -> None:
+    """Print a row, and add it to a file."""
+    print(json.dumps(row), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def known(out: Path | None, *names: str) -> set[tuple[Any, ...]]:
+    """Return what the rows of a file are about."""
+    lines = out.read_text().splitlines() if out is not None and out.exists() else []
+    return {tuple(json.loads(line).get(name) for name in names) for line in lines}
+
+
+def cost(names: Sequence[str], datas: Sequence[str], out: Path | None) -> None:
+    """Measure what `gate` costs honest clients: accuracy without and with it, and the standard
+    error of the difference over seeds.
     """
-    found = []
+    done = known(out, "method", "data")
     for data in datas:
-        for method in names:
+        for method in (name for name in names if (name, data) not in done):
             row: dict[str, Any] = {"method": method, "data": data}
             seeds = {
                 rule: [
@@ -288,9 +312,23 @@ def cost(names: Sequence[str], datas: Sequence[str]) -> list[dict[str, Any]]:
             row |= {rule: fmean(values) for rule, values in seeds.items()}
             apart = [new - old for old, new in zip(seeds["off"], seeds["gate"], strict=True)]
             row |= {"error": stdev(apart) / math.sqrt(SEEDS), "seeds": SEEDS}
-            found.append(row)
-            print(json.dumps(row), flush=True)
-    return found
+            told(row, out)
+
+
+def lasting(names: Sequence[str], seeds: int, out: Path | None) -> None:
+    """Measure twenty rounds of attack by one client on all of digits, the mean over some seeds."""
+    done = known(out, "method", "lasting")
+    for method in names:
+        for attack in ("", "random", "flip", "count", ABSENT):
+            if (method, attack or "clean") in done:
+                continue
+            found = [
+                Measured(method, "gate", 1, {**DIGITS, "keep": 1.0, "seed": seed}, False)
+                for seed in range(seeds)
+            ]
+            values = [one.always(attack) for one in found]
+            row = {"method": method, "lasting": attack or "clean", "seeds": seeds}
+            told({**row, "accuracy": fmean(values)}, out)
 
 
 def main() -> None:
@@ -301,16 +339,23 @@ def main() -> None:
     parser.add_argument("--rules", default="off,gate")
     parser.add_argument("--every", default=",".join((*ATTACKS, ABSENT)), help="in every round")
     parser.add_argument("--cost", action="store_true", help="what honest federations pay")
+    parser.add_argument("--seeds", type=int, default=0, help="twenty rounds, mean over seeds")
     parser.add_argument("--data", default=";".join(HONEST), help="of --cost, with ; between")
-    parser.add_argument("--out", default="", help="JSON lines [printed only]")
+    parser.add_argument(
+        "--out", default="", help="a file for JSON lines; rows that it has are skipped"
+    )
     given = parser.parse_args()
     shared = sorted(name for name in METHODS if not METHODS[name].server.shares_nothing)
     names = given.methods.split(",") if given.methods else shared
     bads = [int(one) for one in given.bad.split(",")]
     rules, every = given.rules.split(","), given.every.split(",")
-    rows = cost(names, given.data.split(";")) if given.cost else table(names, bads, rules, every)
-    if given.out:
-        Path(given.out).write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    out = Path(given.out) if given.out else None
+    if given.seeds:
+        lasting(names, given.seeds, out)
+    elif given.cost:
+        cost(names, given.data.split(";"), out)
+    else:
+        table(names, bads, rules, every, out)
 
 
 if __name__ == "__main__":

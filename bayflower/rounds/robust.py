@@ -43,7 +43,7 @@ FAR_CLAIM = 1e5  # so far beyond for claims: those of honest clients differ by a
 ROBUST = "robust"  # the key of the limits in a checkpoint
 GATE = "gate"
 HOLDING = ("median", "trimmed", "krum")
-LEAPS = ("model", "slope", "factor")  # far beyond their limits the whole update is left out
+LEAPS = ("model", "slope", "factor", "rows")  # far beyond their limits the whole update is left out
 
 
 class Measured(NamedTuple):
