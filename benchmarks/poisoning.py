@@ -185,7 +185,7 @@ class Measured:
         self, method: str, robust: str, bad: int, data: Any = None, clean: bool = True
     ) -> None:
         self.method, self.robust, self.bad, self.data = method, robust, bad, data or DIGITS
-        self.last = int(self.data["rounds"])
+        self.last = ROUNDS
         if not clean:
             return
         self.job = self.make()

@@ -45,7 +45,8 @@ READING = """## Reading
 * **One round.** The attacker was honest for nineteen rounds. A change of a hundred times the usual
   size is left out, and one that is the opposite of the client's own past as well. What remains is
   the absence of one client in one round. FedDyn's and PVI's clients are not steady enough for the
-  second rule; there a flip counts, within one honest step.
+  second rule; there a flip counts, within one honest step. FedCP and FedRep miss the aims by the
+  absence alone: their attacked rounds have the figures of the column *absent*.
 * **FedDC** is fragile by itself: where one client is absent in one round, it loses 20 points, with
   and without an attacker. Its honest clients on Dir(0.1) digits sometimes oppose the others and are
   left out.
@@ -54,11 +55,15 @@ READING = """## Reading
   and the others pull back. This pull is what the gate sees, after two to eight rounds. Twenty
   rounds of one epoch are far from the end of training, so each of these rounds costs.
 * What then remains is the absence of the attacker's data. The largest client holds 18 % of all
-  samples, and without it FedAvg loses ten points here. So the aim "five points below the clean run"
-  is not met by any rule where the attacker's data matter; the column *absent* says where.
+  samples, and without it FedAvg loses ten points on half of digits. There the aim "five points
+  below the clean run" is met by no rule; the column *absent* says where. On all of digits the mean
+  over seeds is within three points of the clean run, for every method in that table. So most of
+  what the list above names is one seed, 150 test samples and the absent data.
 * **SCAFFOLD** must hold the mean of what its clients hold; a control variate that is cut on the
   server alone leaves a difference for good. With a limit of 4 times the median SCAFFOLD lost 13
-  points (standard error 7) on Dir(0.1) Fashion-MNIST; the limit is 10 times now. The loss of 1.1
+  points (standard error 7) on Dir(0.1) Fashion-MNIST; with 10 times, the limit now, 5 points
+  (standard error 5). SCAFFOLD swings by twenty points from seed to seed there, with and without
+  limits, so that half a point cannot be shown. The loss of 1.1
   points on digits that an earlier page had was noise: with ten seeds and all of digits it was +1.2
   (standard error 1.3).
 * **PVI** is limited by its own round: its changes shrink by 10 to 100 times from the first round
@@ -79,7 +84,10 @@ READING = """## Reading
   limit, which are cut and not left out; flips in the first two rounds, then honest ones.
 * The factors and thresholds were chosen on digits (both partitions, three seeds, fifteen methods),
   so these tables are no independent test of them.
-* Not measured: three attackers with `gate`; methods and cells that are missing above.
+* FedProto's rows were measured before far-off class means were left out. FedIvon under a random
+  direction in all rounds is not understood: its attacker is left out, and yet it loses more than by
+  the absence.
+* Not measured: methods and cells that are missing above; three attackers beyond four methods.
 """
 
 
