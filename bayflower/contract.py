@@ -170,6 +170,13 @@ class ServerHalf(ABC):
         """Return the update with the claims named in `factors` multiplied by them."""
         return update
 
+    @property
+    def comparable(self) -> bool:
+        """Return whether honest clients' updates are alike in size, so that `robust` may bound one
+        by the others.
+        """
+        return True
+
     def sent_entries(self, state: Any) -> Tensors:
         """Return by name which entries of the model clients were sent, as bool; {} = all. What they
         keep differs by more than what they were sent, and is limited apart.

@@ -60,7 +60,7 @@ class Limiter:
 
     def __init__(self, half: ServerHalf, how: str, masked: bool = False) -> None:
         self.half, self.how = half, how
-        active = how != "off" and not half.shares_nothing
+        active = how != "off" and half.comparable and not half.shares_nothing
         self.on = active and not masked  # whether updates are limited here
         self.unseen = Unseen(half) if active and masked else None
         self.past: dict[str, list[Tensor]] = {}  # by name: the sizes of each of the last rounds

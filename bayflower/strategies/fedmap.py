@@ -29,10 +29,8 @@ Departs:
   E-M2  the summed posterior of the paper's [eq. 8] (`weights=sum`) gives all weight to one client;
         `mean` is the default.
   E-M4  the constant of [eq. 5] needs the power (2πσ²)^{−d/2}; it is dropped with E-M1.
-  E-M5  minimising [eq. 3] gives weights without the prior's factor; both carry it here (it
-        discounts clients far from gamma).
-  E-M8  sums run over the q clients of the round; gamma starts at a seeded, untrained
-        initialisation.
+  E-M5  minimising [eq. 3] gives weights without the prior's factor, which discounts far clients.
+  E-M8  sums run over the q clients of the round; gamma starts at a seeded, untrained model.
 """
 
 from __future__ import annotations
@@ -161,6 +159,11 @@ class Server(ServerHalf):
     state_type = State
     broadcast_type = Broadcast
 
+    @property
+    def comparable(self) -> bool:
+        """Return False for a learned prior: more samples make a client honestly more certain."""
+        return not self.config.learns
+
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> State:
         """Return gamma at the initial model (E-M8); running statistics of normalisation layers
         belong to the clients.
@@ -276,9 +279,7 @@ class Server(ServerHalf):
         }
 
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
-        """Return the sums of stacked updates in the two highest
-        bins; what is lower cannot matter.
-        """
+        """Return the sums of updates in the two highest bins; what is lower cannot matter."""
         if self.config.learns:
             alone = [map_tree(lambda leaf, k=k: leaf[k], updates) for k in range(len(clients))]
             return added(self.terms(update) for update in alone)
