@@ -29,7 +29,7 @@ Departs:
   E-M2  the summed posterior of the paper's [eq. 8] (`weights=sum`) gives all weight to one client;
         `mean` is the default.
   E-M4  the constant of [eq. 5] needs the power (2πσ²)^{−d/2}; it is dropped with E-M1.
-  E-M5  minimising [eq. 3] gives weights without the prior's factor, which discounts far clients.
+  E-M5  [eq. 3] gives weights without the prior's factor; both carry it here (far ones count less).
   E-M8  sums run over the q clients of the round; gamma starts at a seeded, untrained model.
 """
 
