@@ -146,6 +146,8 @@ def test_the_pages_keep_quick_cells_apart_and_what_was_written_by_hand(finished,
 
 def test_methods_that_do_not_exist_say_so(tmp_path):
     table = find("pfedvmp-1")
+    rows = [replace(row, method="") if row.name == "pFedGP" else row for row in table.rows]
+    table = replace(table, rows=tuple(rows))
     found = look(table, plan(), Cache(tmp_path))
     text = markdown(table, plan(), found)
     assert "| pFedGP | not yet; *96.11* |" in text
