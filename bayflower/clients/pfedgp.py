@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..contract import Phase, Purpose, Work
 from ..maths import processes
-from ..maths.classwise import class_means
+from ..maths.classwise import class_means, members
 from ..maths.processes import Fit, Kernel
 from ..networks.model import Batch
 from ..tree import Tensors
@@ -120,14 +120,13 @@ class Client(fedper.Client):
         """Return L on one batch [eq. 6]."""
         signs: Tensor = work.memo
         u, buffers = self.features(params, work.buffers, batch, train=True)
-        member = (batch.y[:, None] == torch.arange(self.num_classes, device=batch.y.device)).to(u)
-        member = member * batch.mask[:, None]
+        member = members(batch.y, batch.mask, self.num_classes).to(u)
         asked = query(member, self.config.gp_predict_share)  # (B,)
         side = signs @ member.mT  # (R, B)
         given = side * (1 - asked)
-        gram = self.kernel.within(u)
-        fitted = processes.fit(gram, given / 2, given.abs(), self.config.gp_iterations)
         cross = self.kernel.between(u, u)
+        gram = self.kernel.jittered(cross)
+        fitted = processes.fit(gram, given / 2, given.abs(), self.config.gp_iterations)
         mean, spread = processes.predicted(gram, cross, self.kernel.own, fitted)
         right = processes.left(side * mean, spread).clamp(min=TINY)
         live = ((given > 0).any(1) & (given < 0).any(1)).to(u)
@@ -177,8 +176,7 @@ class Client(fedper.Client):
             fitted = Fit(processes.weights(gram, omega, part / 2), omega)
             mean, spread = processes.predicted(gram, cross, self.kernel.own, fitted)
             said.append(processes.left(mean, spread))
-        classes = torch.arange(self.num_classes, device=u.device)
-        counts = ((known.labels[:, None] == classes).to(u) * known.there[:, None]).sum(0)
+        counts = members(known.labels, known.there, self.num_classes).sum(0)
         found = processes.classes(signs, processes.settled(torch.cat(said), signs, counts))
         return (1 - EVEN) * found / found.sum(1, keepdim=True) + EVEN / self.num_classes
 

@@ -46,7 +46,11 @@ class Kernel(NamedTuple):
 
     def within(self, u: Tensor) -> Tensor:
         """Return the kernel of one set of samples (N, N)."""
-        return self.between(u, u) + self.jitter * torch.eye(len(u), dtype=u.dtype, device=u.device)
+        return self.jittered(self.between(u, u))
+
+    def jittered(self, cross: Tensor) -> Tensor:
+        """Return the kernel of one set of samples from that of two sets with the same samples."""
+        return cross + self.jitter * torch.eye(len(cross), dtype=cross.dtype, device=cross.device)
 
 
 class Fit(NamedTuple):
@@ -74,7 +78,8 @@ def moments(gram: Tensor, omega: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]
     """Return means and variances of the nodes at their own samples (R, N) [eq. 2]."""
     inner = solved(gram, omega, gram.expand(len(omega), *gram.shape))
     spread = gram.diagonal() - (gram * inner).sum(1)
-    return weights(gram, omega, kappa) @ gram, spread.clamp(min=0)
+    found = kappa - (inner @ kappa[:, :, None])[:, :, 0]  # `weights`, from what is solved already
+    return found @ gram, spread.clamp(min=0)
 
 
 def means(c: Tensor) -> Tensor:

@@ -110,12 +110,8 @@ class Privacy:
             return why
         if not self.on:
             return None
-        if row.additive:
-            return f"secure=sum is not for {row.name}: {row.additive}"
-        for name, why in row.unless.items():
-            key, _, value = name.partition("=")
-            if str(vars(options)[key]) == value:
-                return f"secure=sum is not for {row.name} with {name}: {why}"
+        if why := barred("secure=sum", row, options, row.additive):
+            return why
         if limits.max_share < 1:
             return (
                 "secure=sum hides how large a client's part is, so max_share cannot cap it; remove "
@@ -130,12 +126,8 @@ class Privacy:
 
     def unbounded(self, row: Any, options: Any, limits: Any) -> str | None:
         """Return why one client's part in a method's sums cannot be bounded, or None."""
-        if why := row.private or row.additive:
-            return f"dp={self.dp} is not for {row.name}: {why}"
-        for name, why in row.unless.items():
-            key, _, value = name.partition("=")
-            if str(vars(options)[key]) == value:
-                return f"dp={self.dp} is not for {row.name} with {name}: {why}"
+        if why := barred(f"dp={self.dp}", row, options, row.private or row.additive):
+            return why
         if limits.max_share < 1:
             return f"dp={self.dp} counts every client the same; remove max_share"
         return None
@@ -162,3 +154,14 @@ class Privacy:
 
 # runs of an earlier version did not have these settings
 SECRECY = {field.name: field.default for field in fields(Privacy)}
+
+
+def barred(what: str, row: Any, options: Any, always: str) -> str | None:
+    """Return why `what` is not for a method: always, or with one of its settings; or None."""
+    if always:
+        return f"{what} is not for {row.name}: {always}"
+    for name, why in row.unless.items():
+        key, _, value = name.partition("=")
+        if str(vars(options)[key]) == value:
+            return f"{what} is not for {row.name} with {name}: {why}"
+    return None

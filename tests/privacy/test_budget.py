@@ -48,14 +48,6 @@ def fixed(monkeypatch):
     monkeypatch.setattr(Entropy, "seed", 7)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # -- the cost of noisy sums ------------------------------------------------------------------------
 def exact_epsilon(noise, count, delta):
     """Return the ε of `count` Gaussian sums: they are one with noise z/√T, whose δ is known in

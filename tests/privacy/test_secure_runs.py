@@ -40,14 +40,6 @@ ADDITIVE = [row.name for row in methods.ROWS if not row.additive]
 FIRST = ("fedavg", "fedmap")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(method, lost=None, seen=None, store=None, node=None, **settings):
     """Return the strategy after a run on an in-process grid. `lost(request, client, round)` says
     which messages are never answered; `seen` gets every reply to a training request; `node` is
