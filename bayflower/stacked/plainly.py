@@ -106,6 +106,35 @@ def as_wide(norm: Callable[..., Tensor]) -> Callable[..., Any]:
     return wide
 
 
+def rms_norm(x: Tensor, size: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    """Return x / √(mean x² + eps) times the weight, on a GPU: torch's kernel there has no form for
+    stacks and would run client by client.
+    """
+    if not x.is_cuda:
+        return as_wide(functional.rms_norm)(x, size, weight, eps)
+    wide = x if weight is None else x.to(weight.dtype)
+    mean = wide.square().mean([-1 - axis for axis in range(len(size))], keepdim=True)
+    found = wide * torch.rsqrt(mean + (torch.finfo(wide.dtype).eps if eps is None else eps))
+    return found if weight is None else found * weight
+
+
+def view(x: Tensor, *shape: Any, **named: Any) -> Any:
+    """Return x in another shape. A layer of a stack may lay its output out in another order than
+    torch's own layer does, and then the numbers are copied.
+    """
+    try:
+        return Tensor.view(x, *shape, **named)
+    except RuntimeError:
+        if named or isinstance(shape[0], torch.dtype):
+            raise
+        return x.reshape(*shape)
+
+
+def view_as(x: Tensor, other: Tensor) -> Tensor:
+    """Return x in the shape of another tensor; see `view`."""
+    return view(x, other.shape)
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **recurrent.functions(only_random=False),
     functional.scaled_dot_product_attention: attention.scaled_dot_product,
@@ -117,9 +146,11 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.group_norm: as_wide(functional.group_norm),
     functional.layer_norm: as_wide(functional.layer_norm),
     functional.prelu: prelu,
-    functional.rms_norm: as_wide(functional.rms_norm),
+    functional.rms_norm: rms_norm,
     functional.rrelu: rrelu,
     torch._weight_norm: weight_norm,
+    Tensor.view: view,
+    Tensor.view_as: view_as,
 }
 
 

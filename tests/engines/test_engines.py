@@ -55,7 +55,7 @@ def test_one_float32_sgd_round_agrees_to_1e_5(case, device):
     """
     short = {"finetune_epochs": 1} if case[0].endswith("-ft") else {}
     short |= WHOLE.get(case[0], {})
-    settings = {"rounds": 1, "optimizer": "sgd", "lr": 0.1, **short}
+    settings = {"rounds": 1, "optimizer": "sgd", "lr": 0.1, **short, **CALM.get(case[0], {})}
     tolerance = CODES.get(case[0], 1e-5)
     compare(*outcomes(case[0], model=case[1], device=device, **settings), tolerance=tolerance)
 

@@ -11,6 +11,9 @@ from bayflower.stacked import chance
 from bayflower.stacked.lstm import Lstm, plain
 from bayflower.stacked.rewriting import Seen, passing
 
+NONE = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NONE])]
+
 
 def test_attention_without_dropout_is_torchs():
     draw = torch.Generator().manual_seed(0)
@@ -120,3 +123,38 @@ def test_a_layer_of_lstms_is_the_plain_formula(device):
             strict=True,
         ):
             torch.testing.assert_close(mine[0], yours)
+
+
+def test_a_view_of_another_layout_is_a_copy():
+    """`view` and `view_as` of numbers that lie in another order, and of a dtype as ever."""
+    x = torch.arange(24.0).reshape(2, 3, 4).permute(0, 2, 1)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        x.view(2, 12)
+    with passing(Seen(), train=False, stacked=True):
+        for found in (x.view(2, 12), x.view(-1, 12), x.view((2, 12)), x.view_as(torch.ones(2, 12))):
+            assert torch.equal(found, x.reshape(2, 12))
+        seen = torch.arange(4.0).view(2, 2)
+        assert seen.view(torch.int32).dtype == torch.int32
+        with pytest.raises(RuntimeError, match="invalid for input of size"):
+            x.view(5, 5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_root_mean_square_norm_is_torchs(device):
+    """With and without weights, over one and two axes; its slopes under vmap too."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, 5, generator=draw, dtype=torch.float64).to(device)
+    for size, eps in (((5,), None), ((3, 5), 1e-3)):
+        weight = torch.rand(size, generator=draw, dtype=torch.float64).to(device)
+        for given in (weight, None):
+            want = nn.functional.rms_norm(x, size, given, eps)
+            with passing(Seen(), train=False, stacked=True):
+                torch.testing.assert_close(nn.functional.rms_norm(x, size, given, eps), want)
+
+        def slope(x, weight, size=size, eps=eps):
+            return nn.functional.rms_norm(x, size, weight, eps).square().sin().sum()
+
+        alone = torch.stack([grad(slope)(one, weight) for one in x[:, None]])
+        with passing(Seen(), train=False, stacked=True):
+            together = vmap(grad(slope), (0, None))(x[:, None], weight)
+        torch.testing.assert_close(together, alone)

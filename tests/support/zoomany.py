@@ -106,6 +106,21 @@ class Table(nn.Module):
         return self.fc(torch.relu(self.out(self.norm(self.body(tokens)[:, 0]))))
 
 
+class Viewed(nn.Module):
+    """Two convolutions with pooling and a `view`, as in torch's first tutorial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.out, self.fc = nn.Linear(24, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        x = self.pool(torch.relu(self.conv1(x)))
+        x = self.pool(torch.relu(self.conv2(x)))
+        return self.fc(torch.relu(self.out(x.view(-1, 24))))
+
+
 def pictures(*layers: Callable[[], nn.Module], channels: int = 6) -> Callable[[], nn.Module]:
     """Return a network of a convolution, `layers`, pooling and two linear layers."""
     return lambda: nn.Sequential(
@@ -181,6 +196,7 @@ LAYERS: dict[str, Case] = {
     "instance-norm": Case(
         pictures(lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True)), PICTURE
     ),
+    "viewed": Case(Viewed, PICTURE),
     "depthwise": Case(
         pictures(
             lambda: nn.Conv2d(6, 6, 3, padding="same", dilation=2, groups=6),
