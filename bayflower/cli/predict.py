@@ -8,13 +8,21 @@ import json
 import math
 import zipfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 
 from ..errors import ConfigError
 from .options import AsJson
+
+
+class Samples(NamedTuple):
+    """New samples, the columns that are copied to the output, and what is unusual about them."""
+
+    x: Any
+    kept: dict[str, list[str]]
+    unusual: list[str] = []
 
 
 def predict(
@@ -55,22 +63,48 @@ def predict(
 
     Example: `bayflower predict models/client-3 new.csv --out scores.csv`
     """
-    from ..files.atomic import write_text
     from ..personal import load_personal
-    from ..personal.doubt import drift as drifted
 
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists; choose another --out, or add --overwrite")
     model = load_personal(folder)
-    x, kept = samples(data, model.card, keep or [])
+    x, kept, unusual = samples(data, model, keep or [])
     if "task" in model.card:
         if abstain is not None:
             raise ConfigError("abstain is for models of classes; leave it out")
         if model.card["task"]["name"] in ("survival", "labels"):
-            return predict_events(model, x, kept, out, as_json)
-        return predict_numbers(model, x, kept, out, level or 0.9, as_json)
+            said = predict_events(model, x, kept, out, as_json)
+        else:
+            said = predict_numbers(model, x, kept, out, level or 0.9, as_json)
+        return finish(said, unusual, out, as_json)
     if level is not None:
         raise ConfigError("level is for models of numbers and counts; leave it out")
+    finish(predict_classes(model, x, kept, out, abstain, as_json), unusual, out, as_json)
+
+
+def finish(said: dict[str, Any], unusual: list[str], out: Path, as_json: bool) -> None:
+    """Print what was said as JSON, or the warnings and where the scores are."""
+    said |= {"unusual": unusual, "out": str(out)}
+    if as_json:
+        print(json.dumps(said))
+        return
+    for line in unusual:
+        print(f"warning: {line}")
+    print(f"scores: {out}")
+
+
+def predict_classes(
+    model: Any,
+    x: Any,
+    kept: dict[str, list[str]],
+    out: Path,
+    abstain: float | None,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Write labels, probabilities, sets, abstention and alarms for each sample."""
+    from ..files.atomic import write_text
+    from ..personal.doubt import drift as drifted
+
     found = model.uncertainty(x, abstain)
     drift = drifted(found.alarms, model.card["uncertainty"]["alarms"])
     write_text(out, scores(found, kept))
@@ -83,11 +117,9 @@ def predict(
         "alarms": drift.rates,
         "drift": drift.warning,
         "promise": found.promise,
-        "out": str(out),
     }
     if as_json:
-        print(json.dumps(said))
-        return
+        return said
     size = "" if sets is None else f", sets of {said['mean_set_size']:.2f} classes on average"
     print(f"{number} samples: {said['abstains']:.1%} abstained{size}")
     for label, count in zip(*np.unique(found.label, return_counts=True), strict=True):
@@ -95,12 +127,12 @@ def predict(
     print(f"sets: {found.promise}")
     if drift.warning:
         print(f"warning: {drift.warning}")
-    print(f"scores: {out}")
+    return said
 
 
 def predict_events(
     model: Any, x: Any, kept: dict[str, list[str]], out: Path, as_json: bool
-) -> None:
+) -> dict[str, Any]:
     """Write risk, median time and the curve of each sample, or the probability of each label."""
     from ..files.atomic import write_text
 
@@ -120,16 +152,15 @@ def predict_events(
     writer.writerows(zip(*columns.values(), strict=True))
     write_text(out, file.getvalue())
     number = len(next(iter(found.values())))
-    if as_json:
-        print(json.dumps({"samples": number, "columns": list(found), "out": str(out)}))
-        return
-    more = ", …" if len(found) > 3 else ""
-    print(f"{number} samples: {', '.join(list(found)[:3])}{more}\nscores: {out}")
+    if not as_json:
+        more = ", …" if len(found) > 3 else ""
+        print(f"{number} samples: {', '.join(list(found)[:3])}{more}")
+    return {"samples": number, "columns": list(found)}
 
 
 def predict_numbers(
     model: Any, x: Any, kept: dict[str, list[str]], out: Path, level: float, as_json: bool
-) -> None:
+) -> dict[str, Any]:
     """Write mean, lower and upper for each sample; of ordered classes also probabilities."""
     from ..files.atomic import write_text
 
@@ -157,28 +188,25 @@ def predict_numbers(
     write_text(out, file.getvalue())
     width = float((found.upper - found.lower).mean())
     said: dict[str, Any] = {"samples": len(found.mean), "level": level, "mean_width": width}
-    said |= {"promise": found.promise, "units": model.card["units"], "out": str(out)}
+    said |= {"promise": found.promise, "units": model.card["units"]}
     if as_json:
-        print(json.dumps(said))
-        return
+        return said
     print(f"{len(found.mean)} samples: {level:.0%} intervals of width {width:.4g} on average")
     print(f"intervals: {found.promise}")
     print(f"units: {model.card['units']}")
-    print(f"scores: {out}")
+    return said
 
 
-def samples(path: Path, card: dict[str, Any], keep: list[str]) -> tuple[Any, dict[str, list[str]]]:
-    """Return the samples of a file or a folder of images, and the columns that are copied to the
-    output.
-    """
+def samples(path: Path, model: Any, keep: list[str]) -> Samples:
+    """Return the samples of a file or a folder of images."""
     from ..data.tables import is_table
 
     if is_table(path):
-        return table(path, card, keep)
+        return table(path, model, keep)
     if keep:
         raise ConfigError(f"--keep names columns of a table, got {path}; leave it out")
     if path.is_dir():
-        return pictures(path, card["network"])
+        return pictures(path, model.card["network"])
     if path.suffix not in (".npy", ".npz"):
         raise ConfigError(
             f"{path} must be a .csv, .parquet, .npy or .npz file, or a folder of images; convert "
@@ -188,12 +216,12 @@ def samples(path: Path, card: dict[str, Any], keep: list[str]) -> tuple[Any, dic
         with path.open("rb") as stream:
             content = np.load(stream, allow_pickle=False)
             if isinstance(content, np.ndarray):
-                return content, {}
+                return Samples(content, {})
             with content:
                 if "x" not in content.files:
                     names = ", ".join(content.files) or "nothing"
                     raise ConfigError(f"{path} has {names}, but no array x with the samples")
-                return content["x"], {}
+                return Samples(content["x"], {})
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(
             f"{path} cannot be read as arrays ({' '.join(str(error).split())}); write it with "
@@ -201,7 +229,7 @@ def samples(path: Path, card: dict[str, Any], keep: list[str]) -> tuple[Any, dic
         ) from None
 
 
-def pictures(root: Path, network: dict[str, Any]) -> tuple[np.ndarray, dict[str, list[str]]]:
+def pictures(root: Path, network: dict[str, Any]) -> Samples:
     """Return the images below a folder, brought to the model's size, and their file names."""
     from ..data.photos import Files, listed
 
@@ -210,16 +238,18 @@ def pictures(root: Path, network: dict[str, Any]) -> tuple[np.ndarray, dict[str,
         raise ConfigError(f"{root} is a folder of images, but the model takes no image files")
     files = listed(root)
     read = Files([root / file for file in files], (shape[1], shape[2]), shape[0] == 3)
-    return read[np.arange(len(files))], {"file": files}
+    return Samples(read[np.arange(len(files))], {"file": files})
 
 
-def table(path: Path, card: dict[str, Any], keep: list[str]) -> tuple[Any, dict[str, list[str]]]:
-    """Return the inputs of a table, read as the training data were, and the columns to copy."""
+def table(path: Path, model: Any, keep: list[str]) -> Samples:
+    """Return the inputs of a table, read as the training data were."""
     from ..data.alike import rows
     from ..data.columns import check_numbers, from_json
     from ..data.tables import read_table
     from ..personal.inputs import in_order
+    from ..personal.unusual import far_numbers, new_values
 
+    card, moments = model.card, model.moments
     network, known = card["network"], (card.get("reading") or {}).get("table")
     found = read_table(path)
     head = list(found.columns)
@@ -229,7 +259,10 @@ def table(path: Path, card: dict[str, Any], keep: list[str]) -> tuple[Any, dict[
         )
     kept = {name: [str(text) for text in found.columns[name].texts] for name in keep}
     if known:
-        return rows(found, from_json(known), keep), kept
+        encoder = from_json(known)
+        x = rows(found, encoder, keep)
+        far = far_numbers(x, encoder.columns(), encoder.flags(), moments)
+        return Samples(x, kept, [*new_values(encoder, found.columns), *far])
     names, shape = [name for name in head if name not in keep], tuple(network["input_shape"])
     if network.get("columns"):
         names = in_order(names, network["columns"])
@@ -241,7 +274,8 @@ def table(path: Path, card: dict[str, Any], keep: list[str]) -> tuple[Any, dict[
     for name in names:
         check_numbers(found.columns[name], f"column {name!r} of {path}")
     x = np.stack([found.columns[name].numbers for name in names], axis=1)
-    return x.reshape(-1, *shape), kept
+    far = far_numbers(x, names, np.zeros(len(names), bool), moments)
+    return Samples(x.reshape(-1, *shape), kept, far)
 
 
 def scores(found: Any, kept: dict[str, list[str]]) -> str:

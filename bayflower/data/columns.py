@@ -103,6 +103,21 @@ class Encoder(NamedTuple):
                 check_numbers(table[one.name], f"column {one.name!r} of {where}")
         return np.concatenate([one.encoded(table[one.name]) for one in self.inputs], axis=1)
 
+    def unseen(self, table: Mapping[str, Column]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return (which rows have a value that is no category, all values) of each column with
+        categories that has such rows. A column with MOST categories has rare values that are in
+        none, so nothing is said of it.
+        """
+        found = {}
+        for one in self.inputs:
+            if one.kind == "category" and len(one.values) < MOST:
+                column = table[one.name]
+                texts = column.categories()
+                new = ~np.isin(texts, one.values) & (column.kinds != IS_MISSING)
+                if new.any():
+                    found[one.name] = new, texts
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Return it in JSON types."""
         inputs = [{**one._asdict(), "values": list(one.values)} for one in self.inputs]

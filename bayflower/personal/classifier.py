@@ -59,6 +59,7 @@ class Personal(nn.Module):
     def __init__(self, ready: nn.Module, card: dict[str, Any], extras: Tensors) -> None:
         super().__init__()
         self.ready, self.card, self.held = ready, card, below(extras, "held")
+        self.moments = below(extras, "input")  # of the training data: median, mean, std
 
     # -- a torch module ----------------------------------------------------------------------------
     @property

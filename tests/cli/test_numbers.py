@@ -32,7 +32,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
             a, b = draw.normal(size=2)
             y = 20 + 6 * site + 4 * a - 2 * b + draw.normal()
             visits, grade = draw.poisson(np.exp(0.4 * a + 1)), int(np.digitize(y, [20, 30]))
-            lines.append(f"s{site},{a:.4f},{b:.4f},{y:.4f},{visits},{('low', 'mid', 'up')[grade]}")
+            word = ("1 low", "2 mid", "3 up")[grade]
+            lines.append(f"s{site},{a:.4f},{b:.4f},{y:.4f},{visits},{word}")
     path = tmp_path_factory.mktemp("sites") / "sites.csv"
     path.write_text("\n".join(lines) + "\n")
     return path

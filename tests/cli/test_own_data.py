@@ -43,6 +43,7 @@ def trained(tmp_path_factory):
     write(folder / "patients.csv", patients(120))
     new = patients(9, seed=4)
     new[0]["stage"], new[1]["age"], new[2]["cholesterol"] = "IV", None, None
+    new[3]["age"] = 900
     for row in new:
         del row["outcome"]
     write(folder / "new.csv", [dict(sorted(row.items())) for row in new])  # another order
@@ -54,6 +55,17 @@ def trained(tmp_path_factory):
     keep = ("--keep", "patient_id", "--out", "scores.csv")
     said["predict"] = call(folder, "predict", "model", "new.csv", *keep)
     return folder, said, new
+
+
+def test_values_that_training_did_not_have_are_named(trained):
+    """A new category and a number far away, a line each; missing cells are none of them."""
+    warned = [line for line in trained[1]["predict"].splitlines() if line.startswith("warning: co")]
+    assert warned == [
+        "warning: column 'stage': 1 of 9 samples have a value that the training data do not have, "
+        "such as 'IV'; it counts as other",
+        "warning: column 'age': 1 of 9 samples are more than 6 standard deviations away from the "
+        "training data's mean, such as 900",
+    ]
 
 
 @pytest.mark.slow  # README.md has the same commands
