@@ -51,7 +51,7 @@ MORE = (
         "fedbe",
         "FedBE",
         "Chen and Chao 2021, ICLR",
-        "FedAvg, and an ensemble of models drawn around the average",
+        "FedAvg, and an ensemble of models around the average, distilled where the server has data",
     ),
     Method(
         "gpfl",

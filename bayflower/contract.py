@@ -88,6 +88,10 @@ class ServerHalf(ABC):
         itself.
         """
 
+    def refined(self, state: Any, update: Any) -> Any:
+        """Return the state after a round with the update of `ClientHalf.refiner`."""
+        return state
+
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum | None:
         """Return the sum of the statistics of stacked updates, in float64 on their device, as fast
         as it goes: its last bits may depend on the order. Only the fused engine asks; None: it adds
@@ -229,6 +233,8 @@ class ClientHalf(ABC):
     needs_base: ClassVar[bool] = False  # True if there must be layers before the head
     needs_classes: ClassVar[bool] = False  # True if targets must be classes
     one_network: ClassVar[bool] = True  # False if a personal model is more: it is not exported
+    # a half that the server runs after each round, on samples without labels (`server_data`)
+    refiner: ClassVar[type[ClientHalf] | None] = None
 
     def __init__(self, config: Any, training: Any, model: Model) -> None:
         self.config = config

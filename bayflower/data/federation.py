@@ -179,13 +179,7 @@ def _layout(settings: DataSettings, seed: int) -> _Layout:
             f"test_fraction must be in (0, 1) for {source.name!r}, got 0; this data set does not "
             "mark test samples"
         )
-    kept = np.arange(len(source.y))
-    if settings.keep < 1:
-        kept = np.sort(
-            rng(seed, "keep").choice(
-                len(kept), size=max(1, int(settings.keep * len(kept) + 0.5)), replace=False
-            )
-        )
+    kept = kept_of(len(source.y), settings.keep, seed)
     draw = rng(seed, "partition")
     if source.domain is not None:
         parts, members, numbers = domains.deal(source, kept, settings, draw, rng(seed, "members"))
@@ -230,6 +224,14 @@ def _layout(settings: DataSettings, seed: int) -> _Layout:
         "parts": members,
     }
     return _Layout(source, parts, members, described)
+
+
+def kept_of(size: int, share: float, seed: int) -> np.ndarray:
+    """Return which of the data set's samples are used, in order."""
+    if share == 1:
+        return np.arange(size)
+    count = max(1, int(share * size + 0.5))
+    return np.sort(rng(seed, "keep").choice(size, size=count, replace=False))
 
 
 def _parts(

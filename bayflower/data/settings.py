@@ -28,6 +28,7 @@ READING_SETTINGS = (
     *("new_sites", "leave_out", "targets", "scaling", "split", "time", "train_rows"),
 )
 SPLITS = ("random", "time")
+REST = "rest"  # of the data set, beside what `keep` keeps
 SCALINGS = ("client", "federation", "none")
 CALIBRATION_SETTINGS = ("calibration", "calibration_share", "calibration_rows", "coverage", "sets")
 
@@ -182,6 +183,11 @@ class DataSettings:
         "share of the whole data set that is used, drawn at random before it is split between "
         "clients; 1 = all of it",
     )
+    server_data: str = setting(
+        "",
+        "samples without labels that the server has (methods that distil there): an .npz file with "
+        "the array x, or rest = what `keep` leaves out of the data set; '' = none",
+    )
     scenario: str = setting(
         "label", "dataset=synthetic: how clients differ: feature, quantity or label"
     )
@@ -243,6 +249,11 @@ class DataSettings:
             raise ConfigError(f"minor_share must be in [0, 1], got {self.minor_share}")
         if not 0 < self.keep <= 1:
             raise ConfigError(f"keep must be in (0, 1], got {self.keep}; 1 keeps every sample")
+        if self.server_data == REST and self.keep == 1:
+            raise ConfigError(
+                "server_data=rest is what keep leaves out, and keep=1 leaves nothing; set keep, "
+                "e.g. keep=0.8"
+            )
         if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
             raise ConfigError(
                 f"test_fraction must be in [0, 1), got {self.test_fraction}; 0 means the samples "

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ConfigError
 from .batches import rng
 from .checks import names_in
-from .settings import CLIENTS, DataSettings
+from .settings import CLIENTS, REST, DataSettings
 from .source import Source
 from .sources import at_hand, load_source
 from .tables import is_table
@@ -53,6 +53,8 @@ def absolute(settings: DataSettings) -> dict[str, str]:
     folder.
     """
     found = {"data_dir": str(Path(settings.data_dir).resolve())}
+    if settings.server_data not in ("", REST):
+        found["server_data"] = os.path.abspath(settings.server_data)
     if not settings.is_path:
         return found
     whole = Path(settings.dataset)

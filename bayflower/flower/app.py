@@ -39,9 +39,11 @@ from ..files.records import RoundRecord
 from ..files.store import DiskStore
 from ..networks.model import Model
 from ..networks.papers import build
+from ..recipes.check import sums_of, told
 from ..rounds import prints, solo
 from ..rounds.calibrated import save_total
 from ..rounds.halves import Halves, make_halves
+from ..rounds.refine import refiner_of
 from ..rounds.result import clients_of, result
 from ..settings import with_pairs
 from ..wire.hello import listed
@@ -206,6 +208,9 @@ def serve_method(
     sums = known if run.training.standardises else None
     halves = make_halves(run, roll.common.input_shape, roll.common.num_classes, sums=sums)
     same_network(halves, run, roll)
+    facts = [member.facts for member in roll.members.values() if not member.new]
+    scale = told(run.training, sums_of(facts)).input_scale
+    refiner = refiner_of(run, halves, tuple(roll.common.input_shape), scale)
     start = None
     if str(config.get("resume")).lower() == "true" and checkpoint.read(folder) is not None:
         start = checkpoint.to_resume(folder, run)
@@ -236,6 +241,7 @@ def serve_method(
         )
 
     more: dict[str, Any] = {"after_round": save, "resume": start, "folder": folder}
+    more["refiner"] = refiner
     strategy = make_strategy(run, progress, **more, roll=roll)
     strategy.faults.extend(notes.faults)
     params, buffers = halves.initial

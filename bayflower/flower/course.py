@@ -25,6 +25,7 @@ from ..recipes import Training
 from ..recipes.secrecy import Privacy
 from ..rounds import schedule
 from ..rounds.calibrated import Calibrated
+from ..rounds.refine import Refiner
 from ..rounds.robust import Limiter
 from ..wire.hello import ClientInfo
 from . import budgeting, configs, predicting, records, replies, wrapped
@@ -77,6 +78,7 @@ class Course:
     calibrator: Calibrator | None
     half: ServerHalf | None = None
     limiter: Limiter
+    refiner: Refiner | None  # the method's step on samples of the server's own
     state: Any = None
     teller: Teller
     keep_personal: bool
@@ -182,8 +184,10 @@ class Course:
             self._require(server_round, len(losses))
         self.teller.received("aggregate_train", len(losses), len(asks))
         if losses or (hides and not self.summing):
-            new = half.finalise(self.state, found.total.value())
-            self.state = self.limiter.accepted(asked.number, self.state, new, self.journal.fault)
+            before, new = self.state, half.finalise(self.state, found.total.value())
+            self.state = self.limiter.accepted(asked.number, before, new, self.journal.fault)
+            if self.refiner is not None:
+                self.state = self.refiner(before, self.state, server_round)
         unheard = asked.left_out(found)
         heard = sorted(set(asked.sent) - unheard)
         left = self.roster.settle(server_round, heard, losses, found.answered)

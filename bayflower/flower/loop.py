@@ -24,6 +24,7 @@ from ..files.records import Outcome, Progress
 from ..files.store import MemoryStore, Saved, Store
 from ..rounds import prints, solo
 from ..rounds.halves import Halves
+from ..rounds.refine import refiner_of
 from ..rounds.schedule import checkpoint_due
 from ..tree import flatten
 from . import masking, records
@@ -212,6 +213,7 @@ def run_loop(
             )
 
     known: dict[str, Any] = {"after_round": save, "resume": resume, "folder": out}
+    known["refiner"] = refiner_of(run, halves, federation.input_shape)
     strategy = make_strategy(run, progress, **known, quiet=True)
     strategy.faults.extend(noticed)
     params, buffers = halves.initial

@@ -26,6 +26,7 @@ from ..files.records import Outcome, Progress, RoundRecord, curve_point
 from ..privacy.budget import Budget
 from ..recipes.check import check_calibrated
 from ..rounds import schedule
+from ..rounds.refine import Refiner
 from . import budgeting, configs, hooks, predicting, records, watching
 from .course import Course, MetricsFn
 from .holding import asked_for
@@ -74,6 +75,7 @@ class BayflowerStrategy(Course, Strategy):
         quiet: bool = False,
         parsed: Run | None = None,
         folder: Path | None = None,
+        refiner: Refiner | None = None,
         **settings: Any,
     ) -> None:
         hooks.check(type(self), BayflowerStrategy)
@@ -111,7 +113,7 @@ class BayflowerStrategy(Course, Strategy):
         self.faults: list[str] = list(resume.faults) if resume else []
         self.journal = Journal(self.run, self.faults)
         self.roster = Roster(self.limits, self.journal, self.training, told)
-        self.privacy = parsed.privacy
+        self.privacy, self.refiner = parsed.privacy, refiner
         self.folder = folder  # where what was spent of a privacy budget is kept
         self.summing = Summing(self.privacy, self.run, self.roster) if self.privacy.on else None
         self.outcome: Outcome | None = None

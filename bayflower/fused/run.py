@@ -22,6 +22,7 @@ from ..privacy.budget import Budget
 from ..rounds import prints, schedule, solo
 from ..rounds.calibrated import Calibrated, One
 from ..rounds.halves import Halves
+from ..rounds.refine import refiner_of
 from ..rounds.robust import Limiter
 from ..tree import to, unflatten
 from . import secure, traffic
@@ -103,6 +104,7 @@ class FusedRun:
         self.name, self.first = uuid.uuid4().hex, 1
         how = "off" if run.privacy.hides_clients else run.limits.robust
         self.limiter = Limiter(halves.server, how, run.privacy.on)
+        self.refiner = refiner_of(run, halves, federation.input_shape)
         self.records: list[RoundRecord] = []
         self.faults: list[str] = []
         self.prints: dict[str, Any] = {}  # of the clients' data
@@ -211,8 +213,10 @@ class FusedRun:
                 totals.add(self.state, chunk, updates)
                 if last:
                     new = self.server.finalise(self.state, totals.value(self.device))
-                    known = (round, self.state, new)
+                    before, known = self.state, (round, self.state, new)
                     self.state = self.limiter.accepted(*known, self.faults.append)
+                    if self.refiner is not None:
+                        self.state = self.refiner(before, self.state, round)
             self.lap("aggregation")
             losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
             count.add(chunk, self.halves, message, updates, sizes)

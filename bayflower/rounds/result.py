@@ -20,6 +20,7 @@ from ..tasks.saved import to_json
 from ..wire.hello import Summary
 from .calibrated import block as block_of
 from .halves import Halves
+from .refine import missing
 from .spread import block as spread_block
 
 
@@ -67,6 +68,7 @@ def result(
     name_rows(known, *final.values(), *(uncertainty or {}).values())
     remarks = [
         halves.client.remark(),
+        missing(run),
         untested(federation),
         diverged(outcome.rounds),
         *outcome.remarks,

@@ -1,5 +1,5 @@
-"""FedBE, server half (Chen and Chao 2021, ICLR), in its ensemble form: FedAvg whose server also
-fits a Gaussian to the clients' models.
+"""FedBE, server half (Chen and Chao 2021, ICLR): FedAvg whose server also fits a Gaussian to the
+clients' models, and distils an ensemble drawn from it where it has samples without labels.
 
     paper        here               shape
     w_i          update.params      by name
@@ -12,11 +12,13 @@ fits a Gaussian to the clients' models.
 
 Sums around the last mean lose no digits where the models hardly differ.
 
-Departs: the authors' server samples models from the Gaussian and distils their ensemble into one
-network with unlabelled data of its own; here the samples are drawn where predictions are made, and
-the next model is the mean. Their Gaussian is one of directions of updates, tensor by tensor, with a
-tenth of the spread (`be_spread`). The Dirichlet family is left out. Running statistics are averaged
-and never drawn.
+With `server_data` the next model is the student of the client half's `Refiner`, which starts at the
+mean. Without, it is the mean (the ensemble form), and models are drawn only where predictions are
+made.
+
+Departs: the authors' Gaussian is one of directions of updates, tensor by tensor, with a tenth of
+the spread (`be_spread`). The Dirichlet family is left out. Running statistics are averaged and
+never drawn.
 """
 
 from __future__ import annotations
@@ -39,13 +41,31 @@ from .fedavg import Update
 class Config(fedavg.Tuning):
     """What the user sets for FedBE."""
 
-    be_samples: int = setting(10, "models drawn for the view `ensemble`")
+    be_samples: int = setting(10, "models drawn for the view `ensemble`, and as teachers")
     be_spread: float = setting(1.0, "factor of the standard deviation that models are drawn with")
+    be_temperature: float = setting(
+        0.5, "the ensemble's probabilities are taught to the power of 1/be_temperature"
+    )
+    be_server_epochs: int = setting(20, "passes over server_data after a round")
+    be_server_batch: int = setting(128, "samples in one step at the server")
+    be_server_lr: float = setting(0.001, "learning rate at the server (SGD)")
+    be_swa_start: int = setting(
+        500, "step from which every 25th model is averaged; before it, the last one counts"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.be_samples < 1:
-            raise ConfigError(f"be_samples must be at least 1, got {self.be_samples}")
+        for name, least in (
+            ("be_samples", 1),
+            ("be_server_epochs", 1),
+            ("be_server_batch", 1),
+            ("be_swa_start", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("be_temperature", "be_server_lr"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 <= self.be_spread < float("inf"):
             raise ConfigError(f"be_spread must be finite and not negative, got {self.be_spread}")
 
@@ -112,6 +132,10 @@ class Server(fedavg.Server):
             fedavg.averaged("buffers", state.buffers, total, number),
             variance,
         )
+
+    def refined(self, state: Any, update: Any) -> Any:
+        """Return the state with the student in the place of the mean."""
+        return state._replace(params=update.params, buffers=update.buffers)
 
     def report(self, state: Any) -> dict[str, float]:
         """Return the mean standard deviation of a weight over clients."""
