@@ -59,7 +59,6 @@ MORE = (
         "GPFL",
         "Zhang et al. 2023, ICCV",
         "shared class embeddings steer global and personal features; own heads",
-        {"calibration": "off"},
     ),
     Method(
         "fedcp",
@@ -67,7 +66,6 @@ MORE = (
         "FedCP",
         "Zhang et al. 2023, KDD",
         "a policy splits each feature between the global and the own head",
-        {"calibration": "off"},
     ),
     Method(
         "pfedgp",
@@ -75,7 +73,6 @@ MORE = (
         "PFedGP",
         "Achituve et al. 2021, NeurIPS",
         "shared features, and Gaussian processes on the client's own data as its classifier",
-        {"calibration": "off"},
     ),
     Method(
         "fedivon",

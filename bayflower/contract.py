@@ -39,6 +39,7 @@ from .work import Work as Work
 
 if TYPE_CHECKING:
     from .maths.exact import Scaled
+    from .maths.tops import Top
     from .networks.model import Model
 
 Statistic = Mapping[str, "Tensor | Scaled"]
@@ -232,7 +233,7 @@ class ClientHalf(ABC):
     update_type: ClassVar[type]
     needs_base: ClassVar[bool] = False  # True if there must be layers before the head
     needs_classes: ClassVar[bool] = False  # True if targets must be classes
-    one_network: ClassVar[bool] = True  # False if a personal model is more: it is not exported
+    one_network: ClassVar[bool] = True  # False if a personal model is more, without `top`
     # a half that the server runs after each round, on samples without labels (`server_data`)
     refiner: ClassVar[type[ClientHalf] | None] = None
 
@@ -378,6 +379,14 @@ class ClientHalf(ABC):
     def extra_of(self, state: Any) -> Tensors:
         """Return the parameters of the task that only this client has, by name."""
         return {}
+
+    def top(self) -> Top | None:
+        """Return what stands in the place of the head in a personal model; None = the head."""
+        return None
+
+    def topped(self, state: Any, broadcast: Any) -> tuple[Tensors, Tensors]:
+        """Return (parameters, buffers) of the personal model with its `top`, by name."""
+        raise NotImplementedError
 
     def posterior(
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None

@@ -74,7 +74,9 @@ class Rows:
 
 
 def take(tree: T, index: Tensor | int) -> T:
-    """Return the tree of leaf[index] along the leading axis."""
+    """Return the tree of leaf[index] along the leading axis; of a list of trees that entry."""
+    if isinstance(tree, list):
+        return tree[int(index)]  # type: ignore[no-any-return]
     return map_tree(lambda leaf: leaf[index], tree)
 
 

@@ -19,8 +19,8 @@ A Gumbel softmax over two entries is a sigmoid of their difference with one logi
 Departs: predictions have no noise unless `cp_test_noise`. The context is that of the own head as a
 round begins, in the first one that of the global head. psi_0 is in evaluation mode. `personal` is
 the model after one more local training, as FedPer's. A client that never trained fits its own head
-from the global one, the rest frozen. The personal model is more than the network, so it is not
-exported.
+from the global one, the rest frozen. At home policy and both heads stand in the head's place, the
+heads as one layer on [r h, (1 − r) h]; there is no noise, whatever `cp_test_noise` says.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from ..contract import Phase, Purpose, Work
+from ..maths.tops import Top, linear, rest_of
 from ..networks.model import Batch
 from ..strategies.fedcp import EXTRA
 from ..tree import Tensors, choose
@@ -65,7 +66,6 @@ class Client(fedavg.Client):
     private = ("tuned",)
     needs_base = True
     needs_classes = True
-    one_network = False
 
     @property
     def plain_loop(self) -> bool:
@@ -171,15 +171,36 @@ class Client(fedavg.Client):
 
     def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
         """Return class probabilities of both heads [eq. 2], after or before local training."""
+        known, context = self.known(view, state, broadcast)
+        buffers = {n: known[n] for n in broadcast.buffers}
+        z = self.model.forward_features(self.network(known), buffers, x, train=False)[1].flatten(1)
+        drawn = noise[NOISE][: len(z)].to(z) if noise else None
+        share = shares(known, z, context, drawn, self.config.cp_temperature)
+        return self.model.probabilities(self.split(owned(known), broadcast.params, z, share))
+
+    def known(self, view: str, state: Any, broadcast: Any) -> tuple[Tensors, Tensor]:
+        """Return all numbers after or before local training, and the context."""
         own = self.own_head(state, broadcast)
         known = {**broadcast.params, **broadcast.buffers, **with_own(own)}
         if view == "personal" and state.tuned:
             known = {**known, **state.tuned}
+        return known, self.context(own)
+
+    def top(self) -> Top:
+        """Return policy and both heads in the place of the head."""
+        return Top("split", {"temperature": self.config.cp_temperature})
+
+    def topped(self, state: Any, broadcast: Any) -> tuple[Tensors, Tensors]:
+        """Return the network with policy and both heads [eq. 2]."""
+        (known, context), head = self.known("personal", state, broadcast), self.model.head
+        own, weight, bias = owned(known), f"{head}.weight", f"{head}.bias"
+        both = torch.cat([own[weight], broadcast.params[weight]], 1)
+        last = linear(head, both, own[bias] + broadcast.params[bias] if bias in own else None)
+        parts = ("weight", "bias", "norm", "normbias")
+        policy = {f"{head}.0.{name}": known[EXTRA + name] for name in parts}
         buffers = {n: known[n] for n in broadcast.buffers}
-        z = self.model.forward_features(self.network(known), buffers, x, train=False)[1].flatten(1)
-        drawn = noise[NOISE][: len(z)].to(z) if noise else None
-        share = shares(known, z, self.context(own), drawn, self.config.cp_temperature)
-        return self.model.probabilities(self.split(owned(known), broadcast.params, z, share))
+        rest = rest_of(self.model, known)
+        return {**rest, **last}, {**buffers, **policy, f"{head}.0.context": context}
 
 
 def scores(params: Tensors, z: Tensor, context: Tensor) -> Tensor:

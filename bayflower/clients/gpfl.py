@@ -16,7 +16,8 @@ class embeddings, a personal one for the own head.
 Departs: conditions are of the received embeddings from the first round on; the authors' code takes
 those of the client's own last round, and 0 at first. The norm is over the batch, as in their code.
 `personal` is the model after one more local training, as FedPer's. A client that never trained fits
-its head, the rest frozen. The personal model is more than the network, so it is not exported.
+its head, the rest frozen. At home the valve is two vectors before the head: its condition is
+constant.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.nn.functional import layer_norm
 
 from ..contract import Phase, Purpose, Work
 from ..maths.classwise import members
+from ..maths.tops import Top, linear, rest_of
 from ..networks.model import Batch, masked_mean
 from ..stacked.shaped import is_mixed
 from ..strategies.gpfl import EMBEDDINGS, EXTRA
@@ -62,7 +64,6 @@ class Client(fedper.Client):
     state_type: ClassVar[type] = State
     private = ("params", "buffers", "tuned", "shares")
     needs_classes = True
-    one_network = False
 
     @property
     def plain_loop(self) -> bool:
@@ -97,7 +98,7 @@ class Client(fedper.Client):
         )
         z = z.flatten(1)
         loss = self.model.mean_nll(
-            self.top(params, valve(params, z, memo.own)), batch.y, batch.mask
+            self.top_logits(params, valve(params, z, memo.own)), batch.y, batch.mask
         )
         shared = valve(params, z, memo.generic)
         loss = loss + angle(shared, params[EMBEDDINGS], batch)
@@ -119,7 +120,7 @@ class Client(fedper.Client):
         """Return the user's network alone."""
         return {name: params[name] for name in self.model.shapes}
 
-    def top(self, params: Tensors, features: Tensor) -> Tensor:
+    def top_logits(self, params: Tensors, features: Tensor) -> Tensor:
         """Return the head's logits."""
         out = features @ params[f"{self.model.head}.weight"].mT
         bias = params.get(f"{self.model.head}.bias")
@@ -137,18 +138,41 @@ class Client(fedper.Client):
 
     def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
         """Return class probabilities of the personal route, after or before local training."""
-        known = {**broadcast.params, **broadcast.buffers, **state.params, **state.buffers}
-        if view == "personal" and state.tuned:
-            known = state.tuned
-        own = state.shares @ broadcast.params[EMBEDDINGS]
+        known, own = self.known(view, state, broadcast)
         z = self.model.forward_features(
             self.network(known), {n: known[n] for n in broadcast.buffers}, x, train=False
         )[1]
-        return self.model.probabilities(self.top(known, valve(known, z.flatten(1), own)))
+        return self.model.probabilities(self.top_logits(known, valve(known, z.flatten(1), own)))
+
+    def known(self, view: str, state: Any, broadcast: Any) -> tuple[Tensors, Tensor]:
+        """Return all numbers of the personal route, after or before local training, and p_i."""
+        known = {**broadcast.params, **broadcast.buffers, **state.params, **state.buffers}
+        if view == "personal" and state.tuned:
+            known = state.tuned
+        return known, state.shares @ broadcast.params[EMBEDDINGS]
+
+    def top(self) -> Top:
+        """Return the valve before the head."""
+        return Top("gate")
+
+    def topped(self, state: Any, broadcast: Any) -> tuple[Tensors, Tensors]:
+        """Return the network with the valve as two vectors."""
+        (known, own), head = self.known("personal", state, broadcast), self.model.head
+        scale, shift = conditioned(known, own)
+        last = linear(head, known[f"{head}.weight"], known.get(f"{head}.bias"))
+        buffers = {n: known[n] for n in broadcast.buffers}
+        gate = {f"{head}.0.scale": scale, f"{head}.0.shift": shift}
+        return {**rest_of(self.model, known), **last}, {**buffers, **gate}
 
 
 def valve(params: Tensors, z: Tensor, condition: Tensor) -> Tensor:
     """Return ReLU(z (γ(c) + 1) + β(c)) [eq. 1]."""
+    scale, shift = conditioned(params, condition)
+    return torch.relu(z * scale + shift)
+
+
+def conditioned(params: Tensors, condition: Tensor) -> tuple[Tensor, Tensor]:
+    """Return γ(c) + 1 and β(c) (D,) [eq. 1]."""
     scale, shift = (
         layer_norm(
             torch.relu(
@@ -160,7 +184,7 @@ def valve(params: Tensors, z: Tensor, condition: Tensor) -> Tensor:
         )
         for layer in ("scale", "shift")
     )
-    return torch.relu(z * (scale + 1) + shift)
+    return scale + 1, shift
 
 
 def angle(features: Tensor, embeddings: Tensor, batch: Batch) -> Tensor:

@@ -4,8 +4,8 @@ Gaussian process at each node of a tree over the classes classifies them from th
     paper      here                     shape
     theta      work.params              by name: what lies before the head
     z          u                        (N, D): features, of length 1
-    omega      known.omega              (K − 1, N): Pólya–Gamma means at the training samples
-    (tree)     known.signs              (K − 1, K): +1 left, −1 right, 0 not below the node
+    omega      tuned.omega              (K − 1, N): Pólya–Gamma means at the training samples
+    (tree)     tuned.signs              (K − 1, K): +1 left, −1 right, 0 not below the node
 
     k(u, u') = gp_scale · exp(−‖u − u'‖² / 2 gp_length²), + gp_jitter for a sample itself   [eq. 5]
     L = Σ_nodes mean over query samples of −log p_node(side | the step's other samples)     [eq. 6]
@@ -17,12 +17,13 @@ client's training samples are the model; nothing is trained, for a new client ne
 Departs: mean-field inference instead of Gibbs chains; E σ(f) instead of exp E log σ(f) for "left"
 and 1 minus it for "right", which favours the right; fixed kernel, as in the authors' code. A round
 is `local_epochs` in batches of `gp_batch` samples. A class that the client has no sample of gets
-the probability 1e-6 / K. The personal model is more than the network, so it is not exported.
+the probability 1e-6 / K. The personal model holds the features of the client's training samples in
+the place of the head; predictions are in float64.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,31 +31,20 @@ from torch import Tensor
 from ..contract import Phase, Purpose, Work
 from ..maths import processes
 from ..maths.classwise import class_means, members
-from ..maths.processes import Fit, Kernel
+from ..maths.processes import Kernel, Known
+from ..maths.tops import Top, rest_of
 from ..networks.model import Batch
 from ..tree import Tensors
 from . import fedper
 
 LOOK = "look"  # the phase before a test, in which no weight moves
-EVEN = 1e-6  # share of even classes in a prediction
 TINY = 1e-12
-
-
-class Known(NamedTuple):
-    """The training samples as the model; in the state before a test as `tuned`, by name."""
-
-    features: Tensor  # (N, D)
-    labels: Tensor  # (N,) int64
-    there: Tensor  # (N,): 0 for padding
-    omega: Tensor  # (K − 1, N)
-    signs: Tensor  # (K − 1, K)
 
 
 class Client(fedper.Client):
     """Trains the features; its own samples classify."""
 
     needs_classes = True
-    one_network = False
 
     @classmethod
     def refuses(cls, config: Any, training: Any) -> str | None:
@@ -97,8 +87,7 @@ class Client(fedper.Client):
         """Return (u (N, D), the buffers after the pass)."""
         mask = data.mask if train else None
         _, z, after = self.model.forward_features(params, buffers, data.x, train=train, mask=mask)
-        z = z.flatten(1)
-        return z / (z.square().sum(1, keepdim=True) + TINY**2).sqrt(), after
+        return processes.unit(z.flatten(1)), after
 
     def tree(self, u: Tensor, data: Batch) -> Tensor:
         """Return the signs of the tree for these samples."""
@@ -156,29 +145,30 @@ class Client(fedper.Client):
             iterations = self.config.gp_test_iterations
             pieces = [
                 processes.fit(gram, part / 2, part.abs(), iterations).omega
-                for part in side.split(at_a_time(len(u)))
+                for part in side.split(processes.at_a_time(len(u)))
             ]
-        return state._replace(tuned=Known(u, data.y, data.mask, torch.cat(pieces), signs)._asdict())
+            counts = members(data.y, data.mask, self.num_classes).sum(0)
+            known = Known(u, side, torch.cat(pieces), signs, counts)
+        return state._replace(tuned=known._asdict())
 
     def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
         """Return class probabilities from the client's samples."""
-        everyone = Batch(x, x, x)
-        params, buffers = {**broadcast.params, **state.params}, broadcast.buffers
-        new, _ = self.features(params, {**buffers, **state.buffers}, everyone, train=False)
+        known = {**broadcast.params, **state.params}, {**broadcast.buffers, **state.buffers}
+        _, z, _ = self.model.forward_features(*known, x, train=False)
         if not state.tuned:
-            return new.new_full((len(x), self.num_classes), 1 / self.num_classes)
-        known = Known(**state.tuned)
-        u, signs = known.features, known.signs
-        gram, cross = self.kernel.within(u), self.kernel.between(u, new)
-        side = signs[:, known.labels] * known.there
-        said, size = [], at_a_time(len(u))
-        for part, omega in zip(side.split(size), known.omega.split(size), strict=True):
-            fitted = Fit(processes.weights(gram, omega, part / 2), omega)
-            mean, spread = processes.predicted(gram, cross, self.kernel.own, fitted)
-            said.append(processes.left(mean, spread))
-        counts = members(known.labels, known.there, self.num_classes).sum(0)
-        found = processes.classes(signs, processes.settled(torch.cat(said), signs, counts))
-        return (1 - EVEN) * found / found.sum(1, keepdim=True) + EVEN / self.num_classes
+            return z.new_full((len(x), self.num_classes), 1 / self.num_classes)
+        found = processes.probabilities(self.kernel, Known(**state.tuned), z.flatten(1))
+        return found.to(z.dtype)
+
+    def top(self) -> Top:
+        """Return the processes in the place of the head."""
+        return Top("processes", self.kernel._asdict())
+
+    def topped(self, state: Any, broadcast: Any) -> tuple[Tensors, Tensors]:
+        """Return the network before the head, and the client's samples as its processes."""
+        head, params = self.model.head, {**broadcast.params, **state.params}
+        known = {f"{head}.{name}": value for name, value in state.tuned.items()}
+        return rest_of(self.model, params), {**broadcast.buffers, **state.buffers, **known}
 
 
 def query(member: Tensor, share: float) -> Tensor:
@@ -188,8 +178,3 @@ def query(member: Tensor, share: float) -> Tensor:
     rank = (member.cumsum(0) * member).sum(1)
     number = (member * (member.sum(0) * share).floor()).sum(1)
     return ((rank > 0) & (rank <= number)).to(member)
-
-
-def at_a_time(samples: int) -> int:
-    """Return how many nodes are taken at a time: their matrices are samples × samples."""
-    return max(1, processes.PIECE // max(samples * samples, 1))

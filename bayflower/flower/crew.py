@@ -309,9 +309,9 @@ def tests_a_model(head: dict[str, Any]) -> bool:
 
 
 def apart(chosen: Sequence[int], stacked: Any) -> dict[int, Any]:
-    """Return copies of the clients' parts of a stack."""
+    """Return copies of the clients' parts of a stack, or of a list."""
     return {
-        client: map_tree(lambda leaf, place=place: leaf[place].detach().clone(), stacked)
+        client: map_tree(lambda leaf: leaf.detach().clone(), take(stacked, place))
         for place, client in enumerate(chosen)
     }
 

@@ -207,7 +207,9 @@ class Fused:
     def adapted_test(
         self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose
     ) -> tuple[Any, dict[str, dict[int, Any]]]:
-        """Return the stacked states after the adaptation of `purpose`, and their `test`."""
+        """Return the states after the adaptation of `purpose`, stacked or (one by one) as a list,
+        and their `test`.
+        """
         states = self.bank.take(chosen)
         if self.half.phases(purpose):
             states = self._adapted(chosen, states, broadcast, purpose, round)
@@ -340,20 +342,18 @@ class Fused:
     ) -> Any:
         if self.one_by_one_because:
             keys: dict[str, Any] = {"seed": self.seed, "round": round}
-            return stack(
-                [
-                    solo.adapt(
-                        self.unstacked,
-                        take(states, i),
-                        take(broadcast, i) if self.per_client else broadcast,
-                        self.stack.alone(client),
-                        purpose,
-                        client=client,
-                        **keys,
-                    )
-                    for i, client in enumerate(chosen)
-                ]
-            )
+            return [  # no stack: a state may grow with the client's samples
+                solo.adapt(
+                    self.unstacked,
+                    take(states, i),
+                    take(broadcast, i) if self.per_client else broadcast,
+                    self.stack.alone(client),
+                    purpose,
+                    client=client,
+                    **keys,
+                )
+                for i, client in enumerate(chosen)
+            ]
         data = self.stack.whole(chosen)
         work = vmap(lambda s, b, d: self.half.adapt(s, b, d, purpose), in_dims=(0, self._axis, 0))(
             states, broadcast, data

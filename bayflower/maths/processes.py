@@ -25,6 +25,8 @@ POINTS = 20  # of the quadrature
 SMALL = 1e-4  # below it tanh(c/2)/2c is its series
 ROUNDS = 8  # of 2-means
 PIECE = 2**22  # numbers of the matrices that are taken apart at a time
+EVEN = 1e-6  # share of even classes in a prediction
+TINY = 1e-12
 
 
 class Kernel(NamedTuple):
@@ -58,6 +60,16 @@ class Fit(NamedTuple):
 
     weights: Tensor
     omega: Tensor
+
+
+class Known(NamedTuple):
+    """What processes know: their samples, the samples' sides, and the tree."""
+
+    features: Tensor  # (N, D)
+    side: Tensor  # (R, N): +1 left, −1 right, 0 not below the node, or padding
+    omega: Tensor  # (R, N)
+    signs: Tensor  # (R, K)
+    counts: Tensor  # (K,): samples of each class
 
 
 def solved(gram: Tensor, omega: Tensor, right: Tensor) -> Tensor:
@@ -118,6 +130,53 @@ def quadrature(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor
     points, shares = np.polynomial.hermite_e.hermegauss(POINTS)
     made = torch.tensor(np.stack([points, shares / shares.sum()]), dtype=dtype, device=device)
     return made[0], made[1]
+
+
+def at_a_time(samples: int) -> int:
+    """Return how many nodes are taken at a time: their matrices are samples × samples."""
+    return max(1, PIECE // max(samples * samples, 1))
+
+
+def derived(kernel: Kernel, features: Tensor, side: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights (R, N) and M (R, N, N) of all nodes, in float64 [eq. 1]."""
+    u, wide = unit(features.double()), omega.double()
+    gram, eye = kernel.within(u), torch.eye(len(u), dtype=torch.float64, device=u.device)
+    inverse = torch.cat(
+        [
+            solved(gram, part, eye.expand(len(part), *eye.shape))
+            for part in wide.split(at_a_time(len(u)))
+        ]
+    )
+    kappa = side.double() / 2
+    return kappa - (inverse @ (kappa @ gram)[:, :, None])[:, :, 0], inverse
+
+
+def probabilities(
+    kernel: Kernel, known: Known, z: Tensor, made: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Return class probabilities (Q, K) of other samples with features z, in float64, the variance
+    of their processes included [eq. 3] [eq. 4]; `made` is what `derived` gives, where it is kept.
+    A class without samples gets EVEN / K.
+    """
+    u, new = unit(known.features.double()), unit(z.double())
+    cross, said = kernel.between(u, new), []
+    if made is not None:
+        spread = kernel.own - (cross * (made[1] @ cross)).sum(1)
+        said.append(left(made[0] @ cross, spread.clamp(min=1e-10)))
+    else:
+        gram, size = kernel.within(u), at_a_time(len(u))
+        both = zip(known.side.double().split(size), known.omega.double().split(size), strict=True)
+        for part, omega in both:
+            fitted = Fit(weights(gram, omega, part / 2), omega)
+            said.append(left(*predicted(gram, cross, kernel.own, fitted)))
+    signs = known.signs.double()
+    found = classes(signs, settled(torch.cat(said), signs, known.counts))
+    return (1 - EVEN) * found / found.sum(1, keepdim=True) + EVEN / found.shape[1]
+
+
+def unit(z: Tensor) -> Tensor:
+    """Return rows of length 1; a row of zeros stays."""
+    return z / (z.square().sum(1, keepdim=True) + TINY**2).sqrt()
 
 
 def classes(signs: Tensor, said: Tensor) -> Tensor:

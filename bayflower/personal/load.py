@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..files import vault
+from ..maths.tops import Top, derive, put, samples_of
 from ..networks.own import is_own, made, num_outputs
 from ..networks.papers import build
 from ..networks.several import Layout, one_tensor
@@ -74,6 +75,9 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
         layout = card["network"].get("layout")
         network = one_tensor(network, Layout.read(layout) if layout else None)
     state = tensors(folder / "model.safetensors")
+    if top := card["network"].get("top"):
+        known = Top(top["kind"], top["settings"])
+        network = put(network, top["head"], known, samples_of(state, top["head"]))
     network.to(
         next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)
     )
@@ -85,7 +89,7 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
             f"the network does not fit {folder / 'model.safetensors'}: {reason}; give the factory "
             "it was trained with"
         ) from None
-    return made_of(assembled(network.eval(), extras, card), card, extras)
+    return made_of(assembled(derive(network.eval()), extras, card), card, extras)
 
 
 def made_of(ready: nn.Module, card: dict[str, Any], extras: Tensors) -> Personal:

@@ -25,10 +25,12 @@ from ..contract import ClientHalf
 from ..data import Scaling
 from ..errors import ConfigError
 from ..files.atomic import save_tensors, write_json
+from ..maths.laplace import Classes
+from ..maths.tops import INSIDE
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.calibrated import TEST, Taken
-from ..rounds.solo import numbers
+from ..rounds.solo import numbers, personal_model
 from ..rounds.spread import Taken as SpreadTaken
 from ..rounds.spread import take_home
 from ..rounds.uncertain import affine
@@ -48,6 +50,10 @@ FORMATS = ("safetensors", "pt2", "onnx")
 # samples with which an exported file is tested; a number that is unlikely among a network's shapes
 TRY = 5
 LEVEL = 0.9  # of intervals of a model without calibration
+STATE_DICT = "net.load_state_dict(safetensors.torch.load_file('model.safetensors')); net.eval()"
+ANOTHER_HEAD = (
+    "torch.export.load('model.pt2').module()(x), or model.onnx; the network has another head"
+)
 
 
 class Kept(NamedTuple):
@@ -84,7 +90,7 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
             raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
     half, train = kept.half, kept.data.train
     params, buffers = numbers(half, kept.state, kept.broadcast, train.x[:1])
-    network = half.model.module(params, buffers).eval().cpu()
+    network = personal_model(half).module(params, buffers).eval().cpu()
     if half.model.task.events:
         kept = kept._replace(tally=tally_of(kept))
     if not half.model.task.classes and kept.taken is None:  # a client's own spread, uncalibrated
@@ -158,7 +164,7 @@ def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any
     extras["sets/lowest"] = choice.lowest
     if chosen.plain:
         extras["doubt/plain"] = torch.ones((), dtype=torch.int64)
-    if fitted.classes is not None:
+    if isinstance(fitted.classes, Classes):
         extras |= {f"classes/{n}": v for n, v in fitted.classes._asdict().items()}
     held, y = None, torch.zeros(0, dtype=torch.int64)
     if kept.data.held is not None:
@@ -172,6 +178,8 @@ def surroundings(kept: Kept, network: nn.Module) -> tuple[Tensors, dict[str, Any
         seen = cards.right_or_wrong(held, y)
         extras |= {"held/right": seen.right, "held/wrong": seen.wrong}
     made = cards.block(kept.client, taken, held, y, kept.classes)
+    if (top := kept.half.top()) is not None:
+        made["why"] = INSIDE.get(top.kind, made["why"])
     extras |= {n: v for n, v in thresholds(taken).items() if n.split("/")[1] in made["alarms"]}
     return extras, made
 
@@ -185,7 +193,7 @@ def layer(taken: Any) -> str | None:
     """Return the last layer, None if what it gets is not the features of the uncertainty."""
     if isinstance(taken, SpreadTaken):
         return taken.layer if taken.one.choice.posterior else None
-    return taken.layer if taken is not None and taken.fitted.classes is not None else None
+    return taken.layer if taken is not None and taken.fitted.classes else None
 
 
 def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[str, Any]:
@@ -231,6 +239,7 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
             "normalise": channels(kept),
             "columns": list(kept.columns) or None,
             **({"layout": half.model.layout.text} if half.model.layout else {}),
+            **topped(half),
         },
         "inputs": inputs(kept),
         "reading": kept.reading,
@@ -255,11 +264,18 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
         "load": {
             "with bayflower": "bayflower.load_personal(folder)  # model=Net for a network of your "
             "own",
-            "without": "net.load_state_dict(safetensors.torch.load_file('model.safetensors')); "
-            "net.eval()",
+            "without": ANOTHER_HEAD if half.top() else STATE_DICT,
         },
         "files": {"safetensors": "model.safetensors"},
     }
+
+
+def topped(half: ClientHalf) -> dict[str, Any]:
+    """Return what stands in the place of the head, and where; nothing if it is the head itself."""
+    top = half.top()
+    if top is None:
+        return {}
+    return {"top": {"kind": top.kind, "head": half.model.head, "settings": dict(top.settings)}}
 
 
 def tested(kept: Kept) -> dict[str, Any] | None:

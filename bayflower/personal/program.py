@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..calibration import conformal
 from ..errors import BayflowerError
+from ..maths.tops import Processes
 from ..tree import Tensors
 from .network import Ready
 
@@ -116,7 +117,7 @@ def form(made: Program, example: Tensor) -> str | None:
     """Return everything of a module but its numbers, as a text; None if a program would hold
     numbers that are no part of the module's state.
     """
-    if made.ready.drawn:
+    if made.ready.drawn or any(isinstance(part, Processes) for part in made.modules()):
         return None
     parts: list[Any] = [(tuple(example.shape[1:]), example.dtype, repr(made))]
     for path, module in made.named_modules():

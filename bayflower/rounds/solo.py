@@ -21,7 +21,8 @@ from .. import metrics
 from ..contract import ClientHalf, Purpose, Survey, Work
 from ..data import ClientData, batches
 from ..errors import BayflowerError
-from ..networks.model import Batch
+from ..maths.tops import Topped
+from ..networks.model import Batch, Model
 from ..recipes import step as recipes
 from ..recipes.rates import at_share
 from ..stacked import chance
@@ -237,15 +238,26 @@ def pick(data: Batch, rows: np.ndarray) -> Batch:
     return Batch(data.x[index], data.y[index], data.mask[index])
 
 
+def personal_model(half: ClientHalf) -> Model:
+    """Return the network of a personal model: the user's, with a `top` where the method has one."""
+    top, model = half.top(), half.model
+    if top is None:
+        return model
+    made = Topped(model, top)
+    return made.for_stacks(model.stacked) if model.in_stack else made
+
+
 def numbers(half: ClientHalf, state: Any, broadcast: Any, x: Tensor) -> tuple[Tensors, Tensors]:
     """Return (parameters, buffers) of the personal model: those that `predict` passes through the
-    network.
+    network, or those of the network with its `top`.
     """
     if not half.one_network:
         raise BayflowerError(
             "the personal model is more than the network, so it cannot be exported or calibrated; "
             "use calibration=off"
         )
+    if half.top() is not None:
+        return half.topped(state, broadcast)
     seen: list[Tensors] = []
     model, watching = copy(half.model), copy(half)
 

@@ -43,8 +43,10 @@ from .deciding import (
     with_sets,
 )
 from .solo import numbers as numbers
+from .solo import personal_model
 
 PIECE = 128  # samples in one pass
+Nothing = dict[str, Tensor]  # {}: a tree without leaves, which stacks as any other
 FORMS = ("point", "fitted", "own", "posterior", "calibrated")
 
 
@@ -61,7 +63,7 @@ class Fitted(NamedTuple):
     params: Tensors
     buffers: Tensors
     posteriors: dict[str, Tensors]
-    classes: laplace.Classes | None  # of the client's own training features
+    classes: laplace.Classes | Nothing  # of the client's own training features
     bias: Tensor  # (K,), see calibration/curves.py
     mean: Tensor  # (K,) the logarithm of the mean prediction
     floor: Tensor  # share of even probabilities
@@ -90,8 +92,8 @@ class Uncertain:
     """
 
     def __init__(self, half: ClientHalf, by_class: bool) -> None:
-        self.half, self.model, self.by_class = half, half.model, by_class
-        self.layer = last_layer(half.model)
+        self.half, self.model, self.by_class = half, personal_model(half), by_class
+        self.layer = last_layer(self.model)
         self.kinds: dict[str, tuple[str, str]] = {}
 
     # -- 1: posteriors -----------------------------------------------------------------------------
@@ -108,8 +110,10 @@ class Uncertain:
 
     def see(
         self, params: Tensors, buffers: Tensors, batch: Batch
-    ) -> tuple[Labels, laplace.Seen | None]:
-        """Return what a batch of training samples shows of the classes and of the last layer."""
+    ) -> tuple[Labels, laplace.Seen | Nothing]:
+        """Return what a batch of training samples shows of the classes and of the last layer; {}
+        if the logits are not a Linear layer's output.
+        """
         params = weights(params)
         logits, features = forward_last(self.model, params, buffers, batch.x, self.layer)
         probs = curves.log_softmax(logits.double()).exp() * batch.mask.double()[:, None]
@@ -117,7 +121,7 @@ class Uncertain:
         counts = ((batch.y[:, None] == classes) * batch.mask.double()[:, None]).sum(0)
         labels = Labels(counts, probs.sum(0))
         if self.layer is None or features is None:
-            return labels, None
+            return labels, {}
         return labels, laplace.see(
             logits, features, laplace.with_bias(features, params, self.layer), batch, len(classes)
         )
@@ -128,16 +132,19 @@ class Uncertain:
         buffers: Tensors,
         broadcast: Any,
         labels: Labels,
-        seen: laplace.Seen | None,
+        seen: laplace.Seen | Nothing,
         rows: Tensor,
     ) -> Fitted:
         """Return the model with its posteriors, in float64; `rows` is the number of held-out
         samples.
         """
-        found = self.half.posterior(params, broadcast, seen, self.layer)
+        known = seen if isinstance(seen, laplace.Seen) else None
+        found = self.half.posterior(params, broadcast, known, self.layer)
         self.kinds = {name: (one.kind, one.origin) for name, one in found.items()}
         tensors = {name: one.tensors for name, one in found.items()}
-        classes = laplace.class_gaussians(seen) if seen is not None else None
+        classes: laplace.Classes | Nothing = {}
+        if known is not None:
+            classes = laplace.class_gaussians(known)
         bias, mean = curves.bias_of(*labels), curves.mean_of(labels.predicted)
         return Fitted(weights(params), buffers, tensors, classes, bias, mean, curves.floor_of(rows))
 
@@ -153,7 +160,7 @@ class Uncertain:
             if kind == "sampled":
                 drawn = laplace.sampled_logits(self.model, params, buffers, x, tensors)
             offsets[name] = laplace.offsets(kind, tensors, logits, wide, drawn)
-        if features is not None and fitted.classes is not None:
+        if features is not None and isinstance(fitted.classes, laplace.Classes):
             far = laplace.distance(features, fitted.classes)
         else:
             far = torch.zeros_like(logits[..., 0], dtype=torch.float64)

@@ -7,7 +7,9 @@ from typing import Any, get_args
 import torch
 
 from ..contract import ClientHalf, Kind, ServerHalf
+from ..maths.laplace import Seen
 from ..methods import ROWS
+from ..rounds import solo
 from ..rounds.uncertain import Uncertain
 from .bench import Bench
 
@@ -79,9 +81,16 @@ class Declared:
         broadcast = bench.server.broadcast(bench.state, client)
         uncertain = Uncertain(half, by_class=False)
         data = bench.data[client].train
-        _, seen = uncertain.see(bench.params, bench.buffers, data)
-        assert seen is not None
-        found = half.posterior(bench.params, broadcast, seen, uncertain.layer)
+        params, buffers = bench.params, bench.buffers
+        if half.top() is not None:
+            keys: dict[str, Any] = {"seed": 0, "client": client, "round": 1}
+            state = solo.adapt(half, half.init(params, buffers), broadcast, data, "new", **keys)
+            params, buffers = uncertain.numbers(state, broadcast, data.x[:1])
+        _, seen = uncertain.see(params, buffers, data)
+        if not isinstance(seen, Seen):  # no last layer: predictions have their variance inside
+            assert half.posterior(params, broadcast, None, None) == {}
+            return
+        found = half.posterior(params, broadcast, seen, uncertain.layer)
         assert "laplace" in found
         assert (type(half).posterior is ClientHalf.posterior) == (set(found) == {"laplace"})
         for name, one in found.items():

@@ -116,9 +116,9 @@ def test_every_methods_model_comes_back_from_its_file(method, runs, tmp_path):
             == len(end.data.held.y)
             == block["held_out"]["num_examples"]
         )
-        assert set(block["held_out"]["nll"]["fitted"]) == (
-            {"laplace", "own"} if method in OWN else {"laplace"}
-        )
+        fitted = {"laplace", "own"} if method in OWN else {"laplace"}
+        fitted = set() if METHODS[method].stem == "pfedgp" else fitted
+        assert set(block["held_out"]["nll"]["fitted"]) == fitted
         assert (block["posterior"] is not None) == (block["used"] == "posterior")
 
 

@@ -12,9 +12,8 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from bayflower.clients.gpfl import Client, State, angle, cosine, valve
 from bayflower.config import Training
 from bayflower.data import batches
-from bayflower.errors import BayflowerError, ConfigError
+from bayflower.errors import ConfigError
 from bayflower.networks.model import Batch, Model
-from bayflower.rounds import solo
 from bayflower.strategies.fedavg import State as Broadcast
 from bayflower.strategies.gpfl import EMBEDDINGS, Config
 
@@ -133,10 +132,3 @@ def test_two_rounds_equal_plain_torch():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="gpfl_weight must be finite"):
         small("gpfl", gpfl_weight=-1.0)
-    with pytest.raises(ConfigError, match="gpfl is more than the network, so it cannot be calib"):
-        small("gpfl", calibration="shrunk")
-    case = both("gpfl")
-    half, server = case.prepared.halves.client, case.prepared.halves.server
-    sent = server.init(*case.prepared.halves.initial, ())
-    with pytest.raises(BayflowerError, match="more than the network"):
-        solo.numbers(half, half.init(*case.prepared.halves.initial), sent, torch.zeros(1, 64))
