@@ -75,6 +75,13 @@ MORE = (
         "shared features, and Gaussian processes on the client's own data as its classifier",
     ),
     Method(
+        "fedala",
+        "fedala",
+        "FedALA",
+        "Zhang et al. 2023, AAAI",
+        "each client learns, weight by weight, how much of the global model it starts from",
+    ),
+    Method(
         "fedivon",
         "fedivon",
         "FedIvon",

@@ -51,6 +51,7 @@ LATER = {
     "pfedbred",
     "pfedme",
     "fedbe",
+    "fedala",
     "gpfl",
     "fedcp",
     "pfedgp",

@@ -276,6 +276,15 @@ METHODS: dict[str, Entry] = {
         2021,
         **at("ICLR"),
     ),
+    "fedala": paper(
+        "inproceedings",
+        "zhang2023fedala",
+        "Zhang, Jianqing and Hua, Yang and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui "
+        "and Guan, Haibing",
+        "{FedALA}: Adaptive Local Aggregation for Personalized Federated Learning",
+        2023,
+        **at("AAAI"),
+    ),
     "gpfl": paper(
         "inproceedings",
         "zhang2023gpfl",
