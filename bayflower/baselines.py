@@ -54,6 +54,13 @@ MORE = (
         "FedAvg, and an ensemble of models around the average, distilled where the server has data",
     ),
     Method(
+        "fedpop",
+        "fedpop",
+        "FedPop",
+        "Kotelevskii et al. 2022, NeurIPS",
+        "mixed effects: common layers, and heads sampled under a population that is learned",
+    ),
+    Method(
         "gpfl",
         "gpfl",
         "GPFL",

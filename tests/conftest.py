@@ -52,6 +52,7 @@ LATER = {
     "pfedme",
     "fedbe",
     "fedala",
+    "fedpop",
     "gpfl",
     "fedcp",
     "pfedgp",

@@ -285,6 +285,14 @@ METHODS: dict[str, Entry] = {
         2023,
         **at("AAAI"),
     ),
+    "fedpop": paper(
+        "inproceedings",
+        "kotelevskii2022fedpop",
+        "Kotelevskii, Nikita and Vono, Maxime and Durmus, Alain and Moulines, Eric",
+        "{FedPop}: A {Bayesian} Approach for Personalised Federated Learning",
+        2022,
+        **at("NeurIPS"),
+    ),
     "gpfl": paper(
         "inproceedings",
         "zhang2023gpfl",

@@ -37,6 +37,7 @@ OWN = {
         "fedpac",
         "fedbe",
         "fedivon",
+        "fedpop",
         "qlsd",
     )
 }
