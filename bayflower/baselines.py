@@ -6,8 +6,19 @@ from __future__ import annotations
 
 from .plugins import Method
 
+# why statistics cannot be added behind masks, or bounded
+TURNS = "its server counts every client's turns"
+PRODUCTS = "its sums are products of two numbers of a client"
+
 MORE = (
-    Method("fedep", "fedep", "FedEP", "Guo et al. 2023, ICLR", "PVI's factors by moment matching"),
+    Method(
+        "fedep",
+        "fedep",
+        "FedEP",
+        "Guo et al. 2023, ICLR",
+        "PVI's factors by moment matching",
+        additive=TURNS,
+    ),
     Method(
         "fedep-ft",
         "fedep",
@@ -15,6 +26,7 @@ MORE = (
         "Guo et al. 2023, ICLR",
         "FedEP, fine-tuned on the client’s data before each test",
         {"finetune_epochs": 5},
+        additive=TURNS,
     ),
     Method(
         "fedsep",
@@ -23,6 +35,7 @@ MORE = (
         "Guo et al. 2023, ICLR",
         "FedEP whose clients share one factor and keep nothing",
         {"ep_sites": "shared"},
+        additive="its server keeps every client's number of samples",
     ),
     Method(
         "fedpac",
@@ -30,6 +43,7 @@ MORE = (
         "FedPAC",
         "Xu et al. 2023, ICLR",
         "a base with class prototypes, and for each client a mixture of all heads",
+        additive="its server mixes the heads of single clients",
     ),
     Method(
         "pfedbred",
@@ -52,6 +66,7 @@ MORE = (
         "FedBE",
         "Chen and Chao 2021, ICLR",
         "FedAvg, and an ensemble of models around the average, distilled where the server has data",
+        private="its sums have squares of a client's numbers",
     ),
     Method(
         "fedpop",
@@ -95,6 +110,7 @@ MORE = (
         "Pal et al. 2024, arXiv 2411.18385",
         "a Gaussian over all weights by variational online Newton, averaged by precision",
         {"optimizer": "sgd", "lr": 0.1},
+        private=PRODUCTS,
     ),
     Method(
         "qlsd",
@@ -102,6 +118,7 @@ MORE = (
         "QLSD",
         "Vono et al. 2022, AISTATS",
         "samples of the posterior by Langevin steps with quantised gradients",
+        additive=TURNS,
     ),
     Method(
         "qlsd-ft",
@@ -110,5 +127,6 @@ MORE = (
         "Vono et al. 2022, AISTATS",
         "QLSD, its mean fine-tuned on the client’s data before each test",
         {"finetune_epochs": 5},
+        additive=TURNS,
     ),
 )
