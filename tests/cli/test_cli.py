@@ -131,7 +131,7 @@ def wrong_data(folder) -> dict[str, str]:
 
 
 BAD = [
-    (["run", "fedmop"], "method 'fedmop' is not known; did you mean 'fedmap'?"),
+    (["run", "fedmaq"], "method 'fedmaq' is not known; did you mean 'fedmap'?"),
     (
         ["run", "fedmap", "--set", "sigma=3"],
         "method 'fedmap' has no setting 'sigma'; did you mean 'sigma2'?",

@@ -33,7 +33,7 @@ from bayflower.methods import METHODS
 
 SMALL = {"keep": 0.15, "local_epochs": 1, "rounds": 2}
 PLAIN = ["fedavg", "fedavg-ft", "fedpa", "fedprox", "moon"]
-PLAIN_TOO = ["pfedbred", "pfedme", "ditto", "fedpa-ft", "fedrod", "moon-ft"]
+PLAIN_TOO = ["pfedbred", "pfedme", "ditto", "fedala", "fedpa-ft", "fedrod", "moon-ft"]
 ALIKE = {
     "fraction_train",
     "fraction_evaluate",
