@@ -25,7 +25,7 @@ SETS = ("marginal", "class")
 # how a user's own data are read, and which sites take part
 READING_SETTINGS = (
     *("target", "sites", "test", "categorical", "drop", "layout", "white", "image_side"),
-    *("new_sites", "leave_out", "targets", "scaling", "split", "time", "train_rows"),
+    *("new_sites", "leave_out", "targets", "scaling", "split", "time", "train_rows", "server_data"),
 )
 SPLITS = ("random", "time")
 REST = "rest"  # of the data set, beside what `keep` keeps

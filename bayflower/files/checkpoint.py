@@ -150,9 +150,11 @@ def to_resume(folder: Path, run: Run) -> Checkpoint:
             f"there is nothing to resume: {folder / FILE} does not exist; start without --resume"
         )
     now = run.flat()
-    for key in sorted({*now, *checkpoint.config} - FREE):
-        if now.get(key) != checkpoint.config.get(key):
-            was = checkpoint.config.get(key)
+    # a setting that the method did not have then has its default
+    before = {one.name: one.default for one in fields(run.options)} | checkpoint.config
+    for key in sorted({*now, *before} - FREE):
+        if now.get(key) != before.get(key):
+            was = before.get(key)
             raise ConfigError(
                 f"{key} is {now.get(key)!r} but the run in {folder} has {was!r}; use the same "
                 "settings, or another --out"

@@ -154,6 +154,9 @@ def test_engine_file_and_command_line_say_the_same(method, tmp_path):
         assert (said.argmax(1) == y.numpy()).mean() == pytest.approx(row["accuracy"])
         assert card["metrics"]["nll"] == pytest.approx(row["nll"], rel=1e-4)
         assert "another head" in card["load"]["without"]
+        factory = end_of(folder, client).half.model.factory  # as of a network of the user's own
+        own = load_personal(tmp_path / str(client), model=factory)
+        assert np.array_equal(own.predict_proba(x), said)
     np.savez(tmp_path / "new.npz", x=x.numpy())
     told, out = tmp_path / str(NEW), tmp_path / "scores.csv"
     done = CliRunner().invoke(

@@ -18,12 +18,15 @@ from bayflower.data import batches, load_federation
 from bayflower.data.unlabelled import unlabelled
 from bayflower.engines import execute, prepare
 from bayflower.errors import ConfigError
+from bayflower.files import checkpoint
 from bayflower.rounds.refine import SERVER, missing, refiner_of
 from bayflower.rounds.result import result
 from bayflower.strategies.fedbe import Update
+from bayflower.testing.runs import check_goes_on
 
 FAST = {"be_server_epochs": 3, "be_server_batch": 32, "be_server_lr": 0.05, "be_samples": 3}
 REST = {"server_data": "rest", "keep": 0.15, **FAST}
+SHORT = {**REST, "be_server_epochs": 1, "be_server_batch": 256, "evaluate_every": 0}
 
 
 def doubles(value):
@@ -106,9 +109,9 @@ def test_the_student_equals_plain_torch(start, averaged):
     assert refine(state, state, 1) is state  # no reply: nothing to distil
 
 
-@pytest.mark.parametrize("model", ["auto", "mlp-bn"])
+@pytest.mark.parametrize("model", ["auto", pytest.param("mlp-bn", marks=pytest.mark.slow)])
 def test_engines_agree_and_each_round_is_distilled(model):
-    run = {"dtype": "float64", "rounds": 2, "new_clients": 0, "model": model, **REST}
+    run = {"dtype": "float64", "rounds": 2, "new_clients": 0, "model": model, **SHORT}
     run |= {"optimizer": "sgd", "lr": 0.05}
     loop, fused = (execute(small_prepared("fedbe", engine, **run)) for engine in ("loop", "fused"))
     assert worst_difference(fused.server_state, loop.server_state, zero=1e-9) < 1e-9
@@ -142,6 +145,31 @@ def test_the_student_agrees_with_its_teachers_more_than_the_mean_does():
         for p in (state.params, refine(None, state, 1).params)
     ]
     assert far[1] < 0.8 * far[0]
+
+
+@pytest.mark.parametrize("engine", ["fused", pytest.param("loop", marks=pytest.mark.slow)])
+def test_a_run_that_stopped_goes_on_to_the_same_bits(engine, tmp_path):
+    def made(rounds):
+        settings = {**SHORT, "new_clients": 0, "checkpoint_every": 1, "local_epochs": 1}
+        return small_prepared("fedbe", engine, **settings, rounds=rounds)
+
+    check_goes_on(execute(made(3)), made, tmp_path)
+
+
+def test_a_run_of_a_version_without_distillation_goes_on(tmp_path):
+    settings = {"keep": 0.15, "new_clients": 0, "checkpoint_every": 1, "local_epochs": 1}
+    execute(small_prepared("fedbe", "fused", **settings, rounds=1), out=tmp_path)
+    known = checkpoint.read(tmp_path)
+    new = {"server_data", *(name for name in known.config if name.startswith(("be_s", "be_t")))}
+    new -= {"be_samples", "be_spread"}
+    assert len(new) == 6
+    older = {key: value for key, value in known.config.items() if key not in new}
+    checkpoint.write(tmp_path, known._replace(config=older))
+    rest = small_prepared("fedbe", "fused", **settings, rounds=2)
+    assert checkpoint.to_resume(tmp_path, rest.run).round == 1
+    other = small("fedbe", **settings, rounds=2, be_temperature=0.7)
+    with pytest.raises(ConfigError, match=r"be_temperature is 0\.7 but the run in"):
+        checkpoint.to_resume(tmp_path, other)
 
 
 def test_samples_of_the_server_are_the_rest_or_a_file(tmp_path):
