@@ -10,17 +10,21 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import small
 from personalruns import NEW, TRAINED, end_of, expected, trained
+from plainsteps import both
 from test_personal import without_us
 from torch import nn
 from typer.testing import CliRunner
 
 from bayflower.cli import app
+from bayflower.errors import BayflowerError, ConfigError
 from bayflower.maths import processes
 from bayflower.maths.processes import Kernel, Known
 from bayflower.maths.tops import Top, Topped, derive, put, samples_of
 from bayflower.networks.model import Model
 from bayflower.personal import export, load_personal
+from bayflower.rounds import solo
 
 TOPPED = ("gpfl", "fedcp", "pfedgp")
 KERNEL = Kernel(8.0, 1.0, 1e-3)
@@ -197,3 +201,14 @@ def test_matrices_beyond_memory_are_made_in_every_pass(monkeypatch):
     assert derive(top)[2].inverse is None
     monkeypatch.undo()
     assert derive(top)[2].inverse.shape == (2, 3, 3)
+
+
+def test_a_model_that_is_more_and_has_no_top_is_refused(monkeypatch):
+    case = both("fedper")
+    halves = case.prepared.halves
+    sent = halves.server.init(*halves.initial, ())
+    monkeypatch.setattr("bayflower.clients.fedper.Client.one_network", False)
+    with pytest.raises(BayflowerError, match="more than the network"):
+        solo.numbers(halves.client, halves.client.init(*halves.initial), sent, normals(1, 64))
+    with pytest.raises(ConfigError, match="fedper is more than the network, so it cannot be calib"):
+        small("fedper", calibration="shrunk")
