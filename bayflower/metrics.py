@@ -34,6 +34,7 @@ from torch import Tensor
 NUM_BINS = 10
 SCORE_BINS = 50  # of the probability of the second of two classes: a threshold every 0.02
 GRID = 2.0**32
+AT_ONCE = 2048  # probabilities whose bins are counted in one go; of more, a bin at a time
 Sums = TypeVar("Sums", bound=tuple[Tensor, ...])
 LARGEST_NLL = 709.0  # of one sample: −log of the smallest normal float64
 
@@ -159,14 +160,18 @@ def binned(p: Tensor, hit: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor
     """Return, for each bin, how many p fall into it, their sum, and how many of them hit."""
     edges = torch.linspace(0, 1, NUM_BINS + 1, dtype=p.dtype, device=p.device)[1:-1]
     # a bin is what is above its lower edge less what is above its upper edge
-    above = [used] + [used & (p >= edge) for edge in edges]
     terms = on_grid(p)
-
-    def per_bin(x: Tensor) -> Tensor:
-        tail = torch.stack([(x * a).sum() for a in above])
-        return tail - torch.cat([tail[1:], torch.zeros_like(tail[:1])])
-
-    return per_bin(torch.ones_like(terms)), per_bin(terms).double() / GRID, per_bin(hit.long())
+    if len(p) <= AT_ONCE:  # whole numbers: their sums are equal in any order
+        above = torch.cat([used[None], used & (p >= edges[:, None])])
+        tails = [above.sum(1), (terms * above).sum(1), (hit & above).sum(1)]
+    else:
+        each = [used, *(used & (p >= edge) for edge in edges)]
+        every = (torch.ones_like(terms), terms, hit.long())
+        tails = [torch.stack([(x * a).sum() for a in each]) for x in every]
+    count, total, hits = (
+        tail - torch.cat([tail[1:], torch.zeros_like(tail[:1])]) for tail in tails
+    )
+    return count, total.double() / GRID, hits
 
 
 def summarise(tallies: Mapping[int, Tally]) -> dict[str, Any]:

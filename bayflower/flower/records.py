@@ -4,6 +4,7 @@ records and keys are in `wire/protocol.py`.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import re
@@ -55,8 +56,19 @@ def to_arrays(tree: Any) -> ArrayRecord:
 
 
 def to_array(tensor: Tensor) -> Array:
-    """Return a tensor as a Flower Array."""
-    return Array.from_torch_tensor(tensor.contiguous())
+    """Return a tensor as a Flower Array, with the bytes of `Array.from_torch_tensor`."""
+    numbers = tensor.detach().cpu().contiguous().numpy()
+    data = b"".join((written_header(numbers.dtype.str, numbers.shape), numbers.data))
+    return Array(str(numbers.dtype), numbers.shape, "numpy.ndarray", data)
+
+
+@functools.lru_cache(256)  # the arrays of one model come again in every message
+def written_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the header of the .npy format for an array in the order of C."""
+    file = io.BytesIO()
+    about = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, about)
+    return file.getvalue()
 
 
 def to_tensors(record: ArrayRecord, consume: bool = False) -> Tensors:
@@ -78,19 +90,13 @@ def block(array: Array) -> np.ndarray:
     """Return a copy of an array's numbers; the header is checked before memory is allocated."""
     if array.stype != "numpy.ndarray":
         raise ValueError(f"it is serialised as {array.stype[:80]!r}, expected numpy.ndarray")
-    file = io.BytesIO(array.data)
-    version = np.lib.format.read_magic(file)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"version {version} of the .npy format is not supported")
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version == (1, 0)
-        else np.lib.format.read_array_header_2_0
-    )
-    shape, fortran, dtype = read(file)
+    # the length of the header stands in two bytes, or in four from version 2 on
+    size = 2 if array.data[6:7] == b"\x01" else 4
+    start = 8 + size + int.from_bytes(array.data[8 : 8 + size], "little")
+    shape, fortran, dtype = read_header(bytes(array.data[:start]))
     if dtype.kind not in "biuf":
         raise ValueError(f"it holds {dtype}, not numbers")
-    start, size = file.tell(), math.prod(shape) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     if min(shape, default=1) < 0 or size != len(array.data) - start:
         raise ValueError(
             f"its header announces {size} bytes of numbers, but it has {len(array.data) - start}"
@@ -100,6 +106,18 @@ def block(array: Array) -> np.ndarray:
         .reshape(shape, order="F" if fortran else "C")
         .copy()
     )
+
+
+@functools.lru_cache(256)
+def read_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return (shape, whether in the order of Fortran, dtype) from a header of the .npy format."""
+    file = io.BytesIO(head)
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"version {version} of the .npy format is not supported")
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(file)
+    return np.lib.format.read_array_header_2_0(file)
 
 
 def only_arrays(message: Message) -> ArrayRecord:

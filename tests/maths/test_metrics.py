@@ -18,6 +18,7 @@ from torch.func import vmap
 
 from bayflower.data.vision import prepare_torchvision
 from bayflower.metrics import (
+    AT_ONCE,
     NUM_BINS,
     SCORE_BINS,
     Tally,
@@ -109,9 +110,10 @@ def test_equals_torchmetrics_and_sklearn(n: int, c: int, dtype: torch.dtype) -> 
         assert out[name] == pytest.approx(want, abs=tolerance)
 
 
-def test_bins_by_loop() -> None:
-    probs, y = sample(200, 4, seed=5)
-    t = tally(probs, y, ones(200))
+@pytest.mark.parametrize("number", [200, AT_ONCE + 100])  # at once, and a bin at a time
+def test_bins_by_loop(number: int) -> None:
+    probs, y = sample(number, 4, seed=5)
+    t = tally(probs, y, ones(number))
     confidence, predicted = probs.max(-1)
     for fields, p, hit in (
         (t[5:8], confidence, predicted == y),
