@@ -52,7 +52,10 @@ __all__ = [
 
 def to_arrays(tree: Any) -> ArrayRecord:
     """Return the leaves as an ArrayRecord."""
-    return ArrayRecord({name: to_array(leaf) for name, leaf in flatten(tree).items()})
+    record = ArrayRecord()
+    for name, leaf in flatten(tree).items():  # a dict given to ArrayRecord would be copied
+        record[name] = to_array(leaf)
+    return record
 
 
 def to_array(tensor: Tensor) -> Array:
