@@ -74,11 +74,15 @@ FLWR = (
 
 
 @functools.cache  # most tests look at the same files
+def nodes(text: str) -> list[ast.AST]:
+    """Return the calls, constants and import statements of a module, wherever they stand."""
+    kinds = (ast.Call, ast.Constant, ast.Import, ast.ImportFrom)
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+
+
 def imports(text: str) -> list[ast.Import | ast.ImportFrom]:
     """Return the import statements of a module, wherever they stand."""
-    return [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
+    return [node for node in nodes(text) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def arrows(package: Path) -> list[tuple[str, int, str, str]]:
@@ -227,9 +231,10 @@ def named(package: Path) -> list[str]:
     found = []
     for path in sorted(package.rglob("*.py")):
         file = str(path.relative_to(package))
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             where = f"{file}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name) and called.id in ("getattr", "hasattr"):
                 asked = ast.unparse(node.args[0]).split(".")[-1]
                 if asked in ("half", "server", "client", "unstacked") or "half" in asked:
                     found.append(f"{where} asks a half: {ast.unparse(node)}")

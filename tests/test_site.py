@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     call = [

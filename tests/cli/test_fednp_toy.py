@@ -22,6 +22,7 @@ def toy(monkeypatch):
     return fednp_toy
 
 
+@pytest.mark.slow
 def test_from_data_to_page(toy, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table -->\nold\n<!-- end -->\nafter\n")

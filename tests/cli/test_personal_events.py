@@ -81,8 +81,8 @@ def test_survival_models_give_curves_risks_and_medians(
             assert point == pytest.approx(row[key], rel=1e-4), key
             assert card["metrics"][key] == pytest.approx(point, rel=0.3), key
     model = load_personal(tmp_path / "models" / "client-1")
-    raw = np.load(folder / "times.npz")
-    x, y = raw["x"][60:100].astype(np.float32), raw["y"][60:100]
+    with np.load(folder / "times.npz") as raw:
+        x, y = raw["x"][60:100].astype(np.float32), raw["y"][60:100]
     curves, risk = model.predict_survival(x), model.predict(x)
     assert curves.shape == (40, 12)
     assert np.all(np.diff(curves, axis=1) <= 0)
@@ -95,7 +95,7 @@ def test_survival_models_give_curves_risks_and_medians(
     else:
         chance = torch.sigmoid(drawn + np.log(2 ** (1 / 12) - 1))  # of an event in each interval
         want = torch.cumprod(1 - chance, -1).mean(0)
-    np.testing.assert_allclose(curves, want, atol=0.012)
+    np.testing.assert_allclose(curves, want, atol=0.015)  # both are means over draws
     shares = model.predict_quantile(x, (0.25, 0.5))  # type: ignore[attr-defined]
     np.testing.assert_allclose(shares[:, 1], model.predict_median(x))
     assert np.all(shares[:, 0] <= shares[:, 1])

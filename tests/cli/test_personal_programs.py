@@ -30,10 +30,10 @@ def test_clients_share_the_trace_but_no_number(tmp_path, monkeypatch):
     )
     program.TRACED.clear()
     x, want = torch.randn(6, 5), []
-    for client in range(4):
+    for client in range(3):
         torch.manual_seed(client)
         # the last client has another factor, which is no tensor: it is traced anew
-        network = Net(2.0 if client == 3 else 1.0).eval()
+        network = Net(2.0 if client == 2 else 1.0).eval()
         temperature = torch.tensor(1.0 + client, dtype=torch.float64)
         extras = {"affine/temperature": temperature, "affine/bias": torch.zeros(3).double()}
         path = tmp_path / f"{client}.pt2"
@@ -41,7 +41,7 @@ def test_clients_share_the_trace_but_no_number(tmp_path, monkeypatch):
         assert program.exported(path, made, x, "pt2") == path.name
         want.append((network(x) / temperature).detach().softmax(-1))
     assert len(calls) == 2
-    for client in range(4):
+    for client in range(3):
         got = torch.export.load(tmp_path / f"{client}.pt2").module()(x)["probabilities"]
         assert float((got.detach() - want[client]).abs().max()) < 1e-6
 

@@ -47,7 +47,7 @@ def runs(tmp_path_factory):
                 "evaluate_every": 1,
                 "checkpoint_every": 1,
                 "seed": seed,
-                "keep": 0.3,
+                "keep": 0.15,
                 "lr": 0.05,
             }
             run_to_result(prepare(parse(method, given), "fused"), folder / f"{method}-{seed}")

@@ -27,7 +27,8 @@ from bayflower.rounds import deciding, uncertain
 from bayflower.rounds.calibrated import FILE, FORMAT, OLDER, block, load_total
 from bayflower.tree import flatten
 
-ON = {"calibration": "shrunk", "keep": 0.4, "local_epochs": 1, "evaluate_every": 0}
+ON = {"calibration": "shrunk", "keep": 0.25, "local_epochs": 1, "evaluate_every": 0}
+ON |= {"num_clients": 3, "new_clients": 1}
 FIRST = {"fedbps", "fedmap", "metavd", "pfedvmp"}  # posteriors of four kinds
 EVERY = [
     pytest.param(method, marks=() if method in FIRST else pytest.mark.slow)
@@ -62,7 +63,7 @@ def test_a_stack_and_messages_give_the_same_uncertainty(method: str) -> None:
     assert ("laplace" in alone.kinds) == last
     assert int(stacked.total.rows) == int(alone.total.rows) > 0
     assert stacked.clients.keys() == alone.clients.keys()
-    assert len(alone.new_clients) == 2
+    assert len(alone.new_clients) == 1
     here, there = (block(found, "shrunk", 0.9)["clients"]["forms"] for found in (stacked, alone))
     missing = (set() if own else {"own"}) | (set() if last else {"fitted"})
     assert here.keys() == there.keys() == set(uncertain.FORMS) - missing
@@ -147,7 +148,7 @@ def test_a_fold_does_not_decide_about_itself() -> None:
     "changes", [{"calibration": "client"}, {"calibration": "global"}, {"sets": "class"}]
 )
 def test_other_ways_to_calibrate(changes: dict[str, str]) -> None:
-    settings = {**ON, **changes}
+    settings = {**ON, "keep": 0.5, **changes}  # enough samples for a promise about each class
     prepared = small_prepared("fedavg", "fused", **settings)
     found = execute(prepared).calibrated
     temperatures = {one.chosen.temperature for one in found.clients.values()}
@@ -167,14 +168,16 @@ def test_result_and_file(tmp_path) -> None:
     assert (tmp_path / FILE).exists()
     clients = again["clients"]
     assert set(clients["shifted"]) == {"noise", "blur", "rotation"}
-    assert len(clients["per_client"]) == 5
+    assert len(clients["per_client"]) == 3
     row = clients["per_client"][0]
     assert row["covered_low"] <= row["num_examples"]
     assert content["partition"]["calibration_sizes"][0] == row["rows"]
     assert run_to_result(small_prepared("fedmap", "fused"))["uncertainty"] is None
 
 
-@pytest.mark.parametrize(("client", "known"), [(TRAINED, 3), (NEW, 4)])
+@pytest.mark.parametrize(
+    ("client", "known"), [pytest.param(TRAINED, 3, marks=pytest.mark.slow), (NEW, 4)]
+)
 def test_sums_of_an_older_run_have_fewer_sides(tmp_path, client: int, known: int) -> None:
     """Its clients choose among those sides."""
     folder = trained(tmp_path, "fedavg", keep=0.4)

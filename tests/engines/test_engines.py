@@ -55,7 +55,9 @@ def test_one_float32_sgd_round_agrees_to_1e_5(case, device):
     """
     short = {"finetune_epochs": 1} if case[0].endswith("-ft") else {}
     short |= WHOLE.get(case[0], {})
-    settings = {"rounds": 1, "optimizer": "sgd", "lr": 0.1, **short, **CALM.get(case[0], {})}
+    # batches of two or three rows would magnify it too
+    settings = {"keep": 0.25, "rounds": 1, "optimizer": "sgd", "lr": 0.1, **short}
+    settings |= CALM.get(case[0], {})
     tolerance = CODES.get(case[0], 1e-5)
     compare(*outcomes(case[0], model=case[1], device=device, **settings), tolerance=tolerance)
 
@@ -99,7 +101,7 @@ def test_adaptive_optimisers_agree_where_every_gradient_is_real(optimizer):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "method",
-    some(["fedmap", "pfedvmp", "fedbps", "fednp", "metavd"], ["fedmap", "fedbps"]),
+    some(["fedmap", "pfedvmp", "fedbps", "fednp", "metavd"], ["fedmap"]),
 )
 def test_a_cnn_agrees(tmp_path, method, device):
     import numpy as np
@@ -127,7 +129,7 @@ def test_a_cnn_agrees(tmp_path, method, device):
     compare(loop, fused, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("method", ["fedmap", "fedbn"])
+@pytest.mark.parametrize("method", some(["fedmap", "fedbn"], ["fedmap"]))
 def test_chunks_of_clients_change_nothing_that_matters(method):
     whole, parts = (
         execute(

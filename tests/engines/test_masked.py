@@ -149,7 +149,7 @@ def test_evaluation_in_bfloat16_is_torchs_and_maps_over_clients(affine, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["resnet20", "lenet5", "mlp-bn"])
+@pytest.mark.parametrize("name", some(["resnet20", "lenet5", "mlp-bn"], ["lenet5", "mlp-bn"]))
 def test_a_training_pass_in_bfloat16_is_near_and_keeps_the_dtypes(name, device):
     model = build(name, (3, 16, 16) if name != "mlp-bn" else (20,), 4).for_stacks(
         gpu=device == "cuda"
@@ -198,7 +198,7 @@ def test_a_training_pass_in_bfloat16_is_near_and_keeps_the_dtypes(name, device):
     "method",
     some(
         ["fedper", "pfedvmp", "fedmap", "fednp", "metavd", "fedbps", "moon", "maml"],
-        ["pfedvmp", "metavd"],
+        ["pfedvmp"],
     ),
 )
 def test_runs_in_bfloat16_end_near_those_in_float32(method):

@@ -34,10 +34,10 @@ DEVICES = [
 ]
 FIVE = ("fedavg", "fedper", "maml", "metavd", "moon")
 ONE_STEP = {"local_steps": 1, "lr": 0.005}
+LOW = ("text-lstm", "gru", "ft-transformer", "bag-mean", "swin")
 CHEAP = {
     ("fedavg", "gru"),
     ("fedavg", "transformer-time-first"),
-    ("maml", "lstm"),
     ("maml", "bag-mean"),
     ("metavd", "instance-norm"),
     ("metavd", "text-lstm"),
@@ -179,8 +179,9 @@ def test_the_second_derivative_of_a_norm_of_weights_is_right():
     torch.testing.assert_close(found, near, rtol=1e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on processors without bfloat16
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["text-lstm", "gru", "ft-transformer", "bag-mean", "swin"])
+@pytest.mark.parametrize("name", some(LOW, set(LOW) - {"swin"}))
 def test_a_training_pass_in_bfloat16_is_near(name, device):
     case = ALL[name]
     model = Model(case.factory, CLASSES).for_stacks(gpu=device == "cuda")

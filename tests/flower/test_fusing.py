@@ -72,9 +72,15 @@ def gap(a, b):
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("pfedvmp", {"calibration": "shrunk", "evaluate_every": 2}),
-        ("fedmap", {}),
-        pytest.param("perfedavg", {"evaluate_every": 1}, marks=pytest.mark.slow),
+        ("fedmap", {"calibration": "shrunk", "evaluate_every": 2}),
+        *(
+            pytest.param(method, settings, marks=pytest.mark.slow)
+            for method, settings in (
+                ("pfedvmp", {"calibration": "shrunk", "evaluate_every": 2}),
+                ("fedmap", {}),
+                ("perfedavg", {"evaluate_every": 1}),
+            )
+        ),
     ],
 )
 def test_stacked_clients_have_the_numbers_of_the_loop(method, settings, tmp_path):

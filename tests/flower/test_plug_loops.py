@@ -87,10 +87,11 @@ def test_an_own_loop_with_the_methods_batches_gives_the_methods_bits(tmp_path, r
         rounds=2,
         net=Plain,
         optimizer="sgd",
+        lr=0.01,
         run="a",
         **recipe,
     )
-    theirs = run(app, "fedmap", rounds=2, net=Plain, optimizer="sgd", run="b", **recipe)
+    theirs = run(app, "fedmap", rounds=2, net=Plain, optimizer="sgd", lr=0.01, run="b", **recipe)
     for name, value in ours.state.params.items():
         assert torch.allclose(value, theirs.state.params[name], rtol=1e-5, atol=1e-7), name
     assert ours.records[-1]["train_loss"] == pytest.approx(

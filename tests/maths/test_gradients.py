@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 ASKED = """
 import json, sys
 import torch
@@ -25,6 +27,7 @@ print(json.dumps([loaded, real, limit, before == both(), before[2]]))
 """
 
 
+@pytest.mark.slow  # test_fit.py sees that a run loads no compiler
 def test_a_gradient_loads_no_compiler_and_does_not_need_one():
     out = subprocess.run(
         [sys.executable, "-c", ASKED], check=True, capture_output=True, text=True

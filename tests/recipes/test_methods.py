@@ -97,7 +97,8 @@ def test_every_method_honours_or_refuses_each_part(method):
     """One round of one client alone, with each part of the recipe, moves elsewhere than without."""
 
     def trained(**changes):
-        prepared = small_prepared(method, dtype="float64", optimizer="sgd", lr=0.05, **changes)
+        given = {"keep": 0.25, "dtype": "float64", "optimizer": "sgd", "lr": 0.05}
+        prepared = small_prepared(method, **given, **changes)
         server, half, _, initial = prepared.halves
         data = prepared.federation.clients[0]
         broadcast = server.broadcast(server.init(*initial, (data.client,)), data.client)

@@ -140,11 +140,12 @@ def test_engines_agree_on_normalised_images(pictures):
     assert small("fedavg", **given).flat()["normalise"] == "client"
 
 
+@pytest.mark.parametrize("formats", some([(), ("pt2",)], [()]))
 @pytest.mark.parametrize("rule", some(["client", GIVEN], ["client"]))
-def test_a_personal_model_takes_raw_pixels(pictures, tmp_path, rule):
+def test_a_personal_model_takes_raw_pixels(pictures, tmp_path, rule, formats):
     """From raw pixels it says what the network says of normalised images, in every format."""
     folder = trained(tmp_path / "run", "fedavg", **run_of(pictures, normalise=rule))
-    card = export(folder, 1, tmp_path / "model", ("safetensors", "pt2"))
+    card = export(folder, 1, tmp_path / "model", ("safetensors", *formats))
     model = load_personal(tmp_path / "model")
     data = parse("fedavg", {**run_of(pictures, normalise=rule), "min_size": 8, "beta": 0.5}).data
     source = load_source(data)
@@ -160,9 +161,10 @@ def test_a_personal_model_takes_raw_pixels(pictures, tmp_path, rule):
         want = model.ready.log_probabilities(ready).exp().numpy()
     np.testing.assert_allclose(model.predict_proba(x), want, atol=1e-6)
     np.testing.assert_allclose(model.predict_proba(source.samples(np.arange(40))), want, atol=1e-6)
-    program = torch.export.load(tmp_path / "model" / card["files"]["pt2"]).module()
-    said = program(torch.as_tensor(source.samples(np.arange(40))))
-    np.testing.assert_allclose(said["probabilities"].detach().numpy(), want, atol=1e-6)
+    for name in formats:
+        program = torch.export.load(tmp_path / "model" / card["files"][name]).module()
+        said = program(torch.as_tensor(source.samples(np.arange(40))))
+        np.testing.assert_allclose(said["probabilities"].detach().numpy(), want, atol=1e-6)
     with pytest.raises(ConfigError, match="no rule for missing values"):
         model.predict(np.full((1, 3, 8, 8), np.nan))
 

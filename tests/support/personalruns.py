@@ -26,7 +26,9 @@ def trained(folder: Path, method: str, engine: str = "fused", **changes) -> Path
     values = {
         **SMALL,
         **NEEDED.get(method, {}),
+        "keep": 0.25,
         "calibration": "shrunk",
+        "evaluate_every": 0,
         "device": "cpu",
         "stacking": "no",
         "checkpoint_every": 1,

@@ -11,7 +11,7 @@ from bayflower.flower.classes import strategy_class
 from bayflower.flower.loop import InProcessGrid, contexts
 
 FIVE = ("pfedvmp", "fednp", "metavd", "fedmap", "fedbps")
-TRAINING = {"lr": 0.01, "local_epochs": 8, "batch_size": 16}
+TRAINING = {"lr": 0.02, "local_epochs": 4, "batch_size": 16}
 EASY = {
     "pfedvmp": {"xi": 1.0},
     "metavd": {"kl_weight": 0.1, "log_alpha_start": -6.0, "dropout_layer": "first"},
