@@ -284,7 +284,7 @@ class Server(ServerHalf):
             alone = [map_tree(lambda leaf, k=k: leaf[k], updates) for k in range(len(clients))]
             return added(self.terms(update) for update in alone)
         exponent = (updates.log_weight / math.log(2)).floor()
-        number = ((exponent + BIN // 2) / BIN).floor()
+        number = ((exponent + BIN // 2) / BIN).floor().nan_to_num(0.0).clamp(-(2**40), 2**40)
         top = int(number.max())
         mantissa = (updates.log_weight - exponent * math.log(2)).exp() * (
             exponent - BIN * number

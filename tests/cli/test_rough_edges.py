@@ -18,6 +18,7 @@ from bayflower.engines import prepare, run_to_result
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files.atomic import finite
 from bayflower.personal import personalise
+from bayflower.rounds.result import diverged
 
 QUICK = {"rounds": 2, "num_clients": 3, "keep": 0.1, "local_epochs": 1, "device": "cpu"}
 
@@ -54,20 +55,28 @@ def no_constants(name: str):
     raise AssertionError(f"{name} in a result file")
 
 
-def test_a_run_that_diverges_writes_its_result_and_says_so(tmp_path):
+@pytest.mark.parametrize("rate", ["1e8", "1e30"])
+def test_a_run_that_diverges_is_one_line(tmp_path, rate):
+    """Numbers that are far too large, and numbers that are none."""
     done = bayflower(
         *("run", "fedmap", "--rounds", "2", "--clients", "3", "--set", "keep=0.1"),
-        *("--set", "lr=1e6", "--out", str(tmp_path / "run")),
+        *("--set", f"lr={rate}", "--out", str(tmp_path / "run")),
     )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "training diverged" in done.stdout
-    text = (tmp_path / "run" / "result.json").read_text()
-    result = json.loads(text, parse_constant=no_constants)
-    assert "lower lr" in result["remark"]
-    assert len(result["rounds"]) == 2
-    usual = run_to_result(prepare(parse("fedmap", QUICK), "fused"))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "diverged" in last
+    assert "lower lr" in last
+
+
+def test_a_loss_that_is_not_finite_is_a_remark(tmp_path):
+    """The result file is there, and has no number that JSON does not know."""
+    prepared = prepare(parse("fedmap", QUICK), "fused")
+    usual = run_to_result(prepared)
     assert "diverged" not in (usual["remark"] or "")
+    rounds = [{**record, "train_loss": float("nan")} for record in usual["rounds"]]
+    assert "lower lr" in diverged(rounds)
+    json.loads(json.dumps(finite({"rounds": rounds})), parse_constant=no_constants)
 
 
 def test_numbers_that_are_not_finite_become_null():
