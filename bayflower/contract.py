@@ -188,6 +188,12 @@ class ServerHalf(ABC):
         """
         return {}
 
+    def present(self, state: Any, updates: Any) -> Tensors:
+        """Return by flat name ("params/fc.weight") which entries of stacked updates travelled, as
+        bool; a missing name: all did. `robust` counts the others as unchanged and never cuts them.
+        """
+        return {}
+
     def stacked_claims(self, state: Any, updates: Any) -> Tensors:
         """Return `claims` of stacked updates: by name one number a client, 0 = none."""
         return {}

@@ -66,7 +66,6 @@ class Roster:
         self.silent: dict[int, int] = {}  # by client: rounds in a row without any reply
         self.moderated: set[tuple[int, str]] = set()  # (client, claim) already reported as capped
         self.capped: set[int] = set()  # clients whose sample count was already reported as capped
-        self.outliers: set[tuple[int, str]] = set()  # (client, why) already reported: robust
         # by client that left because it was silent: rounds until its online node is queried again
         self.pause: dict[int, int] = {}
         self.refused: dict[int, int] = {}  # by node: number of invalid replies to a query

@@ -7,7 +7,7 @@ reported and ignored: no reply of a client can stop the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,13 +19,13 @@ from ..contract import ServerHalf
 from ..errors import BayflowerError, ConfigError
 from ..files.journal import Journal
 from ..files.records import Views
-from ..maths.exact import Total
 from ..methods import Method
 from ..rounds.calibrated import Calibrated
-from ..rounds.robust import Limiter, reported
+from ..rounds.robust import Limiter
 from ..wire.protocol import request_header
 from . import bounds, continuing, records, replies
 from .calibrating import Calibrator
+from .collected import Arriving, Collected
 from .exchange import LOST, Request, reason, stream
 from .guard import described
 from .roster import Roster
@@ -50,20 +50,6 @@ class RunFacts(NamedTuple):
     roster: Roster
     journal: Journal
     limiter: Limiter
-
-
-class Collected:
-    """What a round keeps of the replies to its training requests."""
-
-    def __init__(self) -> None:
-        self.total = Total()
-        self.losses: dict[int, tuple[int, float]] = {}  # samples and mean loss by client
-        # metrics of the replies by client, for the user's functions
-        self.metrics: dict[int, RecordDict] = {}
-        self.tested: Views = {}
-        self.answered: set[int] = set()  # clients whose reply was invalid
-        self.bytes_up = 0
-        self.bytes_down = 0  # of messages beside the requests
 
 
 class Round:
@@ -215,34 +201,25 @@ class Round:
     def collect(self, incoming: Iterable[Message], keep_metrics: bool) -> Collected:
         """Return the aggregate of the valid replies to training requests."""
         found, expected, half = Collected(), self.expected(), self.half
-        held: dict[int, Any] = {}  # updates whose weight depends on the other clients' claims
         limiter, share = self.facts.limiter, self.facts.limits.max_share
-        wait = (share < 1 and half.has_claims) or limiter.holds
-        holds = limiter.holds
+        moderates = share < 1 and half.has_claims
+        arriving = Arriving(half, self.state, limiter, moderates)
+        threads = {}  # by client: what its reply says of continuity
         for reply in incoming:
             try:
                 client = replies.sender(reply, expected)
                 size = records.num_bytes(reply.content)  # `accept` removes the arrays
                 accepted = replies.accept(reply, client, expected, half, self.state, found.losses)
                 self.follow(reply, client)
-                if limiter.on and not holds:
-                    update, factors = limiter.alone(self.state, client, accepted.update)
-                    self.outlier(client, factors)
-                    accepted = accepted._replace(update=update)
-                count = 1 if accepted.update is None else int(accepted.update.num_examples)
-                if wait and accepted.update is not None:
-                    held[client] = accepted.update
-                elif accepted.update is not None:
-                    found.total.add(half.statistic(self.state, client, accepted.update))
+                arriving.add(found.total, client, accepted.update)
             except Exception as error:  # an invalid reply of one client must not stop the run
                 self.fault(reply, error)
                 lost = reply.has_error() and reply.error.code in LOST
                 if not lost and (asked := self.client_of(reply)) is not None:
                     found.answered.add(asked)
                 continue
-            found.total.drop(half.negligible(found.total.names()))
-            found.losses[client] = (count, accepted.loss)
-            self.facts.roster.continuity.accept(client, self.number, continuing.heard(reply))
+            found.losses[client] = (int(accepted.update.num_examples), accepted.loss)
+            threads[client] = continuing.heard(reply)
             if keep_metrics:
                 found.metrics[client] = replies.metrics_of(reply)
             found.bytes_up += size
@@ -250,17 +227,12 @@ class Round:
                 found.tested.setdefault(view, {})[client] = tally
             del accepted, reply  # frees the memory before the next reply
         journal, roster = self.facts.journal, self.facts.roster
-        if holds and held:
-            held, cuts = limiter.together(self.state, held)
-            for client, factors in cuts.items():
-                self.outlier(client, factors)
-            for client in sorted(set(cuts) - set(held)):
-                journal.fault(
-                    f"round {self.number}, client {client}: left out of the sum: its update is "
-                    f"too far from the others' (robust={limiter.how})"
-                )
+        held = arriving.settle(found.total)
+        self.settle(found)
+        for client in found.losses:
+            roster.continuity.accept(client, self.number, threads[client])
         limiter.close()
-        if share < 1 and half.has_claims:
+        if moderates:
             held = bounds.moderate(half, self.state, held, share, roster.moderated, journal)
         for client, update in held.items():
             found.total.add(half.statistic(self.state, client, update))
@@ -275,17 +247,20 @@ class Round:
             )
         return found
 
-    def outlier(self, client: int, factors: Mapping[str, float]) -> None:
-        """Report a client whose update was far beyond its limits, or is left out; each once."""
-        told, gate = self.facts.roster.outliers, self.facts.limiter.gate
-        texts = {
-            "far": reported(client, factors),
-            "out": gate.why(client) if gate is not None else None,
+    def settle(self, found: Collected) -> None:
+        """Report clients far beyond their limits and clients that are left out, drop replies that
+        are refused, and weigh training losses by what their clients counted for.
+        """
+        limiter = self.facts.limiter
+        for client, text in limiter.lines():
+            blamed = client if client in limiter.refused else None
+            self.facts.journal.fault(f"round {self.number}, {text}", blamed)
+        for client in sorted(limiter.refused):
+            found.refuse(client)
+        found.losses = {
+            client: (limiter.counted(client, number), loss)
+            for client, (number, loss) in found.losses.items()
         }
-        for what, text in texts.items():
-            if text is not None and (client, what) not in told:
-                told.add((client, what))
-                self.facts.journal.fault(f"round {self.number}, {text}")
 
     def left_out(self, found: Collected) -> set[int]:
         """Return the clients that replied, but whose reply an overridden hook did not pass on."""

@@ -25,10 +25,11 @@ from ..privacy.session import FEWEST, Card, canonical, more_than, read_cards
 from ..privacy.sums import Gathering, Offer, make_session, read_offer
 from ..recipes.secrecy import Privacy
 from . import records, replies
+from .collected import Collected
 from .exchange import CLOCKS, LOST, reason, stream
 from .masking import LOSS, MASKED, OFFER, window_of
 from .roster import Roster
-from .round import Collected, Round
+from .round import Round
 
 log = logging.getLogger("bayflower")
 ROUNDED = (

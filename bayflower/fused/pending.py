@@ -73,7 +73,7 @@ class Pending:
                 )
             report = {"stacked": done.stacked, **done.report()}
             done.sizes.settle()
-        weighted = {client: (done.sizes.examples[client], means[client]) for client in means}
+        weighted = {client: (done.sizes.weights[client], means[client]) for client in means}
         seconds = self.meter.between(done.begin, done.end)
         self.records.append(
             RoundRecord.make(done.round, seconds, done.sizes.up, done.sizes.down, weighted, report)

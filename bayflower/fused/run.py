@@ -103,7 +103,7 @@ class FusedRun:
         self.state: Any = to(self.server.init(*halves.initial, self.everyone), self.device)
         self.name, self.first = uuid.uuid4().hex, 1
         how = "off" if run.privacy.hides_clients else run.limits.robust
-        self.limiter = Limiter(halves.server, how, run.privacy.on)
+        self.limiter = Limiter(halves.server, how, run.privacy.on, refuses=False)
         self.refiner = refiner_of(run, halves, federation.input_shape)
         self.records: list[RoundRecord] = []
         self.faults: list[str] = []
@@ -159,7 +159,6 @@ class FusedRun:
             tuple(self.faults),
             remarks=(
                 *(text for text in (why, secure.REMARK if self.run.privacy.on else "") if text),
-                *self.limiter.notes(),
                 *([self.budget.remark()] if self.budget else []),
             ),
             usage=self.meter.report(),
@@ -213,6 +212,7 @@ class FusedRun:
                 totals.add(self.state, chunk, updates)
                 if last:
                     new = self.server.finalise(self.state, totals.value(self.device))
+                    self.faults += [f"round {round}, {text}" for _, text in totals.told]
                     before, known = self.state, (round, self.state, new)
                     self.state = self.limiter.accepted(*known, self.faults.append)
                     if self.refiner is not None:
@@ -220,6 +220,7 @@ class FusedRun:
             self.lap("aggregation")
             losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
             count.add(chunk, self.halves, message, updates, sizes)
+        count.weights = {client: self.limiter.counted(client, sizes[client]) for client in chosen}
         stacked = 0 if self.engine.one_by_one_because else max(map(len, chunks), default=0)
         report = partial(self._report, self.state, self.budget.shown() if self.budget else {})
         self.pending.add(round, losses, count, report, stacked, begin)

@@ -12,6 +12,7 @@ from ..contract import Sum
 from ..maths.exact import Total
 from ..rounds.halves import Halves
 from ..rounds.robust import HOLDING, Limiter, Measured
+from ..rounds.suspects import Apart, Why
 from ..tree import map_tree, take, to
 
 
@@ -45,50 +46,71 @@ class Totals:
         self.wanted = fast and limiter.how not in HOLDING
         self.holds = limiter.holds
         self.fast: dict[str, Tensor] = {}
-        self.exact = Total()
+        self.apart: dict[Why, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}  # of suspects
+        self.exact, self.suspects = Total(), Apart()
         self.held: list[tuple[Any, list[int], Any]] = []
+        self.told: list[tuple[int | None, str]] = []  # of the round, once it is summed
 
     def add(self, state: Any, chunk: list[int], updates: Any) -> None:
         """Add the stacked updates of some clients."""
         if self.holds:  # copied: a recorded step writes to the same memory again
             self.held.append((state, chunk, map_tree(torch.clone, updates)))
         elif not (self.wanted and self._add_fast(state, chunk, updates)):
-            for client, update in self._apart(state, chunk, updates):
-                if self.limiter.on:
-                    update = self.limiter.alone(to(state, "cpu"), client, update)[0]
-                if update is not None:
-                    self._add_one(to(state, "cpu"), client, update)
+            home = to(state, "cpu")
+            for client, update in self._alone(state, chunk, updates):
+                verdict = self.limiter.alone(home, client, update) if self.limiter.on else None
+                if verdict is not None and verdict.why:
+                    self.suspects.add(self.server, home, client, verdict)
+                else:
+                    self._add_one(home, client, verdict.used if verdict is not None else update)
 
     def _add_fast(
         self, state: Any, chunk: list[int], updates: Any, seen: Measured | None = None
     ) -> bool:
         """Add the method's fast sum; return whether it has one."""
         server, limiter = self.server, self.limiter
+        groups: dict[Why, list[int]] = {frozenset(): list(range(len(chunk)))}
         if limiter.on:
             claims = server.stacked_claims(state, updates)
             seen = seen or limiter.see(state, chunk, updates, claims)
             updates = limiter.limit(seen).updates
-            factors = limiter.claimed({name: seen.sizes[name] for name in claims})
+            factors = limiter.claimed(chunk, {name: seen.sizes[name] for name in claims})
             if factors:
                 updates = server.stacked_reduced(state, updates, factors)
-            kept = [place for place, client in enumerate(chunk) if not limiter.drops(client)]
-            if not kept:
-                return True
-            if len(kept) < len(chunk):
-                chunk = [chunk[place] for place in kept]
-                updates = map_tree(lambda leaf: leaf[kept], updates)
-        part = server.total(state, tuple(chunk), updates)
-        if part is None:
-            self.wanted = False
-            limiter.undo()
-            return False
-        for name, value in part.items():
-            self.fast[name] = self.fast[name] + value if name in self.fast else value
-        for name in server.negligible(self.fast):
-            del self.fast[name]
+            groups = {}
+            for place, client in enumerate(chunk):
+                groups.setdefault(limiter.why(client), []).append(place)
+        for why, places in groups.items():
+            used = self._total(state, chunk, updates, places)
+            if used is None:
+                self.wanted = False
+                limiter.undo()
+                return False
+            if not why:
+                self._join(self.fast, used)
+                continue
+            pair = self.apart.setdefault(why, ({}, {}))
+            self._join(pair[0], used)
+            if limiter.kept_anyway(why):
+                assert seen is not None
+                self._join(pair[1], self._total(state, chunk, limiter.muted(seen), places) or {})
         return True
 
-    def _apart(self, state: Any, chunk: list[int], updates: Any) -> Iterator[tuple[int, Any]]:
+    def _total(self, state: Any, chunk: list[int], updates: Any, places: list[int]) -> Sum | None:
+        """Return the method's fast sum over the clients at `places` of a chunk."""
+        if len(places) < len(chunk):
+            chunk = [chunk[place] for place in places]
+            updates = map_tree(lambda leaf: leaf[places], updates)
+        return self.server.total(state, tuple(chunk), updates)
+
+    def _join(self, total: dict[str, Tensor], part: Sum) -> None:
+        """Add a sum to a total."""
+        for name, value in part.items():
+            total[name] = total[name] + value if name in total else value
+        for name in self.server.negligible(total):
+            del total[name]
+
+    def _alone(self, state: Any, chunk: list[int], updates: Any) -> Iterator[tuple[int, Any]]:
         """Yield the updates of stacked clients as the server gets them."""
         home, there = to(state, "cpu"), to(updates, "cpu")
         for place, client in enumerate(chunk):
@@ -113,15 +135,24 @@ class Totals:
             limiter.renew()
             for (state, chunk, updates), own in zip(self.held, seen, strict=True):
                 self._add_fast(state, chunk, updates, own)
+            limiter.settle()
             return
-        everyone = {client: update for one in self.held for client, update in self._apart(*one)}
+        everyone = {client: update for one in self.held for client, update in self._alone(*one)}
         home = to(self.held[0][0], "cpu")
-        for client, update in limiter.together(home, everyone)[0].items():
+        for client, update in limiter.together(home, everyone).items():
             self._add_one(home, client, update)
 
     def value(self, device: torch.device) -> Sum:
         """Return the sum, on the device."""
         if self.held:
             self._release()
+        else:
+            self.limiter.settle()
+        standing = self.limiter.suspects.standing
+        for why, (used, left) in self.apart.items():
+            self._join(self.fast, left if why & standing else used)
+        self.suspects.into(self.exact, standing)
+        self.exact.drop(self.server.negligible(self.exact.names()))
+        self.told = self.limiter.lines()
         self.limiter.close()
         return self.fast or {name: value.to(device) for name, value in self.exact.value().items()}

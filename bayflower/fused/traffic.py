@@ -46,6 +46,7 @@ class Count:
             )
         self.up = self.down = 0
         self.examples: dict[int, int] = {}
+        self.weights: dict[int, int] = {}  # samples for which clients count in a mean
         self.open: list[tuple[Sequence[int], ClientHalf, Any]] = []
         # of a secure sum: the length of a vector, and the bytes down and up of keys and shares
         self.secure: tuple[int, int, int] | None = None

@@ -31,7 +31,7 @@ i mod SIZE with a random sign, so that products of sketches are those of changes
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -111,11 +111,13 @@ class Gate:
             self.signs[key] = (2 * drawn - 1).to(device)
         return self.signs[key]
 
-    def close(self) -> None:
-        """End a round: compare the changes, and say who is left out of the next one."""
+    def close(self, gone: Collection[int] = ()) -> None:
+        """End a round, of which the clients `gone` are left out: compare the changes, and say who
+        opposes the others in the next one.
+        """
         if len(self.now) >= MANY:
-            clients, gone = list(self.now), {*self.out, *self.turned}
-            whole = np.stack(list(self.now.values()))
+            clients = sorted(self.now)  # so that the order of arrival does not matter
+            whole = np.stack([self.now[client] for client in clients])
             counts = np.array([client not in gone for client in clients])[:, None]
             others = unit((whole * counts).sum(0) - whole * counts)
             agreed = (whole * others).sum(1).tolist() if len(clients) >= CROWD else []
@@ -201,6 +203,7 @@ class Gate:
 def unit(rows: Vector) -> Vector:
     """Return rows of length 1; numbers that are none count as 0."""
     rows = np.nan_to_num(rows.astype(float), nan=0.0, posinf=0.0, neginf=0.0)
+    rows = rows / np.maximum(np.abs(rows).max(-1, keepdims=True), TINY)  # so that no square is inf
     return rows / np.maximum(np.sqrt((rows * rows).sum(-1, keepdims=True)), TINY)
 
 

@@ -19,7 +19,8 @@ must add up to what the clients hold. Cutting those of honest clients leaves a d
 goes away, so such methods have wider limits.
 
 Where a client was not sent all of a model (`ServerHalf.sent_entries`), the entries that it was sent
-and those that it keeps are two parts: what clients keep differs by far more.
+and those that it keeps are two parts: what clients keep differs by far more. Entries that a client
+did not send (`ServerHalf.present`) belong to no part: they are unchanged, and nothing is cut there.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Part(NamedTuple):
     kind: str
     leaves: Tensors  # each with one row a client
     sent: Tensors  # without that row; missing: zero
-    only: Tensors = {}  # bool, without that row: the entries that count; missing: all
+    only: Tensors = {}  # bool, one row for all or one a client: entries that count; missing: all
     beside: bool = False  # whether another field holds what the client carries on
 
     @property
@@ -79,8 +80,8 @@ class Limited(NamedTuple):
 
 def parts_of(half: ServerHalf, state: Any, updates: Any) -> list[Part]:
     """Return what is limited in stacked updates, besides counts and claims."""
-    found, known = [], state._asdict()
-    entries = half.sent_entries(state)
+    found, own_state = [], state._asdict()
+    entries, there = half.sent_entries(state), half.present(state, updates)
     beside = any(kind in ("slope", "factor", "exact") for kind in half.update_fields.values())
     for field, value in updates._asdict().items():
         kind = half.update_fields.get(field, "other")
@@ -93,17 +94,29 @@ def parts_of(half: ServerHalf, state: Any, updates: Any) -> list[Part]:
             continue
         sent: Tensors = {}
         if kind in ("model", "buffers", "precision"):
-            own = known.get(field)
+            own = own_state.get(field)
             sent = own if isinstance(own, dict) and leaves.keys() <= own.keys() else {}
             if not sent and kind == "model":
                 sent = half.shared(state)
-        part = Part(field, field, kind, leaves, sent, beside=beside)
+        only = {name: there[full] for name in leaves if (full := flat_name(field, name)) in there}
+        part = Part(field, field, kind, leaves, sent, only, beside)
         if kind == "model" and leaves.keys() <= entries.keys():
-            rest = {name: ~one for name, one in entries.items()}
-            found.append(part._replace(only=entries))
-            part = part._replace(name=field + KEPT, only=rest)
+            known = {name: entries[name][None] for name in leaves}
+            found.append(part._replace(only=both(known, only)))
+            rest = {name: ~one for name, one in known.items()}
+            part = part._replace(name=field + KEPT, only=both(rest, only))
         found.append(part)
     return found
+
+
+def flat_name(field: str, name: str) -> str:
+    """Return the name that a tensor of a field has in a flat update."""
+    return f"{field}/{name}" if name else field
+
+
+def both(some: Tensors, others: Tensors) -> Tensors:
+    """Return the entries that count in `some` and in `others`."""
+    return {name: one & others[name] if name in others else one for name, one in some.items()}
 
 
 def named(value: Any) -> Tensors:
@@ -138,8 +151,18 @@ def flat(part: Part) -> Tensor:
     if part.sent and all(name in part.sent for name in names):
         rows = rows - torch.cat([part.sent[name].reshape(-1).to(one) for name in names])
     if part.only:
-        rows = rows * torch.cat([part.only[name].reshape(-1).to(one) for name in names])
+        counts = [counted(part, name) for name in names]
+        number = max(map(len, counts))
+        counts = [one.reshape(len(one), -1).expand(number, -1) for one in counts]
+        rows = torch.where(torch.cat(counts, 1), rows, torch.zeros_like(rows))
     return rows
+
+
+def counted(part: Part, name: str) -> Tensor:
+    """Return which entries of a tensor count, with one row for all clients or one a client."""
+    leaf = part.leaves[name]
+    known = part.only.get(name)
+    return torch.ones_like(leaf[:1], dtype=torch.bool) if known is None else known.to(leaf.device)
 
 
 def each(scale: Tensor, like: Tensor) -> Tensor:
@@ -158,8 +181,9 @@ def size_of(part: Part, rows: Tensor | None = None) -> Tensor:
         rows = flat(part) if rows is None else rows
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     total: Any = 0.0
-    for leaf in part.leaves.values():
-        total = total + leaf.double().reshape(len(leaf), -1).sum(1)
+    for name, leaf in part.leaves.items():
+        there = leaf.double() * part.only[name].to(leaf.device) if name in part.only else leaf
+        total = total + there.double().reshape(len(leaf), -1).sum(1)
     return total
 
 
@@ -244,11 +268,11 @@ def shortened(part: Part, name: str, scale: Tensor, now: Tensor) -> Tensor:
         if name in part.sent:
             most = (part.sent[name].double() * LEVEL).to(leaf)
             new = torch.minimum(new, most)
-        return new
+        return torch.where(counted(part, name), new, now) if name in part.only else new
     step = change(part, name) * by
     if name in part.sent:
         step = step + part.sent[name].to(step)
     counts = by < 1
     if name in part.only:
-        counts = counts & part.only[name].to(leaf.device)
+        counts = counts & counted(part, name)
     return torch.where(counts, step.to(leaf.dtype), now)

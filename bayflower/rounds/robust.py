@@ -12,7 +12,8 @@ until all are there. A minority of clients cannot move a median far. An update w
 used bit for bit as it came.
 
 robust=gate also leaves clients out whose changes oppose the others' or their own past (`gate.py`),
-or are FAR times beyond their limit. Under masks clients limit themselves (`unseen.py`).
+or are BEYOND times their limit, but never a majority (`suspects.py`). Under masks clients limit
+themselves (`unseen.py`).
 
 robust=median, trimmed and krum keep the updates of every round. They look at all of them: each
 coordinate's median, each coordinate within the middle clients', or only the clients that are near
@@ -29,21 +30,20 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf
-from ..errors import WireError
 from ..tree import Tensors, map_tree, take
-from .gate import MANY, Gate
+from .gate import Gate
 from .order import ordered
 from .parts import LEVEL, TINY, Limited, Part, flat, limited, parts_of, size_of, usual
+from .suspects import BEYOND, EXACT, FAR, OPPOSED, TURNED, Suspects, Verdict, claims_of, settled
 from .unseen import Unseen
 
 ROUNDS = 3  # rounds whose clients make a median
 FEW = 4  # a round with fewer clients says nothing of what is usual
-FAR = 10.0  # beyond this multiple of its limit a client is reported
-FAR_CLAIM = 1e5  # so far beyond for claims: those of honest clients differ by a thousand times
 ROBUST = "robust"  # the key of the limits in a checkpoint
 GATE = "gate"
 HOLDING = ("median", "trimmed", "krum")
 LEAPS = ("model", "slope", "factor", "rows")  # far beyond their limits the whole update is left out
+MOST = 2**53  # samples of a client that no limit caps
 
 
 class Measured(NamedTuple):
@@ -56,10 +56,14 @@ class Measured(NamedTuple):
 
 
 class Limiter:
-    """The limits of a run: what is usual in its last rounds."""
+    """The limits of a run: what is usual in its last rounds. `refuses`: an update can be refused,
+    and its client then goes back to the state before it.
+    """
 
-    def __init__(self, half: ServerHalf, how: str, masked: bool = False) -> None:
-        self.half, self.how = half, how
+    def __init__(
+        self, half: ServerHalf, how: str, masked: bool = False, refuses: bool = True
+    ) -> None:
+        self.half, self.how, self.refuses = half, how, refuses
         active = how != "off" and half.comparable and not half.shares_nothing
         self.on = active and not masked  # whether updates are limited here
         self.unseen = Unseen(half) if active and masked else None
@@ -68,7 +72,11 @@ class Limiter:
         self.factors: dict[str, float] = {}  # by name: how far above the median a limit is
         self.limits: Tensors = {}
         self.gate = Gate() if how == GATE else None
-        self.far: dict[int, float] = {}  # by client of this round: how far beyond its limit it is
+        self.suspects = Suspects()  # of this round
+        self.left: set[int] = set()  # clients that are left out of this round, once it is settled
+        self.refused: set[int] = set()  # those of them whose reply counts as invalid
+        self.most = MOST  # samples for which a client may count in this round
+        self.known: set[tuple[int | None, str]] = set()  # (client, kind) already reported
 
     @property
     def holds(self) -> bool:
@@ -82,23 +90,12 @@ class Limiter:
         """
         return not self.past or "factor" in self.half.update_fields.values()
 
-    def out(self, client: int) -> bool:
-        """Return whether a client is left out of this round's sum."""
-        gate = self.gate
-        return client in self.far or (
-            gate is not None and (client in gate.out or client in gate.turned)
-        )
-
     @property
     def mutes(self) -> bool:
         """Return whether updates cannot be dropped: server and client count the changes of a factor
         alike, and all would start anew.
         """
         return any(kind in ("exact", "factor") for kind in self.half.update_fields.values())
-
-    def drops(self, client: int) -> bool:
-        """Return whether the update of a client is dropped in this round."""
-        return self.out(client) and not self.mutes
 
     def see(
         self, state: Any, clients: Sequence[int], updates: Any, claims: Mapping[str, Tensor]
@@ -111,35 +108,74 @@ class Limiter:
         sizes |= {"num_examples": updates.num_examples.double(), **claims}
         for name, value in sizes.items():
             self.now.setdefault(name, []).append(value.detach())
+        self.suspects.clients.update(clients)
         if self.gate is not None:
             self.gate.see(clients, parts, rows)
+            self.suspects.of[OPPOSED] |= {one for one in clients if one in self.gate.out}
+            self.suspects.of[TURNED] |= {one for one in clients if one in self.gate.turned}
         return Measured(clients, parts, updates, sizes)
 
     def limit(self, seen: Measured) -> Limited:
-        """Return stacked updates within the limits, but for claims. An update that is left out, but
-        cannot be dropped, changes nothing and counts for one sample.
-        """
-        limits = self.limits
+        """Return stacked updates within the limits, but for claims. Note who is far beyond them."""
+        exact = [part for part in seen.parts if part.rule == "exact"]
+        far = leaps(seen, exact, self.limits)
+        self.suspects.of[EXACT] |= far if self.refuses else set()
         if self.gate is not None:
-            self.far |= leaps(seen, limits) if self.many else {}
-        if self.mutes and any(map(self.out, seen.clients)):
-            out = torch.tensor([self.out(client) for client in seen.clients])
-            steps = [part.name for part in seen.parts if part.rule == "step"]
-            least = {name: 0.0 for name in steps} | {"num_examples": 1.0}
-            limits = {
-                name: torch.where(out.to(most.device), least[name], most) if name in least else most
-                for name, most in limits.items()
-            }
-        return limited(seen.parts, seen.updates, seen.sizes, limits, not self.past)
+            far |= leaps(seen, [part for part in seen.parts if part.kind in LEAPS], self.limits)
+        self.suspects.of[FAR] |= far
+        done = limited(seen.parts, seen.updates, seen.sizes, self.limits, not self.past)
+        kept = {part.name: seen.sizes[part.name] for part in exact}
+        self.suspects.cuts.append((seen.clients, {**done.factors, **self.within(kept)}))
+        return done
 
-    @property
-    def many(self) -> bool:
-        """Return whether enough clients were seen to say who is far from most."""
-        name = "num_examples"
-        return sum(map(len, (*self.past.get(name, []), *self.now.get(name, [])))) >= MANY
+    def muted(self, seen: Measured) -> Any:
+        """Return stacked updates of clients that are left out, but cannot be dropped: they change
+        nothing and count for one sample.
+        """
+        number = seen.sizes["num_examples"]
+        none = {part.name: number.new_zeros(()) for part in seen.parts if part.rule == "step"}
+        limits = {**self.limits, **none, "num_examples": number.new_ones(())}
+        return limited(seen.parts, seen.updates, seen.sizes, limits, not self.past).updates
 
-    def claimed(self, sizes: Mapping[str, Tensor]) -> Tensors:
-        """Return the factors of claims, by name."""
+    def why(self, client: int) -> frozenset[str]:
+        """Return for what a client of this round may be left out."""
+        return self.suspects.why(client)
+
+    def kept_anyway(self, why: frozenset[str]) -> bool:
+        """Return whether a client that is left out for `why` is muted, not dropped."""
+        return self.mutes and EXACT not in why
+
+    def settle(self) -> None:
+        """Decide who is left out of this round, now that all of its clients have replied."""
+        self.suspects.settle()
+        self.left = self.suspects.left
+        self.refused = self.left & self.suspects.of[EXACT]
+        cap = self.limits.get("num_examples")
+        self.most = MOST if cap is None or cap.isinf() else max(1, int(cap))
+
+    def counted(self, client: int, number: int) -> int:
+        """Return for how many samples a client counted in the last round."""
+        return 1 if client in self.left else min(number, self.most)
+
+    def lines(self) -> list[tuple[int | None, str]]:
+        """Return what is to be said of a settled round: each client and kind once a run, and each
+        reply that is refused.
+        """
+        found = self.suspects.lines()
+        for client in sorted(self.left):
+            why = self.gate.why(client) if self.gate is not None else None
+            if why is not None:
+                found[client, "out"] = why
+        new = {
+            key: text
+            for key, text in found.items()
+            if key not in self.known or key[0] in self.refused
+        }
+        self.known |= new.keys()
+        return [(client, text) for (client, _), text in new.items()]
+
+    def within(self, sizes: Mapping[str, Tensor]) -> Tensors:
+        """Return by name the factors by which sizes exceed their limits, at most 1."""
         found = {}
         for name, size in sizes.items():
             if name in self.limits:
@@ -147,9 +183,15 @@ class Limiter:
                 found[name] = torch.where(size > most, most / size.clamp(min=TINY), 1.0)
         return found
 
-    def alone(self, state: Any, client: int, update: Any) -> tuple[Any, dict[str, float]]:
-        """Return one update within the limits of the rounds before, None if it is left out; and how
-        far it was reduced by name.
+    def claimed(self, clients: Sequence[int], sizes: Mapping[str, Tensor]) -> Tensors:
+        """Return the factors of claims, by name."""
+        found = self.within(sizes)
+        self.suspects.cuts.append((clients, found))
+        return found
+
+    def alone(self, state: Any, client: int, update: Any) -> Verdict:
+        """Return one update within the limits of the rounds before, and for what its client may be
+        left out.
         """
         return self.short(state, client, update, self.sight(state, client, update))
 
@@ -161,45 +203,32 @@ class Limiter:
         }
         return self.see(state, [client], stacked(update), claims)
 
-    def short(
-        self, state: Any, client: int, update: Any, seen: Measured
-    ) -> tuple[Any, dict[str, float]]:
-        """Return one update within the limits or None, and how far it was reduced."""
-        sizes = seen.sizes
-        for field, kind in self.half.update_fields.items():
-            if kind == "exact" and field in self.limits and field in sizes:
-                times = float(sizes[field]) / max(float(self.limits[field]), TINY)
-                if times > FAR:
-                    raise WireError(f"{field} is {times:.3g} times what is usual (robust)")
-        done = self.limit(seen)
+    def short(self, state: Any, client: int, update: Any, seen: Measured) -> Verdict:
+        """Return one update within the limits."""
+        new = take(self.limit(seen).updates, 0)
         names = self.half.claims(state, update)
-        claims = self.claimed({name: sizes[name] for name in names})
-        factors = {name: float(one) for name, one in {**done.factors, **claims}.items()}
-        if self.drops(client):
-            return None, factors
-        new = take(done.updates, 0)
-        least = {name: factors[name] for name in claims if factors[name] < 1}
+        claims = self.claimed([client], {name: seen.sizes[name] for name in names})
+        least = {name: float(one) for name, one in claims.items() if float(one) < 1}
         if least:
             new = self.half.reduced(state, new, least)
-        return new, factors
+        why = self.why(client)
+        left = take(self.muted(seen), 0) if why and self.kept_anyway(why) else None
+        return Verdict(new, left, why)
 
-    def together(self, state: Any, updates: Mapping[int, Any]) -> tuple[dict[int, Any], Outliers]:
-        """Return the updates of a round that waited for each other, and how far each was reduced.
-        Clients that cannot be reduced, and with robust=krum the farthest ones, are left out.
+    def together(self, state: Any, updates: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the updates of a round that waited for each other, within their limits, without
+        those that are left out; with robust=krum the farthest ones are. The round is settled.
         """
         seen = {client: self.sight(state, client, one) for client, one in sorted(updates.items())}
         self.renew()
-        found, cuts = {}, {}
-        for client, own in seen.items():
-            try:
-                new, cuts[client] = self.short(state, client, updates[client], own)
-                if new is not None:
-                    found[client] = new
-            except WireError:
-                cuts[client] = {}
+        verdicts = {c: self.short(state, c, updates[c], own) for c, own in seen.items()}
+        self.settle()
+        found = settled(verdicts, self.suspects)
         if self.how in HOLDING and len(found) > 2:
-            found = ordered(self.how, self.half, state, found)
-        return found, cuts
+            near = ordered(self.how, self.half, state, found)
+            self.suspects.farthest = found.keys() - near.keys()
+            found = near
+        return found
 
     def renew(self) -> None:
         """Take the limits from this round's updates, if it is limited by its own."""
@@ -216,16 +245,11 @@ class Limiter:
                 if name in self.now:
                     rounds.append(joined(self.now[name]))
                 self.past[name] = rounds[-ROUNDS:]
-        self.now, self.far = {}, {}
+        self.now = {}
         self.limits = limits_of(self.past, self.factors)
         if self.gate is not None:
-            self.gate.close()
-
-    def notes(self) -> tuple[str, ...]:
-        """Return a line on each client that is left out after the last round."""
-        gate = self.gate
-        lines = [gate.why(client) for client in sorted(gate.out)] if gate is not None else []
-        return tuple(line for line in lines if line)
+            self.gate.close(self.left)
+        self.suspects = Suspects()
 
     def told(self, clients: int) -> dict[str, str]:
         """Return the limits that clients keep themselves, as keys of a request's header."""
@@ -240,10 +264,9 @@ class Limiter:
 
     def undo(self) -> None:
         """Forget what was seen in this round."""
-        self.now = {}
+        self.now, self.suspects = {}, Suspects()
         if self.gate is not None:
             self.gate.undo()
-        self.far = {}
 
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs, in JSON types; {} before the first round."""
@@ -254,7 +277,10 @@ class Limiter:
         sizes = {name: [value.tolist() for value in past] for name, past in self.past.items()}
         agreed = self.gate.memory() if self.gate is not None else {}
         sizes = dict(sorted(sizes.items()))
-        return {ROBUST: {"sizes": sizes, "factors": self.factors, "agreed": agreed}}
+        known = sorted([one if one is not None else -1, kind] for one, kind in self.known)
+        return {
+            ROBUST: {"sizes": sizes, "factors": self.factors, "agreed": agreed, "reported": known}
+        }
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Go on from what `memory` returned."""
@@ -266,30 +292,26 @@ class Limiter:
             for name, rounds in memory.get("sizes", {}).items()
         }
         self.factors = dict(memory.get("factors", {}))
+        known = memory.get("reported", [])
+        self.known = {(None if client < 0 else client, kind) for client, kind in known}
         self.limits = limits_of(self.past, self.factors)
         if self.gate is not None:
             self.gate.remember(memory.get("agreed", {}))
 
 
-Outliers = dict[int, dict[str, float]]
-
-
-def leaps(seen: Measured, limits: Tensors) -> dict[int, float]:
-    """Return the clients whose change is FAR times beyond its limit, and how many times. A client
-    with more samples than most trains for longer, and may go farther in the same proportion.
+def leaps(seen: Measured, parts: Sequence[Part], limits: Tensors) -> set[int]:
+    """Return the clients that go BEYOND times their limit in one of these parts. A client with more
+    samples than most trains for longer, and may go farther in the same proportion.
     """
-    sizes = seen.sizes
-    names = [part.name for part in seen.parts if part.kind in LEAPS and part.name in limits]
+    sizes, names = seen.sizes, [part.name for part in parts if part.name in limits]
     if not names:
-        return {}
+        return set()
     number, count = sizes["num_examples"], limits["num_examples"]
     longer = (number * LEVEL / count.to(number.device)).clamp(min=1.0)
     times = torch.stack(
         [sizes[name] / limits[name].to(number.device).clamp(min=TINY) / longer for name in names]
     ).amax(0)
-    return {
-        client: far for client, far in zip(seen.clients, times.tolist(), strict=True) if far > FAR
-    }
+    return {one for one, far in zip(seen.clients, times.tolist(), strict=True) if far > BEYOND}
 
 
 def limits_of(sizes: Mapping[str, Sequence[Tensor]], factors: Mapping[str, float]) -> Tensors:
@@ -326,26 +348,6 @@ def joined(values: Sequence[Tensor]) -> Tensor:
     return torch.cat([value.to(values[-1].device) for value in values])
 
 
-def claims_of(name: str) -> bool:
-    """Return whether a size is a claim."""
-    return name.startswith("class ")
-
-
 def stacked(update: Any) -> Any:
     """Return one update as a stack of one."""
     return map_tree(lambda leaf: leaf[None], update)
-
-
-def reported(client: int, factors: Mapping[str, float]) -> str | None:
-    """Return a line on a client that was far beyond its limits, or None."""
-    far = {
-        name: 1 / one if one else math.inf
-        for name, one in factors.items()
-        if one < 1 / (FAR_CLAIM if claims_of(name) else FAR)
-    }
-    if not far:
-        return None
-    what = ", ".join(f"{name} by {times:.3g}" for name, times in sorted(far.items())[:4])
-    return (
-        f"client {client}: far beyond what is usual ({what} times its limit); cut down to the limit"
-    )

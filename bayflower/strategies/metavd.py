@@ -207,9 +207,7 @@ class Server(beliefs.Admitting, reptile.Server):
         )
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
-        """Return the initial model and the first belief, whose
-        seed is the model's initialisation.
-        """
+        """Return the initial model and the first belief, seeded by the model's initialisation."""
         belief = beliefs.begin(self.config, digest(params), params[self.layer(params)], clients)
         return State(params, buffers, self.rest(params), torch.zeros((), dtype=torch.int64), belief)
 
@@ -233,11 +231,8 @@ class Server(beliefs.Admitting, reptile.Server):
 
     def dropped(self, state: State, log_alpha: Tensor) -> Tensor:
         """Return which weights are dropped in the coming round (E-V10)."""
-        limit = (
-            dropout.log_alpha_of(self.config.drop_above)
-            if int(state.round) >= self.config.drop_after
-            else math.inf
-        )
+        drops = int(state.round) >= self.config.drop_after
+        limit = dropout.log_alpha_of(self.config.drop_above) if drops else math.inf
         return log_alpha > limit
 
     def broadcast(self, state: Any, client: int) -> Any:
@@ -286,6 +281,11 @@ class Server(beliefs.Admitting, reptile.Server):
                 flat, MASK, (f"params/{name}", STEP), tuple(state.params[name].shape)
             )
         return matching(flat, self.expects(state))
+
+    def present(self, state: Any, updates: Any) -> Tensors:
+        """Return the entries of the layer that were not dropped (E-V10)."""
+        name = f"params/{self.layer(state.params)}"
+        return {name: ~updates.mask["layer"]} if updates.mask else {}
 
     def check(self, state: Any, client: int, update: Any) -> str | None:
         """Return why the update cannot be used, or None."""

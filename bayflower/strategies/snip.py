@@ -154,6 +154,10 @@ class Server(reptile.Server):
         flat = dropout.fill(flat, MASK, (f"params/{name}",), tuple(state.mask.shape))
         return matching(flat, self.expects(state))
 
+    def present(self, state: Any, updates: Any) -> Tensors:
+        """Return the entries of the layer that are not pruned."""
+        return {f"params/{self.layer(state.params)}": ~updates.mask}
+
     def check(self, state: Any, client: int, update: Any) -> str | None:
         """Return why the update cannot be used, or None."""
         if not torch.equal(update.mask, state.mask) or bool(update.pruned) != bool(state.pruned):
