@@ -88,7 +88,8 @@ def measure(case: Case, seed: int, data_dir: Path) -> Tested:
     settings = {**case.settings, "seed": seed, "data_dir": str(data_dir), "device": "cpu"}
     if str(settings["dataset"]).endswith(".npz"):
         settings["dataset"] = str(data_dir / settings["dataset"])
-    run = parse(case.method, {**settings, "evaluate_every": 0})
+    settings |= {"evaluate_every": 0, "robust": "off"}  # clients are trusted
+    run = parse(case.method, settings)
     point, shown, covered, size, used, clients = {}, {}, 0, 0, 0, 0
     with tempfile.TemporaryDirectory() as made:
         folder, into = Path(made) / "run", Path(made) / "models"

@@ -20,7 +20,8 @@ from bayflower.engines import prepare, run_to_result
 
 def carried(method: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return what is kept of a run."""
-    result = run_to_result(prepare(parse(method, given), "fused"))
+    trusted = {"robust": "off", **given}  # with and without noise, nothing else differs
+    result = run_to_result(prepare(parse(method, trusted), "fused"))
     personal, spent = result["final"]["personal"], result["privacy"] or {}
     shared = result["final"].get("global") or personal
     return {

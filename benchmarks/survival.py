@@ -42,6 +42,7 @@ SHARED: dict[str, Any] = {
     "rounds": 30,
     "evaluate_every": 0,
     "checkpoint_every": 0,
+    "robust": "off",  # the sites of this study are trusted
 }
 CHOICES: dict[str, dict[str, Any]] = {
     "lr 0.01": {"lr": 0.01, "local_epochs": 1, "batch_size": 64},

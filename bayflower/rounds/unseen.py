@@ -7,7 +7,8 @@ themselves.
 
 The mean of K changes that have nothing in common is √K times shorter than each of them, so honest
 clients are rarely cut. The server cannot check that a client keeps to it. It checks the sum: where
-the method is a mean of models, a round that moves the model by more than MOST M is not used.
+the method is a mean of models, a round that moves the model by more than MOST M is not used. It
+counts as MOST M in later medians: a run whose course has changed goes on after a few rounds.
 Nothing is limited before the first round has shown how far a round moves the model.
 """
 
@@ -45,25 +46,29 @@ class Unseen:
         return {LIMITS: json.dumps({name: far * median(one) for name, one in self.past.items()})}
 
     def why_not(self, before: Any, after: Any) -> str | None:
-        """Return why the sum of a round must not be used, or None; then its way is noted."""
+        """Return why the sum of a round must not be used, or None; its way is noted, at most MOST
+        times the usual one.
+        """
         moved = {
             field: distance(one, named(after, field))
             for field in models(self.half)
             if (one := named(before, field))
         }
-        if self.half.averages_models:
-            for field, way in moved.items():
-                usual = median(self.past.get(field) or [math.inf])
-                if way > MOST * usual:
-                    return (
-                        f"the sum moved {field} {way / usual:.3g} times as far as usual: a client "
-                        "did not keep to its limit (robust); the round is not used. To see which "
-                        "one, run with secure=off"
-                    )
+        usual = {field: median(self.past.get(field) or [math.inf]) for field in moved}
+        why = None
+        for field, way in moved.items() if self.half.averages_models else ():
+            if way > MOST * usual[field]:
+                times = way / usual[field]
+                why = (
+                    f"the sum moved {field} {times:.3g} times as far as usual: a client did not "
+                    "keep to its limit, or the run changed its course (robust); the round is not "
+                    "used. To see who it was, run with secure=off"
+                )
         for field, way in moved.items():
             if way > 0:
-                self.past[field] = [*self.past.get(field, []), way][-ROUNDS:]
-        return None
+                noted = min(way, MOST * usual[field])
+                self.past[field] = [*self.past.get(field, []), noted][-ROUNDS:]
+        return why
 
 
 def kept(half: ServerHalf, broadcast: Any, update: Any, told: Mapping[str, Any]) -> Any:
