@@ -70,7 +70,9 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     absolute.
     """
     method = str(config["method"])
-    before = {} if "calibration" in config else checkpoint.BEFORE
+    before = checkpoint.BEFORE
+    if "calibration" in config:  # of what came later, only `robust` is on by default
+        before = {"robust": before["robust"]}
     known = names(method) - ELSEWHERE
     run = parse(method, {k: v for k, v in {**before, **config}.items() if k in known})
     found = {**run.flat(), **absolute(run.data)}

@@ -26,7 +26,7 @@ from ..recipes.secrecy import Privacy
 from ..rounds import schedule
 from ..rounds.calibrated import Calibrated
 from ..rounds.refine import Refiner
-from ..rounds.robust import Limiter
+from ..rounds.robust import Limiter, changed
 from ..wire.hello import ClientInfo
 from . import budgeting, configs, predicting, records, replies, wrapped
 from .calibrating import Calibrator
@@ -112,6 +112,8 @@ class Course:
             self.state = server_state(self.resume, self._half().state_type)
             self._apply(self.roster.remember(self.resume.roster))
             self.limiter.remember(self.resume.roster)
+            for text in changed(self.resume, self.limits.robust):
+                self.journal.fault(text)
         self.training = self.roster.told(self.training)
         return self.resume.round + 1 if self.resume else 1
 

@@ -23,7 +23,7 @@ from ..rounds import prints, schedule, solo
 from ..rounds.calibrated import Calibrated, One
 from ..rounds.halves import Halves
 from ..rounds.refine import refiner_of
-from ..rounds.robust import Limiter
+from ..rounds.robust import Limiter, changed
 from ..tree import to, unflatten
 from . import secure, traffic
 from .bank import DeviceBank, DiskBank
@@ -119,6 +119,7 @@ class FusedRun:
         self.state = to(server_state(resume, self.server.state_type), self.device)
         self.name, self.first, self.records = resume.run, resume.round + 1, resume.records
         self.limiter.remember(resume.roster)
+        self.faults += changed(resume, self.run.limits.robust)
         if isinstance(self.engine.bank, DeviceBank) and resume.clients:
             kind = self.halves.client.state_type
             self.engine.bank.load(

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf
+from ..files.checkpoint import Checkpoint
 from ..tree import Tensors, map_tree, take
 from .gate import Gate
 from .order import ordered
@@ -346,6 +347,12 @@ def enough(values: Tensor, factor: float) -> Tensor:
 def joined(values: Sequence[Tensor]) -> Tensor:
     """Return the numbers of some clients as one tensor, where the last of them are."""
     return torch.cat([value.to(values[-1].device) for value in values])
+
+
+def changed(resume: Checkpoint, now: str) -> list[str]:
+    """Return a line on a resumed run whose `robust` was another one before."""
+    was, first = resume.config.get("robust", "off"), resume.round + 1
+    return [] if was == now else [f"from round {first} on robust is {now}; before, it was {was}"]
 
 
 def stacked(update: Any) -> Any:

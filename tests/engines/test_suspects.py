@@ -12,6 +12,8 @@ import torch
 from conftest import assert_same_bits, small, small_prepared, some
 
 from bayflower.engines import execute, prepare
+from bayflower.files import checkpoint
+from bayflower.files.place import decisive
 from bayflower.flower.collected import Arriving
 from bayflower.maths.exact import Total
 from bayflower.rounds import robust, solo
@@ -302,3 +304,21 @@ def test_the_other_rules_run_on_every_engine(engine, how):
     run = small("fedavg", robust=how, rounds=2)
     outcome = execute(prepare(run, engine))
     assert all(bool(v.isfinite().all()) for v in flatten(outcome.server_state).values())
+
+
+@pytest.mark.parametrize("engine", some(["loop", "fused"], ["fused"]))
+def test_a_run_that_was_begun_without_the_gate_says_so_when_it_goes_on_with_it(engine, tmp_path):
+    keys = {"num_clients": 5, "checkpoint_every": 1, "new_clients": 0}
+    execute(prepare(small("fedavg", rounds=1, robust="off", **keys), engine), out=tmp_path)
+    told = []
+    for how in ("off", "gate"):
+        more = prepare(small("fedavg", rounds=2, robust=how, **keys), engine)
+        start = checkpoint.read(tmp_path)
+        told.append(execute(more, resume=start).faults)
+    assert told == [(), ("from round 2 on robust is gate; before, it was off",)]
+
+
+def test_a_file_from_before_there_was_robust_is_a_run_without_it():
+    run = small("fedavg", robust="off").flat()
+    old = {key: value for key, value in run.items() if key != "robust"}
+    assert decisive(old) == decisive(run) != decisive({**run, "robust": "gate"})
