@@ -48,7 +48,7 @@ class Limits:
     )
     max_value: float = setting(1e12, "cap on the absolute value of any other number in an update")
     robust: Literal["gate", "clip", "off", "median", "trimmed", "krum"] = setting(
-        "off",
+        "gate",
         "bound on one client next to the others, on every engine: gate (change, count, certainty: "
         "by medians of earlier rounds; clients far beyond, or whose changes oppose the others' or "
         "their own past, are left out); clip (nobody is left out); off; or clip and a rule on all "

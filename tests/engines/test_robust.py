@@ -17,7 +17,7 @@ from bayflower.config import parse
 from bayflower.contract import ServerHalf
 from bayflower.engines import execute, prepare
 from bayflower.methods import METHODS
-from bayflower.reproduce.cache import engine_values
+from bayflower.reproduce.cache import engine_values, resolved
 from bayflower.rounds import gate, order, parts, robust
 from bayflower.rounds.gate import Gate
 from bayflower.rounds.parts import CARRIED, LEVEL, STEP, Part, limited, parts_of, size_of
@@ -393,7 +393,8 @@ def test_fused_and_loop_agree_and_off_is_what_it_was(monkeypatch):
 def test_published_runs_trust_their_clients():
     from bayflower.reproduce.tables import Spec
 
-    values = engine_values(Spec("engine", "fedavg", (("dataset", "digits"),)), 0, "", "cpu")
-    assert values["robust"] == "off"
-    assert parse("fedavg", {}).limits.robust == "off"
+    spec = Spec("engine", "fedavg", (("dataset", "digits"),))
+    assert engine_values(spec, 0, "", "cpu")["robust"] == "off"
+    assert "robust" not in resolved(spec, 0)[0]  # so that cached runs stay valid
+    assert parse("fedavg", {}).limits.robust == "gate"
     assert set(methods.METHODS) >= KINDS

@@ -27,7 +27,6 @@ SETTINGS = {
     "keep": 0.3,
     "calibration": "off",
     "evaluate_every": 0,
-    "robust": "gate",
     "device": "cpu",
     "secure": "sum",
 }
@@ -85,7 +84,7 @@ def test_a_resumed_server_knows_the_ways():
 
 
 @pytest.mark.parametrize("engine", ["loop", "fused"])
-def test_gate_runs_under_masks_and_a_leap_in_the_sum_is_not_used(engine, monkeypatch):
+def test_the_default_runs_under_masks_and_a_leap_in_the_sum_is_not_used(engine, monkeypatch):
     limits = []
 
     def leaping(other, broadcast, update, told):
