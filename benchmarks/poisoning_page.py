@@ -84,10 +84,20 @@ READING = """## Reading
   limit, which are cut and not left out; flips in the first two rounds, then honest ones.
 * The factors and thresholds were chosen on digits (both partitions, three seeds, fifteen methods),
   so these tables are no independent test of them.
-* FedProto's rows were measured before far-off class means were left out. FedIvon under a random
-  direction in all rounds is not understood: its attacker is left out, and yet it loses more than by
-  the absence.
-* Not measured: methods and cells that are missing above; three attackers beyond four methods.
+* **FedIvon under a random direction** in all rounds lost 14 points more than by the absence (56 and
+  70 %), although its attacker was left out in every round. The attacker still counted among the
+  others with whom directions are compared, and honest clients were left out for opposing it: two
+  from round 3 on, one in the last two rounds. Who is left out no longer counts there: 71 % now.
+  FedIvon's honest clients oppose each other more than those of other methods do. Without any
+  attacker three of ten are left out in some rounds. On Dir(0.1) digits (five seeds) this costs 0.6
+  points with a standard error of 4.
+* **Three attackers** hold nearly half of all samples, and 90 test samples are left: a point is one
+  sample. In one round all three are left out in most methods, and the displacement is that of their
+  absence. In all rounds a random direction is left out each time, but the medians that make the
+  limits contain the attackers' sizes, so the run is not that of their absence (MOON 70 and 83 %). A
+  flip counts until it is seen: in FedIvon that takes twelve rounds (29 and 72 %), and FedPer ends
+  at 59 (79 without them).
+* Not measured: methods and cells that are missing above.
 """
 
 
@@ -225,15 +235,26 @@ def lasting(rows: Sequence[Row]) -> list[str]:
 
 
 def earlier(rows: Sequence[Row]) -> list[str]:
-    """Return a line on methods that were measured before the last changes of the rules."""
-    names = sorted({row["method"] for row in rows if row.get("version") == 1})
-    if not names:
-        return []
-    return [
-        "Measured before the gate judged clients after two rounds (it waited for three): "
-        f"{', '.join(names)}. Figures of one round do not depend on it.",
-        "",
-    ]
+    """Return lines on methods that were measured before the last changes of the rules."""
+    gate = [row for row in rows if row.get("robust") == "gate" and "attackers" in row]
+    first = sorted({row["method"] for row in gate if row.get("version") == 1})
+    second = sorted(
+        {f"{row['method']} ({row['attackers']})" for row in gate if row.get("version", 2) < 3}
+    )
+    lines = []
+    if first:
+        lines += [
+            "Measured before the gate judged clients after two rounds (it waited for three): "
+            f"{', '.join(first)}. Figures of one round do not depend on it.",
+            "",
+        ]
+    if second:
+        lines += [
+            "Measured while clients that are left out for their size still counted among the "
+            f"others with whom directions are compared (attackers): {', '.join(second)}.",
+            "",
+        ]
+    return lines
 
 
 def main() -> None:
