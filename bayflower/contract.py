@@ -85,9 +85,7 @@ class ServerHalf(ABC):
 
     @abstractmethod
     def finalise(self, state: Any, total: Sum) -> Any:
-        """Return the next state from the sum of all statistics; an empty sum must return `state`
-        itself.
-        """
+        """Return the next state from the sum of all statistics, `state` itself for an empty sum."""
 
     def refined(self, state: Any, update: Any) -> Any:
         """Return the state after a round with the update of `ClientHalf.refiner`."""
@@ -101,9 +99,7 @@ class ServerHalf(ABC):
         return None
 
     def negligible(self, names: Iterable[str]) -> set[str]:
-        """Return the names of a running total that can no longer influence `finalise`; they are
-        dropped to save memory.
-        """
+        """Return names of a running total that cannot influence `finalise` any more: dropped."""
         return set()
 
     # -- wire --------------------------------------------------------------------------------------
@@ -124,9 +120,7 @@ class ServerHalf(ABC):
         return matching(flat, self.expects(state))
 
     def shared(self, state: Any) -> Tensors:
-        """Return the global parameters and buffers in `state` by name (the shared part, for methods
-        that share a part).
-        """
+        """Return by name the parameters and buffers in `state` that all clients share."""
         return {**state.params, **state.buffers}
 
     # True if the state is the average of whole models by sample count (params, buffers) and nothing
@@ -149,8 +143,7 @@ class ServerHalf(ABC):
     #   factor     the change of natural parameters, of which all are cut by one number
     #   exact      both sides keep it: used as it is, or the whole update is refused
     update_fields: ClassVar[Mapping[str, Kind]] = {"params": "model", "buffers": "buffers"}
-    # True if `claims` names something: under max_share the updates of a round then wait for each
-    # other
+    # True if `claims` names something: under max_share a round's updates then wait for each other
     has_claims: ClassVar[bool] = False
 
     def check(self, state: Any, client: int, update: Any) -> str | None:

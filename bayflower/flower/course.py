@@ -294,13 +294,9 @@ class Course:
 
     def _test_round(self, round: int, config: ConfigRecord) -> Round:
         """Return the test after a round with the clients that are tested."""
-        chosen = schedule.clients_tested(
-            round,
-            self.roster.present(),
-            self.fraction_evaluate,
-            seed=self.seed,
-            least=self.min_evaluate_nodes if self.fraction_evaluate else 0,
-        )
+        least = self.min_evaluate_nodes if self.fraction_evaluate else 0
+        present, keys = self.roster.present(), {"seed": self.seed, "least": least}
+        chosen = schedule.clients_tested(round, present, self.fraction_evaluate, **keys)
         configs.tested_with(self._used or self.training, config, self.teller.warn)
         order = self.calibrator.order() if self.calibrator else ""
         keep = self._last is None or round >= self._last
