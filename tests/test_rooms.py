@@ -55,6 +55,7 @@ ROOMS = (
     "deploy",
     "reproduce",
     "bench",
+    "natural",
     "cli",
     "server_app",
     "client_app",
@@ -221,6 +222,7 @@ MAY_NAME = (
     "cli/citations.py",
     "reproduce/",
     "bench/",
+    "natural/rivals.py",
 )
 
 
