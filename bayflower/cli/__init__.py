@@ -21,6 +21,7 @@ from . import (
     deploykeep,
     doctor,
     lists,
+    natural,
     personal,
     policy,
     predict,
@@ -44,7 +45,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     *(data.data, run.run, compare.compare, compare.study, results.results, report.report),
     *(personal.export, personal.personalise, predict.predict),
     *(lists.methods, lists.settings, lists.models, tryout.try_app, reproduce.reproduce, tune.tune),
-    *(bench.bench, doctor.doctor, cite.cite, lists.version),
+    *(bench.bench, natural.natural, doctor.doctor, cite.cite, lists.version),
 )
 
 

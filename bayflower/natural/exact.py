@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import expit
 
 from ..data import ClientData, Federation
 from ..tasks import Task
@@ -180,7 +181,7 @@ def forecast_times(each: list[np.ndarray], client: int) -> Forecast:
 
     def say(x: np.ndarray) -> Said:
         wide = with_one(x)
-        stays = [(1 / (1 + np.exp(wide @ theta.T))).mean(1) for theta in own]
+        stays = [expit(-wide @ theta.T).mean(1) for theta in own]
         return Said(np.cumprod(np.stack(stays, 1), 1))
 
     return say

@@ -106,7 +106,7 @@ class Keeping(FusedRun):
                 state = take(states, place)
                 known = (self.settings.seed, client, round)
                 found.append(Member(fused.unstacked, state, own, data, *known))
-        return found
+        return sorted(found, key=lambda one: one.client)  # chunks are in the order of sizes
 
 
 def trained(run: Run, there: Federation, form: str = "point", how: str = "shrunk") -> Trained:
@@ -117,19 +117,20 @@ def trained(run: Run, there: Federation, form: str = "point", how: str = "shrunk
         old, new = kept.members
         task = kept.halves.model.task
         sent = sum(one["bytes_up"] + one["bytes_down"] for one in outcome.rounds)
-        if form == "calibrated" and can_be_calibrated(kept.halves.client):
+        if form == "calibrated" and run.data.calibrated and can_be(kept.halves.client):
             make = classes_of if task.classes else numbers_of
             pair = make(old, new, how)
         else:
             pair = [plain(one) for one in old], [plain(one) for one in new]
             if form == "temperature":
                 heat = fitted_heat(old, pair[0], task)
-                pair = tuple([heated(one, task, heat) for one in some] for some in pair)
+                first, second = ([heated(one, task, heat) for one in some] for some in pair)
+                pair = first, second
     return Trained(*pair, sent, task)
 
 
-def can_be_calibrated(half: ClientHalf) -> bool:
-    """Return whether the personal model is one network, of classes or numbers."""
+def can_be(half: ClientHalf) -> bool:
+    """Return whether a personal model can be calibrated: one network, of classes or numbers."""
     return half.one_network and (half.model.task.classes or intervals.has_factors(half.model.task))
 
 

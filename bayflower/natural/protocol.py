@@ -124,9 +124,7 @@ def standardised(spec: Spec, rows: Rows, parts: Split) -> np.ndarray:
     return np.nan_to_num(scaled).clip(-5, 5).astype(np.float32)
 
 
-def federation(
-    spec: Spec, rows: Rows, parts: Split, held: bool = False, later: bool = False
-) -> Federation:
+def federation(spec: Spec, rows: Rows, parts: Split, held: bool = False) -> Federation:
     """Return the clients of a split; with `held` a share of their samples is for calibration."""
     x = standardised(spec, rows, parts)
     made = []

@@ -14,6 +14,8 @@ import numpy as np
 from .. import methods
 from ..config import parse
 from ..data import Federation
+from ..errors import ConfigError
+from ..rounds.halves import halves_for
 from ..tasks import Task
 from . import exact
 from .forecast import Forecast, Trained, mixed, trained
@@ -80,6 +82,11 @@ RIVALS = {
 }
 MAIN = ("fedmap-learned", "fedmap")  # whom the practitioner's questions are about, the first there
 ALONE, TOGETHER = "local", "pooled"
+SIMPLE = (ALONE, TOGETHER, "fedavg", "fedavg-ft")  # what has no posterior and no calibration
+SERIES = (  # in plots, after methods that are not in the table
+    *("pooled", "local", "fedavg-ft", "fedavg-ft-temperature", "ensemble-of-3"),
+    *("exact-hierarchy", "fedmap", "fedmap-learned"),
+)
 
 
 def chosen(names: Sequence[str]) -> list[Rival]:
@@ -102,11 +109,17 @@ def prepared(rival: Rival, spec: Spec, seed: int, **more: Any) -> Any:
     """Return the settings of a run."""
     usual = {"dataset": "given.npz", "partition": "iid", "device": "cpu", "evaluate_every": 10_000}
     usual |= {"stacking": "yes" if spec.linear else "auto", "seed": seed}
-    usual |= {"calibration": "shrunk" if rival.form == "calibrated" else "off"}
+    usual |= {"calibration": "shrunk" if is_calibrated(rival, spec) else "off"}
     given = {**usual, "task": TASKS[spec.kind], **spec.settings, **rival.settings, **more}
-    if "calibration" in methods.get(rival.method).defaults:  # it cannot be calibrated
-        given.pop("calibration")
     return parse(rival.method, given)
+
+
+def is_calibrated(rival: Rival, spec: Spec) -> bool:
+    """Return whether samples are held out for Bayflower's calibration: not for times, and not where
+    the method has no such calibration.
+    """
+    able = "calibration" not in methods.get(rival.method).defaults
+    return rival.form == "calibrated" and spec.kind in BAYES and able
 
 
 def forecasts(rival: Rival, spec: Spec, there: Federation, seed: int, later: bool) -> Trained:
@@ -147,8 +160,6 @@ def pooled(rival: Rival, spec: Spec, there: Federation, seed: int) -> Trained:
 
 def task_of(rival: Rival, spec: Spec, there: Federation, seed: int) -> Task:
     """Return the task of a data set without a run."""
-    from ..rounds.halves import halves_for
-
     return halves_for(prepared(rival, spec, seed), there).model.task
 
 
@@ -157,7 +168,8 @@ def score(rival: Rival, spec: Spec, rows: Rows, case: Case) -> dict[str, Any]:
     their models at the next client (`moved`) and of new clients (`new`).
     """
     parts = split(spec, rows, case)
-    there = federation(spec, rows, parts, held=rival.form != "point")
+    held = rival.form == "temperature" or is_calibrated(rival, spec)
+    there = federation(spec, rows, parts, held)
     begun = time.process_time()
     found = forecasts(rival, spec, there, case.seed, case.later)
     level = spec.level
@@ -178,7 +190,7 @@ def score(rival: Rival, spec: Spec, rows: Rows, case: Case) -> dict[str, Any]:
         "new": [judged(said, one) for said, one in zip(found.new, new, strict=True)],
     }
     spent = time.process_time() - begun
-    held = {"here": old, "moved": old, "new": new}
+    owners = {"here": old, "moved": old, "new": new}
     return {
         **case._asdict(),
         "rival": rival.name,
@@ -188,7 +200,7 @@ def score(rival: Rival, spec: Spec, rows: Rows, case: Case) -> dict[str, Any]:
         **{
             place: summary(
                 some,
-                [0 if one.y_held is None else len(one.y_held) for one in held[place]],
+                [0 if one.y_held is None else len(one.y_held) for one in owners[place]],
                 found.task,
                 spec.ratios,
             )
@@ -197,4 +209,14 @@ def score(rival: Rival, spec: Spec, rows: Rows, case: Case) -> dict[str, Any]:
     }
 
 
-__all__ = ["ALONE", "MAIN", "RIVALS", "TOGETHER", "Rival", "chosen", "only", "score"]
+def why_not(rival: Rival, spec: Spec, rows: Rows, case: Case) -> str:
+    """Return why a rival cannot take part on a data set; "" if it can. Nothing is trained."""
+    if not rival.fits(spec):
+        return "it is not for such data or such a network"
+    try:
+        held = is_calibrated(rival, spec)
+        there = federation(spec, rows, split(spec, rows, case), held)
+        halves_for(prepared(rival, spec, case.seed), there)
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -225,6 +225,6 @@ def summary(
     }
 
 
-def rounded(value: Any, digits: int = 6) -> float:
-    """Return a number with so many significant digits, as a file keeps it."""
-    return float(f"{float(value):.{digits}g}")
+def rounded(value: Any, digits: int = 6) -> float | None:
+    """Return a number with so many significant digits, as a file keeps it; None of NaN and ∞."""
+    return float(f"{float(value):.{digits}g}") if math.isfinite(value) else None

@@ -1,0 +1,222 @@
+"""What the runs tell a practitioner: sentences that are computed, with what speaks against them.
+
+"The shared method" is the first of `rivals.MAIN` that took part. It was named before the runs were
+made, so that no test sample chose it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .rivals import ALONE, MAIN, SIMPLE, TOGETHER
+from .runs import Line
+from .sets import ALL, SETS
+from .summary import (
+    GOOD,
+    Difference,
+    Group,
+    Table,
+    best,
+    coverage,
+    difference,
+    mean,
+    ours,
+    outside,
+    shared,
+)
+
+Rivals = Mapping[str, Mapping[int, Line]]
+
+
+class Answer(NamedTuple):
+    """A question with its sentences."""
+
+    question: str
+    lines: list[str]
+
+
+def answers(table: Table) -> list[Answer]:
+    """Return the practitioner's questions with their answers, and the counter-examples."""
+    return [
+        Answer("When does it pay to join?", joining(table)),
+        Answer("How many samples until training alone is as good?", alone(table)),
+        Answer("What does a new site get from day one?", day_one(table)),
+        Answer("Which uncertainty can be acted on?", acting(table)),
+        Answer("Counter-examples", against(table)),
+    ]
+
+
+def nats(one: Difference) -> str:
+    """Return a difference with its interval."""
+    if math.isnan(one.low):
+        return f"{one.mean:+.3f} (one seed)"
+    return f"{one.mean:+.3f} [{one.low:+.3f}, {one.high:+.3f}]"
+
+
+def by_data(table: Table, later: bool = False) -> dict[str, dict[Group, Rivals]]:
+    """Return the groups of each data set; `later` says whether its tests are later in time."""
+    found: dict[str, dict[Group, Rivals]] = {}
+    for group, rivals in table.items():
+        if group.later == later:
+            found.setdefault(group.dataset, {})[group] = rivals
+    return found
+
+
+def every(table: Table) -> list[tuple[str, dict[Group, Rivals]]]:
+    """Return (name, groups) of each data set, those with later tests by themselves."""
+    named = [(name, groups) for name, groups in by_data(table).items()]
+    return [*named, *((f"{name} (later)", one) for name, one in by_data(table, True).items())]
+
+
+def gaining(rivals: Rivals, one: str, other: str) -> tuple[int, int]:
+    """Return how many clients have a lower mean NLL with `one`, of how many, over all seeds."""
+    pairs = [
+        (a, b)
+        for seed in set(rivals[one]) & set(rivals[other])
+        for a, b in zip(
+            rivals[one][seed]["here"]["nlls"], rivals[other][seed]["here"]["nlls"], strict=True
+        )
+    ]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return sum(a < b for a, b in known), len(known)
+
+
+def joining(table: Table) -> list[str]:
+    """Return where the shared method beats training alone, by data set."""
+    lines = []
+    for name, groups in every(table):
+        pays: list[str] = []
+        not_yet: list[str] = []
+        for group, rivals in groups.items():
+            main = shared(rivals, MAIN)
+            if main is None or ALONE not in rivals:
+                continue
+            gap = difference(rivals[main], rivals[ALONE], "here", "nll")
+            won, number = gaining(rivals, main, ALONE)
+            text = f"{size(group)} {nats(gap)}, {won} of {number} client runs gain"
+            (pays if gap.high < 0 else not_yet).append(text)
+        clients = SETS[name.split()[0]].clients
+        if pays:
+            lines.append(f"{name} ({clients}): joining pays, NLL against alone {'; '.join(pays)}.")
+        if not_yet:
+            lines.append(f"{name} ({clients}): no gain is shown, {'; '.join(not_yet)}.")
+    return lines or ["No data set has runs of both, so nothing can be said."]
+
+
+def size(group: Group) -> str:
+    """Return the number of samples in words."""
+    return "with all samples" if group.n == ALL else f"with {group.n} samples"
+
+
+def alone(table: Table) -> list[str]:
+    """Return the smallest n at which the shared method is no longer better than training alone."""
+    lines = []
+    for name, groups in every(table):
+        compared = [
+            (group, difference(rivals[main], rivals[ALONE], "here", "nll"))
+            for group, rivals in groups.items()
+            if (main := shared(rivals, MAIN)) is not None and ALONE in rivals
+        ]
+        if not compared:
+            continue
+        ended = next(
+            (
+                place
+                for place in range(len(compared))
+                if all(not gap.high < 0 for _, gap in compared[place:])
+            ),
+            None,
+        )
+        if ended is None:
+            group, gap = compared[-1]
+            lines.append(
+                f"{name}: not within these data; {size(group)} the shared method is still better, "
+                f"{nats(gap)} nats."
+            )
+        else:
+            group, gap = compared[ended]
+            lines.append(
+                f"{name}: {size(group)} training alone can no longer be told from the shared "
+                f"method, or is better ({nats(gap)} nats)."
+            )
+    return lines or ["No data set has runs of both, so nothing can be said."]
+
+
+def day_one(table: Table) -> list[str]:
+    """Return what new clients with the fewest samples get."""
+    lines = []
+    for name, groups in every(table):
+        group, rivals = next(iter(groups.items()))
+        main = shared(rivals, MAIN)
+        if main is None:
+            continue
+        runs = rivals[main]
+        text = [f"{name}: new {SETS[group.dataset].clients} {size(group)} have an NLL of "]
+        text.append(f"{mean(runs, 'new', 'nll'):.3f} with {main}")
+        for other in (ALONE, TOGETHER):
+            if other in rivals:
+                gap = difference(runs, rivals[other], "new", "nll")
+                text.append(f", {nats(gap)} against {other}")
+        share = coverage(runs, "new")
+        if not math.isnan(share):
+            text.append(f"; its 90 % statements cover {100 * share:.1f} %")
+        lines.append("".join(text) + ".")
+    return lines or ["No data set has runs of the shared method, so nothing can be said."]
+
+
+def acting(table: Table) -> list[str]:
+    """Return for each rival how often its 90 % statements hold, and how often its decisions are
+    among the cheapest.
+    """
+    names = list(dict.fromkeys(name for rivals in table.values() for name in rivals))
+    lines, found = [], []
+    for name in names:
+        there = [(group, rivals) for group, rivals in table.items() if name in rivals]
+        held = [GOOD[0] <= coverage(rivals[name], "here") <= GOOD[1] for _, rivals in there]
+        away = [outside(rivals[name], "here") for _, rivals in there]
+        cheap = 0
+        for _, rivals in there:
+            first = best(rivals, "here", "regret")
+            cheap += first is not None and name in (first.rival, *first.level)
+        worst = max(mean(rivals[name], "here", "ece") for _, rivals in there)
+        bad, clients = sum(a for a, _ in away), sum(b for _, b in away)
+        found.append((-sum(held) / len(held), bad / max(clients, 1), name))
+        lines.append(
+            f"{name}: covers 88 to 93 % in {sum(held)} of {len(there)} groups, {bad} of {clients} "
+            f"clients lie outside their 99 % interval, largest mean ECE {100 * worst:.1f} %, "
+            f"decisions cheapest or level with it in {cheap}."
+        )
+    ranked = [name for _, _, name in sorted(found)]
+    order = {name: place for place, name in enumerate(ranked)}
+    lines.sort(key=lambda line: order[line.split(":")[0]])
+    return lines
+
+
+def against(table: Table) -> list[str]:
+    """Return where the shared method loses beyond the interval, and where a recommended method's
+    statements do not hold.
+    """
+    lines = []
+    for group, rivals in table.items():
+        main = shared(rivals, MAIN)
+        for place in ("here", "new"):
+            for other in rivals if main is not None else ():
+                if main is None or other == main:
+                    continue
+                gap = difference(rivals[main], rivals[other], place, "nll")
+                if gap.low > 0 and other in SIMPLE:
+                    who = "new clients" if place == "new" else "training clients"
+                    lines.append(
+                        f"{group.dataset}, {group.amount}: {main} is worse than {other} for {who} "
+                        f"by {nats(gap)} nats."
+                    )
+        for name in ours(rivals):
+            share = coverage(rivals[name], "here")
+            if not math.isnan(share) and not GOOD[0] <= share <= GOOD[1]:
+                lines.append(
+                    f"{group.dataset}, {group.amount}: 90 % statements of {name} cover "
+                    f"{100 * share:.1f} %."
+                )
+    return lines or ["None was found in these runs."]
