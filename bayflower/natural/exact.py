@@ -26,7 +26,7 @@ from ..tasks import Task
 from ..tasks.survival import Hazards
 from .forecast import Forecast, Said
 
-BURN, DRAWS = 150, 250
+BURN, DRAWS = 200, 400
 WIDE, START = 5.0, 0.5
 TERMS = 24
 

@@ -10,12 +10,13 @@ from ..report.figures import Figure
 from ..report.page import Part, figures, page, table
 from ..report.svg import Chart, legend
 from .protocol import HELD, TESTED
-from .rivals import RIVALS, SERIES
+from .rivals import CENTRAL, RIVALS, SERIES
 from .runs import Line
 from .sets import SETS
 from .summary import (
     GOOD,
     METRICS,
+    Best,
     Group,
     Table,
     best,
@@ -32,6 +33,7 @@ from .words import Rivals, answers
 
 TITLE = "Clients that really differ: the natural benchmark"
 TALL = 1.0  # nats above the best that a plot shows
+FEW = 5  # seeds
 SHOWN = 40  # failing clients that are listed of a method on a data set
 NAMES = {"nll": "NLL", "gap": "|covered − 90 %|", "regret": "regret"}
 PLACES = {
@@ -70,7 +72,13 @@ def about(lines: Sequence[Line]) -> str:
         f"{len(lines)} runs, {spent / 60:.0f} CPU minutes; seeds {seeds[0]} to {seeds[-1]}; "
         f"{', '.join(devices)}; torch {', '.join(torches)}; commit {', '.join(commits)}. "
         "Intervals are 95 %, Student's over seeds, paired."
+        + (" So few seeds show that the runs go through, and little more." if few(lines) else "")
     )
+
+
+def few(lines: Sequence[Line]) -> bool:
+    """Return whether there are too few seeds for the intervals to say much."""
+    return len({line["seed"] for line in lines}) < FEW
 
 
 def decision(name: str) -> str:
@@ -105,19 +113,28 @@ def winners(found: Table) -> str:
         for place in ("here", "new"):
             cells = [f"{group.dataset}, {group.amount}", PLACES[place]]
             for metric in METRICS:
-                first = best(rivals, place, metric)
+                at = (place, metric)
+                first = best(rivals, *at)
                 if first is None:
                     cells.append("–")
                     continue
                 level = f" (level: {', '.join(first.level)})" if first.level else ""
-                cells.append(f"{first.rival} {first.mean:.3f}{level}")
+                cells.append(f"{first.rival} {first.mean:.3f}{level}{federated(rivals, first, at)}")
             rows.append(cells)
     head = ["data, samples a client", "who", *(NAMES[metric] for metric in METRICS)]
     words = (
         "<p>Lowest mean over seeds; <em>level</em>: the paired interval of the difference does "
-        "not leave 0 out.</p>"
+        "not leave 0 out; <em>federated</em>: the best one that does not need all samples in one "
+        "place.</p>"
     )
     return words + table(head, rows, left=True)
+
+
+def federated(rivals: Rivals, first: Best, at: tuple[str, str]) -> str:
+    """Return the best federated rival, where the best of all needs all samples in one place."""
+    others = {name: runs for name, runs in rivals.items() if name not in CENTRAL}
+    second = best(others, *at) if first.rival in CENTRAL and others else None
+    return f"; federated: {second.rival} {second.mean:.3f}" if second else ""
 
 
 def held(found: Table) -> str:

@@ -82,6 +82,7 @@ RIVALS = {
 }
 MAIN = ("fedmap-learned", "fedmap")  # whom the practitioner's questions are about, the first there
 ALONE, TOGETHER = "local", "pooled"
+CENTRAL = tuple(one.name for one in RIVALS.values() if one.how in ("pooled", "exact"))
 SIMPLE = (ALONE, TOGETHER, "fedavg", "fedavg-ft")  # what has no posterior and no calibration
 SERIES = (  # in plots, after methods that are not in the table
     *("pooled", "local", "fedavg-ft", "fedavg-ft-temperature", "ensemble-of-3"),

@@ -137,10 +137,8 @@ def alone(table: Table) -> list[str]:
             )
         else:
             group, gap = compared[ended]
-            lines.append(
-                f"{name}: {size(group)} training alone can no longer be told from the shared "
-                f"method, or is better ({nats(gap)} nats)."
-            )
+            how = "is better" if gap.low > 0 else "can no longer be told from the shared method"
+            lines.append(f"{name}: {size(group)} training alone {how} ({nats(gap)} nats).")
     return lines or ["No data set has runs of both, so nothing can be said."]
 
 
