@@ -100,14 +100,15 @@ def test_every_rival_is_paired_and_its_forecasts_are_each_clients_own(tmp_path):
     """Clients of unequal size: the engine stacks them in the order of sizes."""
     draw = np.random.default_rng(0)
     sizes = (80, 41, 120, 60, 44, 100)
-    slopes = np.array([-3, 3, -3, 3, -3, 3])
+    slopes = np.array([-3, 3, -1, 1, -2, 2])
     owner = np.repeat(np.arange(6), sizes)
     x = draw.normal(size=(len(owner), 1))
     y = slopes[owner] * x[:, 0] + 0.1 * draw.normal(size=len(owner))
     rows = Rows(x, y, owner, 1)
     spec = replace(sets.SETS["radon"], least=40, level=0.0)
-    case = Case("radon", ALL, False, 1)
-    found = {}
+    case, found = Case("radon", ALL, False, 1), {}
+    lengths = [len(part) for part in split(spec, rows, case).train[:5]]
+    assert lengths != sorted(lengths, reverse=True)
     for name in ("local", "exact-hierarchy", "fedmap"):
         found[name] = rivals.score(rivals.RIVALS[name], spec, rows, case)
     assert len({one["split"] for one in found.values()}) == 1
