@@ -226,13 +226,18 @@ def curve(groups: Mapping[Group, Rivals], place: str, metric: str, heading: str)
     ).axes(x_names=[group.amount.removesuffix(", later") for group in groups])
     if metric == "coverage":
         chart.rule(-0.2, 0.9, len(groups) - 0.8, 0.9)
+    amounts = [group.amount for group in groups]
+    shows = all(len(runs) >= FEW for rivals in groups.values() for runs in rivals.values())
     for series, name in enumerate(names):
         cut = [
             (x, *(min(max(one, span[0]), span[1]) for one in three)) for x, *three in points[name]
         ]
-        chart.band([(x, a, b) for x, _, a, b in cut], series)
-        chart.line([(x, y) for x, y, _, _ in cut], series, name)
-    words = "Bands: 95 % over seeds."
+        if shows:
+            chart.band([(x, a, b) for x, _, a, b in cut], series)
+        chart.line([(x, y) for x, y, _, _ in cut], series, name, markers=False)
+        for (x, y, _, _), (_, real, _, _) in zip(cut, points[name], strict=True):
+            chart.point(x, y, series, f"{name}, {amounts[int(x)]}: {real:.3f}")
+    words = "Bands: 95 % over seeds." if shows else "Means over seeds, too few for intervals."
     if metric == "nll" and high > top:
         words += f" Cut at {TALL:g} nats above the lowest."
     if metric == "coverage":

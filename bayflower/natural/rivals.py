@@ -81,9 +81,8 @@ RIVALS = {
     )
 }
 MAIN = ("fedmap-learned", "fedmap")  # whom the practitioner's questions are about, the first there
-ALONE, TOGETHER = "local", "pooled"
+ALONE, TOGETHER, EXACT = "local", "pooled", "exact-hierarchy"
 CENTRAL = tuple(one.name for one in RIVALS.values() if one.how in ("pooled", "exact"))
-SIMPLE = (ALONE, TOGETHER, "fedavg", "fedavg-ft")  # what has no posterior and no calibration
 SERIES = (  # in plots, after methods that are not in the table
     *("pooled", "local", "fedavg-ft", "fedavg-ft-temperature", "ensemble-of-3"),
     *("exact-hierarchy", "fedmap", "fedmap-learned"),

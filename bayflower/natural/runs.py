@@ -11,9 +11,11 @@ import json
 import logging
 import os
 import platform
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,6 +42,7 @@ SECONDS = {
     **{"heart": 0.9, "radon": 1.3, "election88": 2.1, "parkinson": 1.1, "brca": 0.7, "wisdm": 3.9},
     **{"officecaltech": 13.6, "shakespeare": 6.3},
 }
+BEGINS, SPARE = 8.0, 1.2  # seconds until processes have begun; what is not counted in a run
 
 
 class Wanted(NamedTuple):
@@ -199,8 +202,9 @@ def one_run(job: Planned, folder: Path) -> Line:
 
 
 def begin(level: int) -> None:
-    """Prepare a process of its own: it ends with its parent, and has one thread."""
+    """Prepare a process of its own: it ends with its parent, which alone hears Ctrl-C."""
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     logging.getLogger("bayflower").setLevel(level)
 
@@ -216,7 +220,7 @@ def carry_out(jobs: Sequence[Planned], folder: Path, path: Path, processes: int,
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     processes = max(1, min(processes, len(missing)))
-    about = expected(missing, done.values()) / processes
+    about = BEGINS + SPARE * expected(missing, done.values()) / processes
     say(
         f"{len(missing)} runs, {processes} at a time: about {in_words(about)} on a machine like "
         "that of the documentation"
@@ -259,6 +263,11 @@ def side_by_side(
                 active[pool.submit(one_run, job, folder)] = job
             for future in wait(active, return_when=FIRST_COMPLETED).done:
                 finished(active.pop(future), future.result())
+    except BrokenProcessPool:
+        raise BayflowerError(
+            "a process of a run was ended, perhaps for lack of memory; give the same command again "
+            "with --jobs 1, it goes on with the runs that are missing"
+        ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .rivals import ALONE, MAIN, SIMPLE, TOGETHER
+from .rivals import ALONE, EXACT, MAIN, TOGETHER
 from .runs import Line
 from .sets import ALL, SETS
 from .summary import (
@@ -193,18 +193,18 @@ def acting(table: Table) -> list[str]:
 
 
 def against(table: Table) -> list[str]:
-    """Return where the shared method loses beyond the interval, and where a recommended method's
-    statements do not hold.
+    """Return where the shared method loses beyond the interval to one that we do not recommend, and
+    where a recommended method's statements do not hold.
     """
     lines = []
     for group, rivals in table.items():
         main = shared(rivals, MAIN)
         for place in ("here", "new"):
-            for other in rivals if main is not None else ():
-                if main is None or other == main:
+            for other in rivals:
+                if main is None or other in (*ours(rivals), EXACT):
                     continue
                 gap = difference(rivals[main], rivals[other], place, "nll")
-                if gap.low > 0 and other in SIMPLE:
+                if gap.low > 0:
                     who = "new clients" if place == "new" else "training clients"
                     lines.append(
                         f"{group.dataset}, {group.amount}: {main} is worse than {other} for {who} "
