@@ -2,7 +2,8 @@
 hope for. Gibbs sampling, exact but for its finite number of draws.
 
     θ_c ~ N(γ, diag(v))     weights of client c, intercept included (its last input is 1)
-    γ_j ~ N(0, WIDE²),  v_j ~ inverse χ² with one degree of freedom around START²
+    γ_j ~ N(0, SLOPE²), of the intercept N(0, WIDE²)
+    v_j ~ inverse χ² with one degree of freedom around START²
     numbers    z = xᵀθ_c + noise,  z standardised; noise² with density 1/noise²
     classes    softmax of (0, xᵀθ_c1, …), by Pólya–Gamma variables (Polson, Scott and Windle 2013):
                given ω ~ PG(1, η − o), a class against all others, whose log-sum is o, is a
@@ -27,7 +28,7 @@ from ..tasks.survival import Hazards
 from .forecast import Forecast, Said
 
 BURN, DRAWS = 200, 400
-WIDE, START = 5.0, 0.5
+WIDE, SLOPE, START = 5.0, 1.0, 0.5
 TERMS = 24
 
 
@@ -79,7 +80,9 @@ def drawn_weights(draw: Any, mean: np.ndarray, cover: np.ndarray) -> np.ndarray:
 def drawn_prior(draw: Any, theta: np.ndarray, prior: Drawn) -> Drawn:
     """Return a draw of γ and v from the training clients' weights."""
     count = len(theta)
-    precision = count / prior.variance + 1 / WIDE**2
+    wide = np.full(theta.shape[1], SLOPE)
+    wide[-1] = WIDE
+    precision = count / prior.variance + 1 / wide**2
     mean = theta.sum(0) / prior.variance / precision
     gamma = mean + draw.normal(size=mean.shape) / np.sqrt(precision)
     squares = np.square(theta - gamma).sum(0) + START**2

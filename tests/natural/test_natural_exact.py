@@ -130,3 +130,49 @@ def test_times_are_hazards_among_those_at_risk(monkeypatch):
         stays.append((density * (1 - hit)).sum() / density.sum())
     truth = np.cumprod(stays)
     assert old[0](NOTHING).value[0] == pytest.approx(truth, abs=0.02)
+
+
+def test_slopes_have_a_prior_of_their_own(monkeypatch):
+    """One input and the intercept: means and variances at a new point, on a grid of three."""
+    monkeypatch.setattr(exact, "DRAWS", 4000)
+    draw = np.random.default_rng(3)
+    sizes = (3, 6, 2)
+    owner = np.repeat(np.arange(3), sizes)
+    x = 0.2 * draw.normal(size=len(owner)).astype(np.float32)
+    y = np.array([9.0, 7.0, 11.0])[owner] * x + 0.5 * draw.normal(size=len(owner))
+    at = np.array([[0.6]])
+    clients = tuple(
+        ClientData(i, x[owner == i][:, None], y[owner == i], at, y[:1]) for i in range(3)
+    )
+    there = Federation(clients, (), 1, (1,), "", {}, "")
+    old, _ = exact.posterior(there, Gaussian(), 0)
+    location, scale = y.mean(), y.std()
+    z = (y - location) / scale
+    who = np.r_[owner, 0, 1, 2]  # the last places are the new point at each client
+    same, known = who[:, None] == who[None], slice(0, len(z))
+    columns = (np.r_[x, np.full(3, at[0, 0])].astype(float), np.ones(len(who)))
+    wide = (exact.SLOPE, exact.WIDE)
+    weights, means, variances = [], [], []
+    for log_v in np.stack(np.meshgrid(*[np.linspace(-6, 7, 23)] * 2), -1).reshape(-1, 2):
+        cover = sum(
+            np.outer(column, column) * (np.exp(one) * same + width**2)
+            for column, one, width in zip(columns, log_v, wide, strict=True)
+        )
+        prior = sum(-0.5 * one - exact.START**2 / (2 * np.exp(one)) for one in log_v)
+        for log_s in np.linspace(-6, 2, 23):
+            s = np.exp(log_s)
+            inner = cover[known, known] + s * np.eye(len(z))
+            gain = np.linalg.solve(inner, cover[known, len(z) :])
+            logdet = np.linalg.slogdet(inner)[1]
+            weights.append(prior - 0.5 * (logdet + z @ np.linalg.solve(inner, z)))
+            means.append(gain.T @ z)
+            left = cover[len(z) :, len(z) :] - gain.T @ cover[known, len(z) :]
+            variances.append(left.diagonal() + s)
+    p = np.exp(np.array(weights) - max(weights))
+    p /= p.sum()
+    mean = p @ np.array(means)
+    variance = p @ (np.array(variances) + np.square(means)) - mean**2
+    for place, said in enumerate(old):
+        found = said(at).value[0]
+        assert found[0] == pytest.approx(location + scale * mean[place], abs=0.08)
+        assert found[1] == pytest.approx(scale**2 * variance[place], rel=0.15)
