@@ -120,8 +120,8 @@ def test_the_quick_form_runs_every_rival_on_two_data_sets(data, short, tmp_path)
 
 def test_a_killed_benchmark_goes_on_and_an_outside_method_takes_part(data, outside, tmp_path):
     results = tmp_path / "killed.jsonl"
-    words = ["--dataset", "heart", "--seeds", "1", "--only", "--method", "local"]
-    words += ["--method", outside, "--data-dir", str(data)]
+    words = ["--dataset", "heart", "--seeds", "1", "--only", "--method", outside]
+    words += ["--data-dir", str(data)]
     call = [sys.executable, "-m", "bayflower", "natural", *words, "--results", str(results)]
     known = os.pathsep.join([str(ROOT), str(tmp_path)])
     environment = {**os.environ, "PYTHONPATH": known, "OMP_NUM_THREADS": "1"}
@@ -130,23 +130,23 @@ def test_a_killed_benchmark_goes_on_and_an_outside_method_takes_part(data, outsi
     )
     until = time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None:
-        if results.exists() and results.read_text().count("\n") >= 2:
+        if results.exists() and results.read_text().count("\n") >= 1:
             break
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = results.read_text()
     whole = before[: before.rfind("\n") + 1]
-    assert 2 <= whole.count("\n") < 8
+    assert 1 <= whole.count("\n") < 4
     with results.open("a") as file:  # a line that the kill cut off
         file.write(whole.splitlines()[0][:50])
     natural(*words, "--results", results, "--jobs", 1)
     assert results.read_text().startswith(whole)
-    assert len(runs.read(results)) == results.read_text().count("\n") == 8
+    assert len(runs.read(results)) == results.read_text().count("\n") == 4
     fresh = tmp_path / "fresh.jsonl"
     natural(*words, "--results", fresh, "--jobs", 1)
     assert without_seconds(fresh) == without_seconds(results)
-    assert {key[4] for key in runs.read(results)} == {"local", outside}
+    assert {key[4] for key in runs.read(results)} == {outside}
     assert outside in results.with_suffix(".html").read_text()
 
 
