@@ -83,9 +83,15 @@ class ServerHalf(ABC):
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
         """Return the client's element of the monoid: tensors by name (`Scaled` for products)."""
 
+    def summand(self, state: Any, client: int, update: Any) -> Statistic:
+        """Return what a secure sum adds in place of `statistic`: made on the client, where `state`
+        is the broadcast; its names and shapes must be the same for all clients.
+        """
+        return self.statistic(state, client, update)
+
     @abstractmethod
     def finalise(self, state: Any, total: Sum) -> Any:
-        """Return the next state from the sum of all statistics, `state` itself for an empty sum."""
+        """Return the next state from the sum of all statistics; of an empty sum `state` itself."""
 
     def refined(self, state: Any, update: Any) -> Any:
         """Return the state after a round with the update of `ClientHalf.refiner`."""
@@ -99,7 +105,7 @@ class ServerHalf(ABC):
         return None
 
     def negligible(self, names: Iterable[str]) -> set[str]:
-        """Return names of a running total that cannot influence `finalise` any more: dropped."""
+        """Return the names of a running total that `finalise` will not need, to save memory."""
         return set()
 
     # -- wire --------------------------------------------------------------------------------------
@@ -120,7 +126,7 @@ class ServerHalf(ABC):
         return matching(flat, self.expects(state))
 
     def shared(self, state: Any) -> Tensors:
-        """Return by name the parameters and buffers in `state` that all clients share."""
+        """Return the shared parameters and buffers in `state`, by name."""
         return {**state.params, **state.buffers}
 
     # True if the state is the average of whole models by sample count (params, buffers) and nothing
@@ -147,9 +153,7 @@ class ServerHalf(ABC):
     has_claims: ClassVar[bool] = False
 
     def check(self, state: Any, client: int, update: Any) -> str | None:
-        """Return why a well-formed update must not be used, or None. Shapes, dtypes and NaN are
-        checked before.
-        """
+        """Return why an update must not be used, or None; shapes and NaN are checked before."""
         return None
 
     def bounds(
@@ -197,15 +201,11 @@ class ServerHalf(ABC):
 
     # -- membership --------------------------------------------------------------------------------
     def admit(self, state: Any, client: int) -> Any:
-        """Return the state with a client that begins to train in the middle of a run; called once
-        for each such client.
-        """
+        """Return the state with a client that begins in the middle of a run; called once each."""
         return state
 
     def forget(self, state: Any, client: int) -> Any:
-        """Return the state without what a client that left adds to totals; state only that client
-        needs is kept in case it returns.
-        """
+        """Return the state without what a client that left adds to totals; its own part is kept."""
         return state
 
     # -- display -----------------------------------------------------------------------------------

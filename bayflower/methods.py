@@ -18,7 +18,7 @@ from .errors import ConfigError
 from .plugins import Given, Outside, Table
 from .plugins import Method as Method  # a row
 
-# why statistics cannot be added behind masks
+# why statistics cannot be added behind masks, or bounded
 CLASSES = "what it sends names the classes that a client has"
 STEPS = "it sends steps by client, which a sum would not keep apart"
 ROWS = (
@@ -40,7 +40,7 @@ ROWS = (
         "PFedVMP",
         "Personalized Federated Learning via Variational Message Passing",
         "shared base, private head, Gaussian messages about each class's features",
-        additive=CLASSES,
+        private=CLASSES,
     ),
     Method(
         "pfedvmp-avg",
@@ -49,7 +49,7 @@ ROWS = (
         "the same, ablation",
         "pFedVMP whose class centroids are plain means over clients",
         {"centroid": "mean"},
-        additive=CLASSES,
+        private=CLASSES,
     ),
     Method(
         "fedbps",
@@ -92,7 +92,7 @@ ROWS = (
         "FedNP",
         "Federated Neural Propagation 2023, AAAI",
         "a Gaussian over a latent by expectation propagation regularises the classifier",
-        additive="its server keeps a ledger of every client's factor",
+        private="its server keeps a ledger of every client's factor",
     ),
     Method(
         "fedavg",
@@ -249,7 +249,7 @@ ROWS = (
         "FedProto",
         "Tan et al. 2022, AAAI",
         "own networks that share nothing but class prototypes",
-        additive=CLASSES,
+        private=CLASSES,
     ),
     Method(
         "fedrod",

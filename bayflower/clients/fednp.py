@@ -94,9 +94,11 @@ class Client(fedavg.Global):
         return State(Diagonal(zero, zero.clone()), number, number.clone(), {})
 
     def rejoined(self, state: State) -> State:
-        """Return a client without a factor: the server has taken it out of the total."""
+        """Return a client without its factor, which says so (`turns` = −1): the server takes the
+        old one out of the total, or has done so.
+        """
         return state._replace(
-            factor=map_tree(torch.zeros_like, state.factor), turns=torch.zeros_like(state.turns)
+            factor=map_tree(torch.zeros_like, state.factor), turns=torch.full_like(state.turns, -1)
         )
 
     def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
@@ -181,7 +183,7 @@ class Client(fedavg.Global):
         after = Diagonal(*(a + b for a, b in zip(memo.own, change, strict=True)))
         extra = {name: value for name, value in work.params.items() if name.startswith(EXTRA)}
         sent = Update(number, self.network(work.params), work.buffers, extra, change, memo.turns)
-        return State(after, memo.turns + 1, memo.epoch, {}), sent
+        return State(after, memo.turns.clamp(min=0) + 1, memo.epoch, {}), sent
 
     def posterior(
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None

@@ -189,7 +189,8 @@ def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trai
     numbers = reply_numbers(len(site.data.train.y), trained.loss)
     if "session" in head:
         other = masking.server_half(begun.half, head)
-        trained = trained._replace(update=kept(other, begun.broadcast, trained.update, head))
+        whole = other.unpack(begun.broadcast, begun.half.pack(trained.update))
+        trained = trained._replace(update=kept(other, begun.broadcast, whole, head))
         update = masking.masked(begun.half, begun.broadcast, head, site, trained)
         numbers = {records.NUM_EXAMPLES: numbers[records.NUM_EXAMPLES]}
     else:
@@ -392,8 +393,8 @@ def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site:
     """Return the client's state; without a saved one, that of a client before its first round."""
     device, dtype = site.data.train.x.device, site.data.train.mask.dtype  # x may hold integers
     if before is None:
-        return to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
+        first = to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
+        return half.rejoined(first) if int(head.get("accepted", 0)) else first
     state: Any = to(unflatten(half.state_type, before.state), device)
-    # the last state was damaged, so an older one is used
-    behind = "accepted" in head and before.round != int(head["accepted"])
+    behind = int(head.get("accepted", before.round)) != before.round  # the last one was damaged
     return half.rejoined(state) if head.get("returned") or behind else state

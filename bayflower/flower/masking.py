@@ -126,13 +126,13 @@ def window_of(half: ServerHalf, state: Any, clients: int, bounds: str) -> Window
     from the server: the largest number, and the limbs of a real number.
     """
     largest, limbs = json.loads(bounds)[:2]
-    form = half.statistic(state, 0, half.expects(state))
+    form = half.summand(state, 0, half.expects(state))
     form = {**form, LOSS: torch.zeros((), dtype=torch.float64)}
     return agree(form, clients, float(largest), int(limbs))
 
 
 def server_half(half: ClientHalf, head: Mapping[str, Any]) -> ServerHalf:
-    """Return the method's server half, whose `statistic` the client computes; with private sums if
+    """Return the method's server half, whose `summand` the client computes; with private sums if
     the request asks for noise.
     """
     made = methods.get(str(head["method"])).server(half.config, half.model.anatomy)
@@ -202,7 +202,7 @@ def masked(
     if why := other.check(broadcast, site.client, trained.update):
         raise BayflowerError(f"the update cannot be used: {why}")
     loss = torch.tensor(trained.loss * len(site.data.train.y), dtype=torch.float64)
-    statistic = other.statistic(broadcast, site.client, trained.update)
+    statistic = other.summand(broadcast, site.client, trained.update)
     if CHANGE in statistic:
         statistic = with_share(statistic, Entropy())
     vector = encode({**statistic, LOSS: loss}, window)

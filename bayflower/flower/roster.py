@@ -59,6 +59,7 @@ class Roster:
         self.left: set[int] = set()
         self.excluded: set[int] = set()
         self.returned: set[int] = set()  # rejoined; the next message tells them so
+        self.secure = False  # sums are secure: clients must notice themselves what they have lost
         self.continuity = Continuity()  # the states and data from which clients answered
         self.accepted: dict[int, int] = {}  # by client: the last round whose reply was used
         self.unused: set[int] = set()  # clients whose last request gave no usable reply
@@ -112,11 +113,11 @@ class Roster:
         return told(resolved(known, self.label_counts), self.sums)
 
     def notices(self, client: int) -> dict[str, Any]:
-        """Return the extra keys of a client's header: what all are told, the last accepted round,
-        if a later reply was not used, and whether the client had been dropped.
+        """Return the extra keys of a client's header: what all are told, the last accepted round
+        (if a later reply was not used, or sums are secure), and whether it had been dropped.
         """
         found = dict(self.header)
-        if client in self.unused:
+        if client in self.unused or self.secure:
             found["accepted"] = self.accepted.get(client, 0)
         return {**found, "returned": True} if client in self.returned else found
 

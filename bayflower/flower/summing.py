@@ -54,6 +54,7 @@ class Summing:
 
     def __init__(self, privacy: Privacy, run: str, roster: Roster) -> None:
         self.privacy, self.run, self.roster = privacy, run, roster
+        roster.secure = True
         self.cards: dict[int, Card] = {}
         self.circle: tuple[Card, ...] = ()  # the holders of shares
         self.offers: dict[int, Offer] = {}  # tickets that were not used

@@ -232,7 +232,7 @@ class FusedRun:
 
     def _secure_form(self, clients: int) -> tuple[int, int, int]:
         """Return the length of a masked vector, and the further bytes down and up of a round."""
-        form = self.server.statistic(self.state, 0, self.server.expects(self.state))
+        form = self.server.summand(self.state, 0, self.server.expects(self.state))
         size = secure.masked_size(form, self.run.privacy.secure_limbs)
         return size, *secure.further_bytes(clients, len(self.everyone))
 

@@ -52,7 +52,7 @@ class SecureTotals(Totals):
             update = self.server.unpack(home, self.client.pack(take(there, place)))
             told = self.limiter.told(len(self.sizes))
             update = kept(self.server, self.server.broadcast(home, client), update, told)
-            statistic = self.server.statistic(home, client, update)
+            statistic = self.server.summand(home, client, update)
             if self.window is None:
                 largest = self.privacy.secure_range * max(1, *self.sizes.values())
                 limbs = self.privacy.secure_limbs

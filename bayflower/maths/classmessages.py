@@ -10,7 +10,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import WireError
 from ..tree import Tensors, matching
 from .classwise import from_triangle, to_triangle
+from .window import on_grid
 
 ROUNDING = 1e-3  # how far a vector's length may be from 1
 
@@ -95,6 +96,28 @@ def roots(packed: Tensors, present: list[int]) -> Iterator[Tensor]:
             part = slice(row, row + rank[k])
             yield basis[part].double() * packed["weight"][part].double().sqrt()[:, None]
             row += rank[k]
+
+
+def filled(
+    centroid: str,
+    statistic: Mapping[str, Any],
+    counts: Tensor,
+    dim: int,
+    scale: float | None = None,
+) -> dict[str, Any]:
+    """Return a statistic by class ("precision/k", "shift/k", "count/k" of some classes) with zeros
+    for the other classes and one vector of counts: its form tells nothing of the classes. With
+    `scale`, matrices are rounded far below it (`window.on_grid`): they have entries of any size.
+    """
+    shape = {"precision": (dim * (dim + 1) // 2,), "diag": (dim,)}.get(centroid, ())
+    found = {name: one for name, one in statistic.items() if not name.startswith("count/")}
+    for k in range(len(counts)):
+        for name, size in ((f"precision/{k}", shape), (f"shift/{k}", (dim,))):
+            if name not in found:
+                found[name] = torch.zeros(size, dtype=torch.float64)
+            elif scale is not None:
+                found[name] = on_grid(found[name], scale)
+    return {**found, "counts": counts}
 
 
 def sizes(centroid: str, message: ClassMessage) -> list[float]:

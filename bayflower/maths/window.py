@@ -36,6 +36,7 @@ SPAN = 62  # bits of a sum of the highest limb
 MOST_CLIENTS = 2**16
 MOST_LIMBS = 4
 PART = 1 << 20  # elements that are cut at a time
+GRID = 56  # bits below the scale of a number that rounding leaves (`on_grid`)
 SPLIT = 2**31  # an int64 is hi·2^31 + lo, both exact in float64
 
 
@@ -92,6 +93,14 @@ def agree(
         for name in sorted(statistic)
     ]
     return Window(tuple(entries), clients, float(largest), limbs)
+
+
+def on_grid(values: Tensor, scale: float = 1.0) -> Tensor:
+    """Return values in whole units of about 2^-55 · scale. For a scale of 1 no window of two limbs
+    rounds them, while `secure_range`, samples and clients multiply to less than 2^52.
+    """
+    unit = 2.0 ** (math.frexp(scale)[1] - GRID)
+    return (values.double() / unit).round() * unit
 
 
 def encode(statistic: Mapping[str, Tensor | Scaled], window: Window) -> Tensor:

@@ -116,6 +116,8 @@ def private_kind(kind: type[ServerHalf]) -> Any:
             """Return the clipped change in whole units."""
             return {CHANGE: self.counted(state, update, stacked=False)[0]}
 
+        summand = statistic
+
         def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum | None:
             """Return the sum of the clipped changes of stacked updates."""
             return {CHANGE: self.counted(state, updates, stacked=True).sum(0)}

@@ -15,9 +15,10 @@ by expectation propagation.
 
 Clients send the change of their factor. The ledger is the sum of a client's changes, so the total
 is exact under partial participation and a factor can be taken out again: of a client that left
-(`forget`), or that lost it (it says so by `turns` = 0). A client whose factor is neither the
+(`forget`), or that lost it (`turns` ≤ 0). A client whose factor is neither the
 ledger's nor lost (its state, or ours, went back in time) makes all factors start anew: `epoch`
-counts that, and clients drop factors of an older epoch.
+counts that, and clients drop factors of an older epoch. Secure sums (`summand`) have no ledger: the
+total is the sum of all changes. Then all factors start anew if a client leaves or has lost its own.
 
 Departs:
   E-N5  natural parameters travel; a variance 1/lambda_k is never formed. A reply whose factor would
@@ -47,7 +48,10 @@ from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_choices
 from ..maths import npn
 from ..maths.gaussian import Diagonal, product
+from ..maths.ledger import entry as entry
+from ..maths.ledger import multiplied, prior
 from ..maths.tilted import NODES, Backend
+from ..maths.window import on_grid
 from ..settings import Presets, paper, setting
 from ..shown import Heading, Mark, Picture
 from ..tree import Tensors, digest
@@ -56,6 +60,7 @@ from .fedavg import averaged, summed, weighted
 
 Site = Literal["vector", "scalar", "none"]
 Start = Literal["classifier", "zero"]
+GROUPS = ("params", "buffers", "extra")  # what is averaged
 EXTRA = "fednp."  # what the names of the f-layer and the NPN begin with
 
 SHOWN = 200  # coordinates of z in the picture of the last state
@@ -148,16 +153,15 @@ class Broadcast(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a client sends: its model, its number of training samples,
-    and the change of its factor.
-    """
+    """What a client sends: its model, its number of samples, and the change of its factor."""
 
     num_examples: Tensor
     params: Tensors
     buffers: Tensors
     extra: Tensors
     change: Diagonal  # float64
-    # int64: how often it had sent a change in this epoch before; 0 = it has no factor, or lost it
+    # int64: how often it had sent a change in this epoch before; 0 = it has no factor, -1 = it lost
+    # the one that it had
     turns: Tensor
 
 
@@ -216,13 +220,15 @@ class Server(ServerHalf):
         number = torch.zeros((), dtype=torch.int64)
         return Update(number, state.params, state.buffers, state.extra, state.total, number)
 
-    def check(self, state: State, client: int, update: Update) -> str | None:
+    def check(self, state: State | Broadcast, client: int, update: Update) -> str | None:
         """Return why the update cannot be used, or None."""
         count, turns = int(update.num_examples), int(update.turns)
         if not 0 < count < 2**40:
             return f"num_examples must be positive and below 2^40, got {count}"
-        if not 0 <= turns < 2**40:
-            return f"turns must be in [0, 2^40), got {turns}"
+        if not -1 <= turns < 2**40:
+            return f"turns must be in [-1, 2^40), got {turns}"
+        if isinstance(state, Broadcast):  # the client itself, for a secure sum
+            return None
         if not self.known(state, client, turns):
             return (
                 f"it changed a factor after {turns} turns that the ledger does not know; its "
@@ -240,41 +246,45 @@ class Server(ServerHalf):
     ) -> str | None:
         """Return why the client's new factor says more of z than a client may, or None."""
         new = self.factor(state, client, int(update.turns), update.change)
-        precise, shift = float(new.precision.max()), float(new.shift.abs().max())
-        if precise > limits.max_precision:
-            return (
-                "the precision of a factor must be at most max_precision = "
-                f"{limits.max_precision:g}, got {precise:.3g}"
-            )
-        return (
-            None
-            if shift <= limits.max_precision
-            else f"the shift of a factor must be at most {limits.max_precision:g}, got {shift:.3g}"
-        )
+        for what, values in new._asdict().items():
+            if (largest := float(values.abs().max())) > limits.max_precision:
+                return (
+                    f"the {what} of a factor must be at most max_precision = "
+                    f"{limits.max_precision:g}, got {largest:.3g}"
+                )
+        return None
 
     def factor(self, state: State, client: int, turns: int, change: Diagonal) -> Diagonal:
-        """Return the client's new factor: the ledger's, or none if
-        it has none, times the change.
-        """
-        if turns == 0 or not self.known(state, client, turns):
+        """Return the client's new factor: the ledger's, if it has one, times the change."""
+        if turns <= 0 or not self.known(state, client, turns):
             return change
         return product(entry(state.ledger, client), change)
 
     def known(self, state: State, client: int, turns: int) -> bool:
         """Return whether the factor that a client changed is the ledger's, or none at all."""
         noted = state.ledger.get(f"{client}/turns")
-        return turns == 0 or (noted is not None and int(noted) == turns)
+        return turns <= 0 or (noted is not None and int(noted) == turns)
 
     def statistic(self, state: State, client: int, update: Update) -> Statistic:
         """Return (n_k, n_k theta_k), the client's new line in the ledger, and whether the old one
         cannot be what it changed.
         """
+        line = self.line(state, client, int(update.turns), update.change)
+        return {**self.averages(update), **line}
+
+    def averages(self, update: Update) -> Statistic:
+        """Return (n_k, n_k theta_k)."""
+        number, groups = update.num_examples, (update.params, update.buffers, update.extra)
+        parts = [weighted(name, group, number) for name, group in zip(GROUPS, groups, strict=True)]
+        return {"num_examples": number, **parts[0], **parts[1], **parts[2]}
+
+    def summand(self, state: State, client: int, update: Update) -> Statistic:
+        """Return (n_k, n_k theta_k), the change of the factor, and whether a factor was lost."""
         return {
-            "num_examples": update.num_examples,
-            **weighted("params", update.params, update.num_examples),
-            **weighted("buffers", update.buffers, update.num_examples),
-            **weighted("extra", update.extra, update.num_examples),
-            **self.line(state, client, int(update.turns), update.change),
+            **self.averages(update),
+            "change/precision": on_grid(update.change.precision),
+            "change/shift": on_grid(update.change.shift),
+            "reset": (update.turns < 0).long(),
         }
 
     def line(self, state: State, client: int, turns: int, change: Diagonal) -> Tensors:
@@ -285,7 +295,7 @@ class Server(ServerHalf):
         return {
             f"{key}/precision": new.precision,
             f"{key}/shift": new.shift,
-            f"{key}/turns": torch.tensor(turns + 1),
+            f"{key}/turns": torch.tensor(max(turns, 0) + 1),
             "reset": torch.tensor(0 if self.known(state, client, turns) else 1),
         }
 
@@ -300,12 +310,8 @@ class Server(ServerHalf):
         }
         reset = 0
         for row, (client, turns) in enumerate(zip(clients, updates.turns.tolist(), strict=True)):
-            line = self.line(
-                state,
-                client,
-                turns,
-                Diagonal(updates.change.precision[row], updates.change.shift[row]),
-            )
+            change = Diagonal(*(value[row] for value in updates.change))
+            line = self.line(state, client, turns, change)
             reset += int(line.pop("reset"))
             found |= {name: value.to(device) for name, value in line.items()}
         return {**found, "reset": torch.tensor(reset, device=device)}
@@ -317,12 +323,14 @@ class Server(ServerHalf):
         if "num_examples" not in total:
             return state
         weight = total["num_examples"]
-        params, buffers, extra = (
-            averaged(g, getattr(state, g), total, weight) for g in ("params", "buffers", "extra")
-        )
+        params, buffers, extra = (averaged(g, getattr(state, g), total, weight) for g in GROUPS)
         after = state._replace(params=params, buffers=buffers, extra=extra)
         if int(total["reset"]):
-            return settled(after._replace(ledger={}, epoch=state.epoch + 1))
+            return anew(after)
+        if "change/precision" in total:  # a secure sum
+            change = Diagonal(total["change/precision"], total["change/shift"])
+            change = Diagonal(*(value.to(state.total.precision) for value in change))
+            return after._replace(ledger={}, total=product(state.total, change))
         lines = {
             name.removeprefix("ledger/"): value.to(state.epoch.device)
             for name, value in total.items()
@@ -332,6 +340,8 @@ class Server(ServerHalf):
 
     def forget(self, state: State, client: int) -> State:
         """Return the state without the factor of a client that left."""
+        if unlisted(state):
+            return anew(state)
         return settled(
             state._replace(
                 ledger={n: v for n, v in state.ledger.items() if n.split("/")[0] != str(client)}
@@ -342,8 +352,9 @@ class Server(ServerHalf):
         """Return how many clients have a factor, how precise z has become, and how often factors
         started anew.
         """
+        listed = {} if unlisted(state) else {"factors": len(state.ledger) / 3}
         return {
-            "factors": len(state.ledger) / 3,
+            **listed,
             "latent_precision": float(state.total.precision.mean()),
             "resets": float(state.epoch),
         }
@@ -362,9 +373,7 @@ class Server(ServerHalf):
 
 
 def classifier(params: Tensors, head: frozenset[str]) -> str:
-    """Return the name of the classifier's weight matrix (C, F): the
-    head must be one linear layer.
-    """
+    """Return the name of the classifier's weights (C, F): the head must be one linear layer."""
     found = [name for name in sorted(head) if params[name].ndim == 2]
     if len(found) != 1:
         raise ConfigError(
@@ -374,26 +383,18 @@ def classifier(params: Tensors, head: frozenset[str]) -> str:
     return found[0]
 
 
-def prior(size: int, device: torch.device) -> Diagonal:
-    """Return N(0, I): precision 1, shift 0."""
-    return Diagonal(
-        torch.ones(size, dtype=torch.float64, device=device),
-        torch.zeros(size, dtype=torch.float64, device=device),
-    )
-
-
-def entry(ledger: Tensors, client: int | str) -> Diagonal:
-    """Return a client's factor in the ledger."""
-    return Diagonal(ledger[f"{client}/precision"], ledger[f"{client}/shift"])
+def anew(state: State) -> State:
+    """Return the state without any factor."""
+    return settled(state._replace(ledger={}, epoch=state.epoch + 1))
 
 
 def settled(state: State) -> State:
-    """Return the state with lines in the order of clients and total = prior × all factors,
-    multiplied in that order [eq. 4].
-    """
-    ledger = {name: state.ledger[name] for name in sorted(state.ledger)}
-    clients = sorted({name.split("/")[0] for name in ledger})
-    start = prior(state.total.precision.shape[0], state.total.precision.device)
-    return state._replace(
-        ledger=ledger, total=product(start, *(entry(ledger, client) for client in clients))
-    )
+    """Return the state with total = prior × all factors in the ledger [eq. 4]."""
+    old = state.total.precision
+    ledger, total = multiplied(state.ledger, old.shape[0], old.device)
+    return state._replace(ledger=ledger, total=total)
+
+
+def unlisted(state: State) -> bool:
+    """Return whether the total has factors that no ledger lists: sums are secure."""
+    return not state.ledger and bool((state.total.precision != 1).any())

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
 from ..errors import BayflowerError, ConfigError, check_choices
-from ..maths.classmessages import ClassMessage, blank, received, roots, shrunk, sizes
+from ..maths.classmessages import ClassMessage, blank, filled, received, roots, shrunk, sizes
 from ..maths.classwise import class_sums, from_triangle, to_triangle
 from ..maths.gaussian import solve_precision, solve_without_waiting
 from ..networks.model import Anatomy
@@ -311,6 +311,12 @@ class Server(ServerHalf):
             }
         return {**self.base.statistic(state, client, update), **found}
 
+    def summand(self, state: State, client: int, update: ClassMessage) -> Statistic:
+        """Return the same of all classes, zeros of those that were not sent."""
+        found, centroid = self.statistic(state, client, update), self.config.centroid
+        scale = self.config.alpha if centroid == "precision" else None
+        return filled(centroid, found, update.counts, state.centroids.shape[1], scale)
+
     def _simple(self, count: Tensor, precision: Tensor) -> Tensor:
         """Return the precision where it is no matrix: given by coordinate, the number of samples,
         or 1 (E-P5).
@@ -351,6 +357,8 @@ class Server(ServerHalf):
         base = self.base.finalise(state, total)
         centroids, known = state.centroids.clone(), state.known.clone()
         present = [k for k in range(len(known)) if f"count/{k}" in total]
+        if "counts" in total:  # a secure sum
+            present = total["counts"].nonzero()[:, 0].tolist()
         for start in range(0, len(present), AT_ONCE):
             some = present[start : start + AT_ONCE]
             precision, shift = (

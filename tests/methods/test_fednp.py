@@ -264,7 +264,8 @@ def test_bad_replies_are_refused():
     assert half.check(state, 0, update(state, (0.1, -3.0), 0)) is None
     assert "num_examples" in half.check(state, 0, update(state, (0.1, 0.0), 0, count=0))
     assert "negative (E-N5)" in half.check(state, 0, update(state, (-0.1, 0.0), 0))
-    assert "turns" in half.check(state, 0, update(state, (0.1, 0.0), -1))
+    assert "turns" in half.check(state, 0, update(state, (0.1, 0.0), -2))
+    assert half.check(state, 0, update(state, (0.1, 0.0), -1)) is None
     state = round_of(half, state, {0: update(state, (0.5, 0.2), 0)})
     assert half.check(state, 0, update(state, (-0.4, 0.0), 1)) is None
     assert "negative" in half.check(state, 0, update(state, (-0.6, 0.0), 1))
