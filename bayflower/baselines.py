@@ -8,6 +8,7 @@ from .plugins import Method
 
 # why statistics cannot be added behind masks, or bounded
 TURNS = "its server counts every client's turns"
+SIZES = "its server keeps every client's number of samples"
 PRODUCTS = "its sums are products of two numbers of a client"
 
 MORE = (
@@ -17,7 +18,8 @@ MORE = (
         "FedEP",
         "Guo et al. 2023, ICLR",
         "PVI's factors by moment matching",
-        additive=TURNS,
+        private=TURNS,
+        unless={"ep_sites=shared": SIZES},
     ),
     Method(
         "fedep-ft",
@@ -26,7 +28,8 @@ MORE = (
         "Guo et al. 2023, ICLR",
         "FedEP, fine-tuned on the client’s data before each test",
         {"finetune_epochs": 5},
-        additive=TURNS,
+        private=TURNS,
+        unless={"ep_sites=shared": SIZES},
     ),
     Method(
         "fedsep",
@@ -35,7 +38,7 @@ MORE = (
         "Guo et al. 2023, ICLR",
         "FedEP whose clients share one factor and keep nothing",
         {"ep_sites": "shared"},
-        additive="its server keeps every client's number of samples",
+        additive=SIZES,
     ),
     Method(
         "fedpac",

@@ -153,7 +153,7 @@ class ServerHalf(ABC):
     has_claims: ClassVar[bool] = False
 
     def check(self, state: Any, client: int, update: Any) -> str | None:
-        """Return why an update must not be used, or None; shapes and NaN are checked before."""
+        """Return why a well-formed update (shapes, dtypes, finite) must not be used, or None."""
         return None
 
     def bounds(
@@ -180,8 +180,8 @@ class ServerHalf(ABC):
         return True
 
     def sent_entries(self, state: Any) -> Tensors:
-        """Return by name which entries of the model clients were sent, as bool; {} = all. What they
-        keep differs by more than what they were sent, and is limited apart.
+        """Return by name which entries of the model clients were sent, as bool; {} = all. The
+        others differ by more, and are limited apart.
         """
         return {}
 
@@ -244,9 +244,7 @@ class ClientHalf(ABC):
     # -- round -------------------------------------------------------------------------------------
     @abstractmethod
     def init(self, params: Tensors, buffers: Tensors) -> Any:
-        """Return the state of a client that has not trained, from the seeded initialisation of the
-        model.
-        """
+        """Return the state of a client that has not trained, from the seeded initial model."""
 
     @abstractmethod
     def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
@@ -358,6 +356,10 @@ class ClientHalf(ABC):
     # -- membership --------------------------------------------------------------------------------
     def rejoined(self, state: Any) -> Any:
         """Return the state with which a client that was forgotten goes on."""
+        return state
+
+    def lost(self, state: Any) -> Any:
+        """Return the same for one whose last state is gone: from an older one, or from `init`."""
         return state
 
     # -- display -----------------------------------------------------------------------------------

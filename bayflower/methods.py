@@ -272,7 +272,7 @@ ROWS = (
         "Ashman et al. 2022, arXiv 2202.12275",
         "a Gaussian posterior over all weights, one factor a client",
         {"lr": 0.02},
-        additive="its server counts every client's turns",
+        private="its server counts every client's turns",
     ),
     *MORE,
     Method(

@@ -36,7 +36,7 @@ from ..networks.model import Batch, Model
 from ..strategies.fedep import Broadcast, Update
 from ..tree import Tensors, choose, map_tree
 from . import fedavg
-from .pvi import Natural, State, totals
+from .pvi import Natural, State, bare, totals
 
 
 class Memo(NamedTuple):
@@ -83,6 +83,10 @@ class Client(fedavg.Global):
         )
         number = torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
         return State(zeros, map_tree(torch.clone, zeros), number, number.clone(), {})
+
+    def lost(self, state: Any) -> Any:
+        """Return a client that had a factor and has none; with a shared one nothing is lost."""
+        return state if self.config.ep_sites == "shared" else bare(state)
 
     def begin(self, state: Any, broadcast: Broadcast, data: Batch) -> Work:  # type: ignore[override]
         """Return the work that starts at the mean, with the cavity [eq. 1]; a factor of an older
@@ -217,7 +221,7 @@ class Client(fedavg.Global):
             {n: v + group[n].double() for n, v in old.items()}
             for old, group in zip(memo.own, sent, strict=True)
         ]
-        return State(own[0], own[1], memo.turns + 1, memo.epoch, {}), update
+        return State(own[0], own[1], memo.turns.clamp(min=0) + 1, memo.epoch, {}), update
 
     def posterior(
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None

@@ -94,12 +94,12 @@ class Client(fedavg.Global):
         return State(Diagonal(zero, zero.clone()), number, number.clone(), {})
 
     def rejoined(self, state: State) -> State:
-        """Return a client without its factor, which says so (`turns` = −1): the server takes the
-        old one out of the total, or has done so.
-        """
-        return state._replace(
-            factor=map_tree(torch.zeros_like, state.factor), turns=torch.full_like(state.turns, -1)
-        )
+        """Return a client without a factor: the server has taken it out of the total."""
+        return bare(state)
+
+    def lost(self, state: State) -> State:
+        """Return a client without a factor: the server must take the old one out of the total."""
+        return bare(state)
 
     def begin(self, state: Any, broadcast: Any, data: Batch) -> Work:
         """Return the work that starts at the global model, with the cavity [eq. 8]; a factor of an
@@ -209,3 +209,9 @@ class Client(fedavg.Global):
             std = torch.cat([std, torch.zeros_like(std[:, :1])], 1)
         origin = "the natural-parameter network's Gaussian over the classifier"
         return {**result, "own": independent(std, origin)}
+
+
+def bare(state: State) -> State:
+    """Return a client that had a factor and has none (`turns` = −1)."""
+    none = map_tree(torch.zeros_like, state.factor)
+    return state._replace(factor=none, turns=torch.full_like(state.turns, -1))

@@ -93,6 +93,10 @@ class Client(fedavg.Global):
         number = torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
         return State(zeros, map_tree(torch.clone, zeros), number, number.clone(), {})
 
+    def lost(self, state: Any) -> Any:
+        """Return a client that had a factor and has none: all factors must start anew."""
+        return bare(state)
+
     def begin(self, state: Any, broadcast: Broadcast, data: Batch) -> Work:  # type: ignore[override]
         """Return the work that starts at the posterior, with the cavity [eq. 1]; a factor of an
         older epoch is dropped.
@@ -167,7 +171,7 @@ class Client(fedavg.Global):
             for old, change in zip(memo.own, sent, strict=True)
         ]
         update = Update(fedavg.count(data), work.buffers, *sent, memo.turns)
-        return State(own[0], own[1], memo.turns + 1, memo.epoch, {}), update
+        return State(own[0], own[1], memo.turns.clamp(min=0) + 1, memo.epoch, {}), update
 
     def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
         """Return class probabilities at the mean (fine-tuned, if it was), or over draws."""
@@ -181,6 +185,12 @@ class Client(fedavg.Global):
         """Return also the posterior over all weights that the clients agreed on."""
         own = Posterior("sampled", self.sigma(broadcast), "PVI's posterior over the weights")
         return {**super().posterior(params, broadcast, seen, layer), "own": own}
+
+
+def bare(state: Any) -> Any:
+    """Return a client that had a factor and has none (`turns` = −1)."""
+    none = map_tree(torch.zeros_like, Natural(state.precision, state.shift))
+    return state._replace(**none._asdict(), turns=torch.full_like(state.turns, -1))
 
 
 def totals(broadcast: Any) -> Natural:

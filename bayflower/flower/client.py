@@ -152,9 +152,7 @@ class Begun(NamedTuple):
 
 
 def begin_round(message: Message, head: dict[str, Any], site: Site) -> Begun:
-    """Return the client's state and the test of its model before the round; for a duplicate, also
-    the saved reply.
-    """
+    """Return `open_round`, with the test of the client's model before the round."""
     half = make_half(head["method"], head["instructions"], site.model)
     broadcast = sent(half, message, head, site)
     begun = open_round(half, broadcast, digest(broadcast), head, site)
@@ -175,11 +173,11 @@ def open_round(
     cause += masking.session_name(head)
     known = site.store.load(head["run"], site.client)
     same = (one for one in known if (one.round, one.cause) == (round, cause))
-    if (repeated := next(same, None)) is not None:
-        before = last_state(known, head, round - 1)
-    else:
+    if (repeated := next(same, None)) is None:
         masking.check(half, broadcast, head, site)
         before = start_of_round(known, head, site)
+    else:
+        before = last_state(known, head, round - 1)
     state, thread = state_of(half, before, head, site), thread_of(site, head, known, before)
     return Begun(half, broadcast, cause, round, seed, state, repeated, {}, thread)
 
@@ -189,8 +187,8 @@ def end_round(begun: Begun, head: dict[str, Any], site: Site, trained: solo.Trai
     numbers = reply_numbers(len(site.data.train.y), trained.loss)
     if "session" in head:
         other = masking.server_half(begun.half, head)
-        whole = other.unpack(begun.broadcast, begun.half.pack(trained.update))
-        trained = trained._replace(update=kept(other, begun.broadcast, whole, head))
+        sent = other.unpack(begun.broadcast, begun.half.pack(trained.update))
+        trained = trained._replace(update=kept(other, begun.broadcast, sent, head))
         update = masking.masked(begun.half, begun.broadcast, head, site, trained)
         numbers = {records.NUM_EXAMPLES: numbers[records.NUM_EXAMPLES]}
     else:
@@ -393,8 +391,9 @@ def state_of(half: ClientHalf, before: Saved | None, head: dict[str, Any], site:
     """Return the client's state; without a saved one, that of a client before its first round."""
     device, dtype = site.data.train.x.device, site.data.train.mask.dtype  # x may hold integers
     if before is None:
-        first = to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
-        return half.rejoined(first) if int(head.get("accepted", 0)) else first
-    state: Any = to(unflatten(half.state_type, before.state), device)
-    behind = int(head.get("accepted", before.round)) != before.round  # the last one was damaged
-    return half.rejoined(state) if head.get("returned") or behind else state
+        state = to(half.init(*site.model.initial(int(head["seed"]), dtype)), device)
+        return half.lost(state) if head.get("accepted") else state
+    state = to(unflatten(half.state_type, before.state), device)
+    if int(head.get("accepted", before.round)) != before.round:
+        return half.lost(state)  # the last one was damaged
+    return half.rejoined(state) if head.get("returned") else state

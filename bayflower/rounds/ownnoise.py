@@ -109,6 +109,9 @@ def with_own(kind: type[ClientHalf]) -> type[ClientHalf]:
         def rejoined(self, state: Any) -> Any:
             return state._replace(inner=super().rejoined(state.inner))
 
+        def lost(self, state: Any) -> Any:
+            return state._replace(inner=super().lost(state.inner))
+
         def spread(self, state: Any, broadcast: Any) -> Tensors:
             return super().spread(state.inner, broadcast)
 

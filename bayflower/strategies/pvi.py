@@ -11,7 +11,7 @@ a product of a prior and one factor a client.
 
 A change is added, and nothing else is kept of a client but how often it has sent one. So the
 server's memory does not grow, and sums of changes are enough for it. A client that left stays in
-the product: its data were seen. One that has lost its factor says so by `turns` = 0; since it
+the product: its data were seen. One that has lost its factor says so by `turns` ≤ 0; since it
 cannot be taken out, all factors start anew (`epoch`), from the mean that was reached.
 
 Departs: rounds are synchronous, so changes are damped: by 1 / (replies of the last round) unless
@@ -101,7 +101,8 @@ class Update(NamedTuple):
     buffers: Tensors
     precision: Tensors  # of the change, in the dtype of the network
     shift: Tensors
-    turns: Tensor  # int64: how often it had sent a change in this epoch before
+    # int64: how often it had sent a change in this epoch before; -1 = it lost its factor
+    turns: Tensor
 
 
 class Server(ServerHalf):
@@ -158,7 +159,11 @@ class Server(ServerHalf):
         count, turns = int(update.num_examples), int(update.turns)
         if not 0 < count < 2**40:
             return f"num_examples must be positive and below 2^40, got {count}"
-        if turns and turns != self.noted(state, client):
+        if not -1 <= turns < 2**40:
+            return f"turns must be in [-1, 2^40), got {turns}"
+        if isinstance(state, self.broadcast_type):  # the client itself, for a secure sum
+            return None
+        if turns > 0 and turns != self.noted(state, client):
             return (
                 f"it changed a factor after {turns} turns, of which {self.noted(state, client)} "
                 "are known here; its next one starts anew"
@@ -186,19 +191,16 @@ class Server(ServerHalf):
         """Return the change, (n, n·buffers), the client's turns, and 1 in `reset` if its factor in
         the total is lost.
         """
-        return {
-            "num_examples": update.num_examples,
-            "replies": torch.ones_like(update.num_examples),
-            **fedavg.weighted("buffers", update.buffers, update.num_examples),
-            **{f"precision/{name}": value for name, value in update.precision.items()},
-            **{f"shift/{name}": value for name, value in update.shift.items()},
-            **self.line(state, client, int(update.turns)),
-        }
+        return {**changes(update), **self.line(state, client, int(update.turns))}
+
+    def summand(self, state: State, client: int, update: Update) -> Statistic:
+        """Return the same without turns: a client that has lost its factor says so itself."""
+        return {**changes(update), "reset": (update.turns < 0).long()}
 
     def line(self, state: State, client: int, turns: int) -> Tensors:
         """Return the client's turns by name, and whether all must start anew."""
         return {
-            f"turns/{client}": torch.tensor(turns + 1),
+            f"turns/{client}": torch.tensor(max(turns, 0) + 1),
             "reset": torch.tensor(int(turns != self.noted(state, client))),
         }
 
@@ -264,3 +266,14 @@ class Server(ServerHalf):
             "factors": float(len(state.turns)),
             "resets": float(state.epoch),
         }
+
+
+def changes(update: Update) -> Statistic:
+    """Return the change of a client's factor and (n, n·buffers)."""
+    return {
+        "num_examples": update.num_examples,
+        "replies": torch.ones_like(update.num_examples),
+        **fedavg.weighted("buffers", update.buffers, update.num_examples),
+        **{f"precision/{name}": value for name, value in update.precision.items()},
+        **{f"shift/{name}": value for name, value in update.shift.items()},
+    }

@@ -104,3 +104,22 @@ def test_another_form_is_refused():
         encode({"a": torch.zeros(3), "n": torch.tensor(1)}, window)
     with pytest.raises(BayflowerError, match="n has a value"):
         encode({"a": torch.zeros(2), "n": torch.tensor(2**62)}, window)
+
+
+@pytest.mark.parametrize("sizes", [[40] * 12, [3, 900, 17, 40, 1, 250]])
+def test_a_mean_of_models_in_one_limb_is_off_by_no_more_than_the_documented_bound(sizes):
+    """secure_range · K · (K · largest share) · 2^-62, by fractions; and it is not far from it."""
+    torch.manual_seed(1)
+    reach, clients, number = 2.0**20, len(sizes), sum(sizes)
+    models = [torch.randn(400) * 10.0 ** torch.randint(-5, 2, (400,)) for _ in sizes]
+    terms = [{"w": Scaled(one, float(n))} for one, n in zip(models, sizes, strict=True)]
+    window = agree(terms[0], clients, reach * max(sizes), 1)
+    vectors = torch.stack([encode(term, window)[:400] for term in terms])
+    bound = reach * clients * (clients * max(sizes) / number) * 2.0**-62
+    worst = 0.0
+    for k in range(400):
+        pairs = zip(models, sizes, strict=True)
+        exact = sum((Fraction(float(one[k])) * n for one, n in pairs), Fraction(0)) / number
+        read = Fraction(int(vectors[:, k].sum())) * Fraction(2) ** window.top / number
+        worst = max(worst, float(abs(read - exact)))
+    assert bound / 100 < worst <= bound

@@ -115,6 +115,29 @@ def test_a_grid_is_exact_and_near():
         assert all(float(one / unit) == int(float(one / unit)) for one in found)
 
 
+# -- no turns ---
+@pytest.mark.parametrize("method", ["pvi", pytest.param("fedep", marks=pytest.mark.slow)])
+def test_factors_without_turns_have_the_bits_of_a_plain_run(method):
+    """Drop-outs at every stage; nothing but the count of turns is missing."""
+    settings = {"ep_warm_rounds": 1} if method == "fedep" else {}
+    ours = flatten(run(method, dropping, **SECURE, **settings).state)
+    theirs = flatten(run(method, dropping, **settings).state)
+    assert {name for name in theirs if name not in ours} == {f"turns/{k}" for k in range(4)}
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert not bool(ours["fresh"])
+
+
+def test_a_lost_factor_of_all_weights_makes_all_start_anew():
+    store = MemoryStore()
+    done = run("pvi", losing(store), store=store, num_rounds=4, **SECURE)
+    assert int(done.state.epoch) == 1
+    assert not bool(done.state.fresh)
+    for name, value in done.state.precision.items():
+        own = sum(saved[0].state[f"precision/{name}"] for saved in store.kept.values())
+        assert torch.allclose(value, 1 + own, rtol=1e-12, atol=1e-12)
+        assert float(own.max()) > 1
+
+
 # -- no ledger -------------------------------------------------------------------------------------
 def factors(store, accepted):
     """Return the sum of the clients' own factors (precision, shift), of rounds that were used."""
@@ -125,6 +148,18 @@ def factors(store, accepted):
             total[0] += state["factor/precision"]
             total[1] += state["factor/shift"]
     return total
+
+
+def losing(store):
+    """Return what deletes the state of client 1 before round 2."""
+
+    def lost(request, client, round):
+        if request == "train" and (client, round) == (1, 2):
+            for key in [key for key in store.kept if key[1] == 1]:
+                del store.kept[key]
+        return False
+
+    return lost
 
 
 def test_without_a_ledger_the_total_is_the_prior_and_the_clients_own_factors():
@@ -144,14 +179,7 @@ def test_without_a_ledger_the_total_is_the_prior_and_the_clients_own_factors():
 def test_a_client_that_lost_its_factor_makes_all_start_anew():
     """Its state is gone before round 2. Factors of before are no part of the total of round 3."""
     store = MemoryStore()
-
-    def losing(request, client, round):
-        if request == "train" and (client, round) == (1, 2):
-            for key in [key for key in store.kept if key[1] == 1]:
-                del store.kept[key]
-        return False
-
-    done = run("fednp", losing, store=store, num_rounds=3, **SECURE)
+    done = run("fednp", losing(store), store=store, num_rounds=3, **SECURE)
     assert int(done.state.epoch) == 1
     precision, shift = factors(store, done.roster.accepted)
     assert torch.allclose(done.state.total.precision, 1 + precision, rtol=0, atol=1e-14)
@@ -171,7 +199,7 @@ def test_a_client_that_leaves_makes_all_start_anew():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["pfedvmp", "pfedvmp-avg", "fedproto", "fednp"])
+@pytest.mark.parametrize("method", ["pfedvmp", "pfedvmp-avg", "fedproto", "fednp", "pvi", "fedep"])
 def test_the_fused_engine_makes_these_sums_too(method):
     """To the bit if clients are trained one by one."""
     settings = {**FEW, "secure": "sum", "calibration": "off", "stacking": "no"}
