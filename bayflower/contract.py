@@ -255,9 +255,7 @@ class ClientHalf(ABC):
         """Return (the client's next state, the update)."""
 
     def adapt(self, state: Any, broadcast: Any, data: Batch, purpose: Purpose) -> Work:
-        """Return the work of `phases(purpose)`, "finetune" or "new"; for "new" `state` is a fresh
-        one from `init`.
-        """
+        """Return the work of `phases(purpose)`: "finetune", or "new" with a state from `init`."""
         return self.begin(state, broadcast, data)
 
     def finish_adapting(self, state: Any, work: Work, data: Batch, purpose: Purpose) -> Any:
