@@ -1,0 +1,133 @@
+"""Seconds of a whole round with secure sums next to a plain one, training included.
+
+    python benchmarks/secure_rounds.py loop --data-dir DIR        50 clients, one after the other
+    python benchmarks/secure_rounds.py processes --data-dir DIR   3 clients as processes over TLS
+
+writes benchmarks/results/secure_rounds_loop.json or secure_rounds_processes.json. FedAvg trains the
+CNN of 0.58 M parameters on Fashion-MNIST. Runs are made one after the other, each with its own
+settings alone; the first round, in which clients show their cards and nodes fetch the app, is given
+apart. `loop` also counts CPU seconds, which other programs on the machine do not change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bayflower.config import parse
+from bayflower.deploy import folders, runs
+from bayflower.deploy.local import Local
+from bayflower.engines import execute, prepare
+from bayflower.files.atomic import write_json
+
+RESULTS = Path(__file__).parent / "results"
+SETTINGS = {
+    "dataset": "fmnist",
+    "model": "cnn",
+    "partition": "iid",
+    "batch_size": 32,
+    "evaluate_every": 0,
+    "calibration": "off",
+    "robust": "off",
+    "device": "cpu",
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one limb": {"secure": "sum", "secure_limbs": 1},
+    "two limbs": {"secure": "sum", "secure_limbs": 2},
+}
+
+
+def loop(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return wall seconds of each round, and CPU seconds of a whole run, in this process."""
+    ready = prepare(parse("fedavg", settings), "loop")
+    begin = time.process_time()
+    done = execute(ready)
+    found = [record["seconds"] for record in done.rounds]
+    return {"seconds": found, "cpu": time.process_time() - begin, "faults": done.faults}
+
+
+def processes(local: Local, settings: dict[str, Any], way: str) -> dict[str, Any]:
+    """Return wall seconds of each round of a deployment."""
+    name = f"{way.replace(' ', '-')}-{time.time():.0f}"
+    result = runs.submit(local.server(), "fedavg", settings, name=name)
+    return {
+        "seconds": [record["seconds"] for record in result["rounds"]],
+        "faults": result["faults"],
+    }
+
+
+def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the measurements with their ratios to the plain run; rounds but the first."""
+    later = {way: sum(one["seconds"][1:]) for way, one in found.items()}
+    ratios = {way: value / later["plain"] for way, value in later.items()}
+    if "cpu" in found["plain"]:
+        base = found["plain"]["cpu"]
+        cpu = {way: one["cpu"] / base for way, one in found.items()}
+        return {"ways": found, "ratio": ratios, "cpu_ratio": cpu}
+    return {"ways": found, "ratio": ratios}
+
+
+def main() -> None:
+    """Measure on one engine and write its file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("engine", choices=["loop", "processes"])
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--clients", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=0, help="of one client")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ways", default=",".join(WAYS), help="of " + ", ".join(WAYS))
+    given = parser.parse_args()
+    clients = given.clients or (50 if given.engine == "loop" else 3)
+    samples = given.samples or (150 if given.engine == "loop" else 1500)
+    settings = {
+        **SETTINGS,
+        "data_dir": given.data_dir,
+        "num_clients": clients,
+        "keep": samples * clients / 70_000,
+        "local_epochs": given.epochs,
+        "rounds": given.rounds,
+    }
+    ways = {way: WAYS[way] for way in given.ways.split(",")}
+    found: dict[str, dict[str, Any]] = {}
+    if given.engine == "loop":
+        for way, more in ways.items():
+            found[way] = loop({**settings, **more})
+            print(way, json.dumps(found[way]), flush=True)
+    else:
+        with tempfile.TemporaryDirectory(prefix="bayflower-secure-") as name:
+            folder = folders.init(Path(name) / "fed", clients=clients)
+            for client in range(clients):  # a node reads the data of its own folder
+                place = Path(name) / "fed" / f"client-{client}" / "data"
+                place.mkdir(exist_ok=True)
+                for one in Path(given.data_dir).resolve().iterdir():
+                    (place / one.name).symlink_to(one)
+            local = Local(folder)
+            try:
+                local.up(print)
+                for way, more in ways.items():
+                    found[way] = processes(local, {**settings, **more}, way)
+                    print(way, json.dumps(found[way]), flush=True)
+            finally:
+                local.down()
+    content = {
+        "clients": clients,
+        "samples": samples,
+        "epochs": given.epochs,
+        "cores": os.cpu_count(),
+        **compared(found),
+    }
+    print(json.dumps({key: content[key] for key in content if "ratio" in key}))
+    write_json(RESULTS / f"secure_rounds_{given.engine}.json", content)
+
+
+if __name__ == "__main__":
+    main()
