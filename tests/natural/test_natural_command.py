@@ -183,7 +183,7 @@ def test_a_method_that_cannot_take_part_is_named(data, short, tmp_path):
     ("words", "text"),
     [
         (["--dataset", "hearts"], "dataset must be one of heart"),
-        (["--method", "fedmop"], "did you mean 'fedmap'"),
+        (["--method", "fedmapp"], "did you mean 'fedmap'"),
         (["--only"], "--only needs at least one --method"),
         (["--dataset", "wisdm"], "wisdm"),
         (["--no-run"], "there are no runs"),
