@@ -118,6 +118,7 @@ def test_the_quick_form_runs_every_rival_on_two_data_sets(data, short, tmp_path)
     assert mixed.with_suffix(".html").read_text() == page
 
 
+@pytest.mark.slow
 def test_a_killed_benchmark_goes_on_and_an_outside_method_takes_part(data, outside, tmp_path):
     results = tmp_path / "killed.jsonl"
     words = ["--dataset", "heart", "--seeds", "1", "--only", "--method", outside]
