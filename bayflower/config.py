@@ -20,7 +20,7 @@ import torch
 
 from . import methods
 from .data import DataSettings, resolve
-from .errors import ConfigError, field_types
+from .errors import ConfigError, check_least, field_types
 from .networks.papers import check_name
 from .recipes import RECIPE
 from .recipes import Training as Training  # part of a run's settings
@@ -98,17 +98,16 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("rounds", 1),
-            ("seed", 0),
-            ("features", 1),
-            ("min_replies", 1),
-            ("evaluate_every", 0),
-            ("checkpoint_every", 0),
-            ("max_fused", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_least(
+            self,
+            rounds=1,
+            seed=0,
+            features=1,
+            min_replies=1,
+            evaluate_every=0,
+            checkpoint_every=0,
+            max_fused=0,
+        )
         if not 0 < self.fraction_train <= 1:
             raise ConfigError(
                 f"fraction_train must be in (0, 1], got {self.fraction_train}; 1 means every "

@@ -32,6 +32,20 @@ def check_choices(config: Any) -> None:
             )
 
 
+def check_positive(config: Any, *names: str) -> None:
+    """Raise if one of these settings is not a positive finite number."""
+    for name in names:
+        if not 0 < getattr(config, name) < float("inf"):
+            raise ConfigError(f"{name} must be positive and finite, got {getattr(config, name)}")
+
+
+def check_least(config: Any, **least: int) -> None:
+    """Raise if a setting is below the number beside its name."""
+    for name, bound in least.items():
+        if getattr(config, name) < bound:
+            raise ConfigError(f"{name} must be at least {bound}, got {getattr(config, name)}")
+
+
 class FormatError(BayflowerError):
     """A file that another version of Bayflower wrote. It is whole, and must not be set aside."""
 

@@ -146,11 +146,7 @@ def predict_events(
         curves = model.predict_survival(x)
         found |= {f"survival_{t:g}": curves[:, k] for k, t in enumerate(model.times)}
     columns = {**kept, **{name: [f"{one:.6g}" for one in some] for name, some in found.items()}}
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(zip(*columns.values(), strict=True))
-    write_text(out, file.getvalue())
+    write_text(out, as_csv(columns))
     number = len(next(iter(found.values())))
     if not as_json:
         more = ", …" if len(found) > 3 else ""
@@ -181,11 +177,7 @@ def predict_numbers(
     else:
         for name in ("mean", "lower", "upper"):
             columns[name] = [f"{one:.6g}" for one in getattr(found, name)]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(zip(*columns.values(), strict=True))
-    write_text(out, file.getvalue())
+    write_text(out, as_csv(columns))
     width = float((found.upper - found.lower).mean())
     said: dict[str, Any] = {"samples": len(found.mean), "level": level, "mean_width": width}
     said |= {"promise": found.promise, "units": model.card["units"]}
@@ -195,6 +187,15 @@ def predict_numbers(
     print(f"intervals: {found.promise}")
     print(f"units: {model.card['units']}")
     return said
+
+
+def as_csv(columns: dict[str, list[str]]) -> str:
+    """Return columns as CSV, with their names."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    return file.getvalue()
 
 
 def samples(path: Path, model: Any, keep: list[str]) -> Samples:

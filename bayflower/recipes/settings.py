@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..contract import Phase
 from ..data.moments import read_scaling
-from ..errors import ConfigError, check_choices
+from ..errors import ConfigError, check_choices, check_least
 from ..maths.optim import Optimizer, OptimizerName
 from ..settings import setting
 from ..tasks import Task, make
@@ -141,22 +141,21 @@ class Training:
             for name in ("mixup", "label_smoothing", "class_weights"):
                 if getattr(self, name) != RECIPE_OFF[name]:
                     raise ConfigError(f"{name} is for task=classification, got task={self.task}")
-        for name, least in (
-            ("batch_size", 1),
-            ("local_epochs", 1),
-            ("local_steps", 0),
-            ("new_client_epochs", 1),
-            ("schedule_rounds", 0),
-            ("drop_rounds", 0),
-            ("warmup_rounds", 0),
-            ("drop_steps", 0),
-            ("warmup_steps", 0),
-            ("crop_padding", 0),
-            ("cutout", 0),
-            ("intervals", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_least(
+            self,
+            batch_size=1,
+            local_epochs=1,
+            local_steps=0,
+            new_client_epochs=1,
+            schedule_rounds=0,
+            drop_rounds=0,
+            warmup_rounds=0,
+            drop_steps=0,
+            warmup_steps=0,
+            crop_padding=0,
+            cutout=0,
+            intervals=0,
+        )
         if not 0 < self.drop_factor <= 1:
             raise ConfigError(f"drop_factor must be in (0, 1], got {self.drop_factor}")
         if not 0 <= self.lr_floor <= 1:

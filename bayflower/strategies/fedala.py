@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import ConfigError
+from ..errors import check_least, check_positive
 from ..settings import setting
 from . import fedavg
 
@@ -32,11 +32,8 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        if not 0 < self.ala_rate < float("inf"):
-            raise ConfigError(f"ala_rate must be positive and finite, got {self.ala_rate}")
-        for name, least in (("ala_epochs", 1), ("ala_tensors", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_positive(self, "ala_rate")
+        check_least(self, ala_epochs=1, ala_tensors=0)
 
 
 class Server(fedavg.Server):

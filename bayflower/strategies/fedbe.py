@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError
+from ..errors import ConfigError, check_least, check_positive
 from ..settings import setting
 from ..shown import Heading
 from ..tree import Tensors
@@ -55,17 +55,8 @@ class Config(fedavg.Tuning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (
-            ("be_samples", 1),
-            ("be_server_epochs", 1),
-            ("be_server_batch", 1),
-            ("be_swa_start", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("be_temperature", "be_server_lr"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_least(self, be_samples=1, be_server_epochs=1, be_server_batch=1, be_swa_start=0)
+        check_positive(self, "be_temperature", "be_server_lr")
         if not 0 <= self.be_spread < float("inf"):
             raise ConfigError(f"be_spread must be finite and not negative, got {self.be_spread}")
 

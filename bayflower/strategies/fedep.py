@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError, check_choices
+from ..errors import ConfigError, check_choices, check_positive
 from ..networks.model import Anatomy
 from ..settings import setting
 from ..tree import Tensors
@@ -66,9 +66,7 @@ class Config(fedavg.Tuning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("ep_scale", "ep_shrink", "ep_band"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_positive(self, "ep_scale", "ep_shrink", "ep_band")
         for name in ("ep_start", "ep_decay", "ep_max_norm"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(

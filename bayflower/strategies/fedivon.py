@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError
+from ..errors import ConfigError, check_positive
 from ..settings import setting
 from ..shown import Heading
 from ..tree import Tensors
@@ -49,9 +49,7 @@ class Config(fedavg.Tuning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("ivon_start", "ivon_decay", "ivon_temperature"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_positive(self, "ivon_start", "ivon_decay", "ivon_temperature")
         for name in ("ivon_momentum", "ivon_memory"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import ConfigError, check_choices
+from ..errors import ConfigError, check_choices, check_least
 from ..maths import npn
 from ..maths.gaussian import Diagonal, product
 from ..maths.ledger import entry as entry
@@ -117,9 +117,7 @@ class Config(fedavg.Tuning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("latent", 1), ("nodes", 3), ("npn_hidden", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_least(self, latent=1, nodes=3, npn_hidden=1)
         if not (self.np_weight >= 0 and math.isfinite(self.np_weight)):
             raise ConfigError(
                 f"np_weight must be finite and not negative, got {self.np_weight}; 0 is FedAvg"

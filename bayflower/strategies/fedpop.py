@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError
+from ..errors import ConfigError, check_positive
 from ..settings import setting
 from ..shown import Heading
 from ..tree import Tensors
@@ -57,9 +57,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for name in ("pop_rate", "pop_variance", "pop_floor"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_positive(self, "pop_rate", "pop_variance", "pop_floor")
         if not 0 <= self.pop_temperature < float("inf"):
             raise ConfigError(
                 f"pop_temperature must be finite and not negative, got {self.pop_temperature}"

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Statistic, Sum
-from ..errors import ConfigError, check_choices
+from ..errors import ConfigError, check_choices, check_positive
 from ..maths import beliefs, dropout
 from ..maths.beliefs import Belief
 from ..settings import Presets, paper, setting
@@ -124,9 +124,7 @@ class Config:
     def __post_init__(self) -> None:
         reptile.check_meta(self)
         check_choices(self)
-        for name in ("variance_floor", "hyper_clip", "hyper_width"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_positive(self, "variance_floor", "hyper_clip", "hyper_width")
         for name in (
             "kl_weight",
             "ramp_rounds",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import ConfigError, check_choices
+from ..errors import ConfigError, check_choices, check_least, check_positive
 from ..settings import setting
 from . import fedper
 
@@ -41,16 +41,12 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name, least in (("gp_batch", 2), ("gp_iterations", 0), ("gp_test_iterations", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_least(self, gp_batch=2, gp_iterations=0, gp_test_iterations=0)
         if not 0 < self.gp_predict_share < 1:
             raise ConfigError(
                 f"gp_predict_share must lie between 0 and 1, got {self.gp_predict_share}"
             )
-        for name in ("gp_scale", "gp_length", "gp_jitter"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_positive(self, "gp_scale", "gp_length", "gp_jitter")
 
 
 class Server(fedper.Server):

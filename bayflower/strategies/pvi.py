@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import ConfigError
+from ..errors import ConfigError, check_positive
 from ..settings import setting
 from ..shown import Heading
 from ..tree import Tensors
@@ -61,9 +61,7 @@ class Config(fedavg.Tuning):
         super().__post_init__()
         if not 0 <= self.pvi_damping <= 1:
             raise ConfigError(f"pvi_damping must be in [0, 1], got {self.pvi_damping}")
-        for name in ("pvi_prior_sigma", "pvi_start_sigma", "pvi_temperature"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_positive(self, "pvi_prior_sigma", "pvi_start_sigma", "pvi_temperature")
         if self.pvi_samples < 1:
             raise ConfigError(f"pvi_samples must be at least 1, got {self.pvi_samples}")
         if self.predict_samples < 0:
