@@ -304,9 +304,13 @@ def every(names: Sequence[str] | None, room: float) -> int:
 
 
 def wide(span: tuple[float, float]) -> tuple[float, float]:
-    """Return a span that is not empty."""
+    """Return a span whose marks can be told apart: not empty, nor as narrow as rounding."""
     low, high = span
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    size = max(abs(low), abs(high))
+    if high - low <= 1e-9 * size:
+        return low - 0.5, high + 0.5
+    more = max(0.0, 5e-3 * size - (high - low)) / 2  # label() shows four digits
+    return low - more, high + more
 
 
 def around(

@@ -307,6 +307,12 @@ def test_charts():
         "1.0e−7",
     ]
     assert around([3.0, 3.0], most=3.1) == (pytest.approx(2.82), 3.1)
+    for span in ((4.0, 4.0), (3.999, 3.999 + 4e-16), (3.9991, 3.9993), (-1.2345, -1.2344), (0, 0)):
+        flat = Chart("flat", (0, 1), span)
+        marks = [label(value) for value in ticks(*flat.y_range)]
+        assert len(set(marks)) == len(marks) > 1
+        assert all(flat.top <= flat.y(value) <= flat.bottom for value in ticks(*flat.y_range))
+        assert flat.y_range[0] <= span[0] <= span[1] <= flat.y_range[1]
     chart = Chart("a <name>", (0, 10), (0, 1), x_title="x & y")
     chart.axes().line([(0, 0.0), (10, 1.0)], 0, "title")
     text = chart.svg()
