@@ -107,8 +107,8 @@ def _torchvision(settings: DataSettings, path: Path) -> Source:
             else ""
         )
         raise ConfigError(
-            f"dataset {settings.dataset!r} was not found: no file {path}{own}; set data_dir to "
-            "the folder that holds it"
+            f"dataset {settings.dataset!r} was not found: no file {path}{own}; set data_dir "
+            "(--data-dir) to the folder that holds it"
         )
     extra: dict[str, Any] = {"split": "balanced"} if kind == "EMNIST" else {}
     make = getattr(import_torchvision().datasets, kind)

@@ -42,6 +42,11 @@ def read(settings: DataSettings, seed: int) -> tuple[Source, np.ndarray]:
     """Return where the server's samples are, and which they are."""
     if settings.server_data != REST:
         path = Path(settings.server_data)
+        if not path.is_file():
+            raise ConfigError(
+                f"server_data: no file {path}; give the path of an .npz file with an array x, or "
+                f"{REST!r}"
+            )
         arrays = content(path, {"x", "plain"})
         if "x" not in arrays or not arrays["x"].shape or not len(arrays["x"]):
             raise ConfigError(
