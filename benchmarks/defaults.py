@@ -165,16 +165,16 @@ def finished(path: Path) -> dict[Job, dict[str, Any]]:
     return found
 
 
-def run_missing(todo: list[Job], options: argparse.Namespace) -> int:
+def run_missing(todo: list[Any], options: argparse.Namespace, do: Any = measure) -> int:
     """Do the runs, several at a time, each written when it is done; return how many failed."""
     failed = 0
     options.results.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that are started below
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(measure, job, options.data_dir, options.device): job for job in todo}
+        waiting = {pool.submit(do, job, options.data_dir, options.device): job for job in todo}
         for number, future in enumerate(as_completed(waiting), 1):
             job = waiting[future]
-            words = f"{number}/{len(todo)} {job.dataset} {job.method} seed={job.seed}"
+            words = f"{number}/{len(todo)} {' '.join(map(str, job))}"
             try:
                 line = future.result()
             except Exception as error:  # the other runs may still go
@@ -184,7 +184,7 @@ def run_missing(todo: list[Job], options: argparse.Namespace) -> int:
                 continue
             with options.results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            print(f"{words}: {line['accuracy']:.1f} % in {line['seconds']:.0f} s", flush=True)
+            print(f"{words}: done in {line['seconds']:.0f} s", flush=True)
     return failed
 
 
