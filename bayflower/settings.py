@@ -11,9 +11,17 @@ from .errors import ConfigError
 Presets = dict[str, dict[str, Any]]  # settings by name, by the name of the preset
 
 
-def setting(default: Any, meaning: str) -> Any:
-    """Return a field of a settings class; `bayflower settings` shows its meaning."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
+def setting(default: Any, meaning: str, **before: Any) -> Any:
+    """Return a field of a settings class; `bayflower settings` shows its meaning. A setting that
+    came later names with `before` what runs had that did not know it, if not its default.
+    """
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **before})
+
+
+def earlier(kind: Any) -> dict[str, Any]:
+    """Return what settings were in runs that did not know them, where that is not the default."""
+    named = {one.name: one.metadata for one in dataclasses.fields(kind)}
+    return {name: known["before"] for name, known in named.items() if "before" in known}
 
 
 def meanings(kind: type) -> dict[str, str]:

@@ -18,6 +18,7 @@ from ..data.settings import CALIBRATION_SETTINGS, READING_SETTINGS
 from ..errors import ConfigError
 from ..recipes import RECIPE
 from ..recipes.secrecy import SECRECY
+from ..settings import earlier
 from ..tree import Tensors, flatten, unflatten
 from . import lease
 from .atomic import below, load_tensors, save_tensors
@@ -150,8 +151,9 @@ def to_resume(folder: Path, run: Run) -> Checkpoint:
             f"there is nothing to resume: {folder / FILE} does not exist; start without --resume"
         )
     now = run.flat()
-    # a setting that the method did not have then has its default
-    before = {one.name: one.default for one in fields(run.options)} | checkpoint.config
+    # a setting that the method did not have then has its default, unless it says otherwise
+    before = {one.name: one.default for one in fields(run.options)}
+    before |= earlier(run.options) | checkpoint.config
     for key in sorted({*now, *before} - FREE):
         if now.get(key) != before.get(key):
             was = before.get(key)

@@ -14,9 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config import Run, names, parse
+from ..config import Run, groups, names, parse
 from ..data import absolute, name_of
 from ..errors import BayflowerError, ConfigError
+from ..settings import earlier
 from . import checkpoint
 from .atomic import read_json
 from .lease import BUSY as BUSY
@@ -73,8 +74,8 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     before = checkpoint.BEFORE
     if "calibration" in config:  # of what came later, only `robust` is on by default
         before = {"robust": before["robust"]}
-    known = names(method) - ELSEWHERE
-    run = parse(method, {k: v for k, v in {**before, **config}.items() if k in known})
+    known, own = names(method) - ELSEWHERE, earlier(groups(method)["options"])
+    run = parse(method, {k: v for k, v in {**own, **before, **config}.items() if k in known})
     found = {**run.flat(), **absolute(run.data)}
     return {key: value for key, value in found.items() if key not in ELSEWHERE}
 

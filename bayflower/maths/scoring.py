@@ -12,6 +12,12 @@ With S = Σ z zᵀ and A = Σ D over K clients, in units of the prior (gamma + L
     scoring      A δ = Σ z,              (½E + M + ½εK) X = ½ (S − A),   Ω = 1 + X
     EM           δ = Σ z / K,            Ω = 1 + (S − A)/K − δ δᵀ
 
+A hyperprior (`Hyper`) keeps a few clients' prior in bounds: gamma ~ N(0, C), and every variance as
+if ν more clients had been seen whole, at a distance s from gamma:
+
+    slope        − Lᵀ C⁻¹ gamma          + ½ ν (s² L⁻¹ L⁻ᵀ − 1)
+    information  + Lᵀ C⁻¹ L              M + ½E of ν clients with D = 1, z zᵀ = s² L⁻¹ L⁻ᵀ
+
 Both stop where the slopes are 0, at a maximum of the marginal likelihood. EM takes as many rounds
 as information is missing: hundreds where a variance is small. Scoring takes about ten. ½E + M is at
 least half of minus the Hessian, so steps do not grow near the maximum, even if the model is wrong;
@@ -23,6 +29,7 @@ TEN.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +43,14 @@ TINY = 1e-6  # of K: a mean of which nobody's data say anything stays
 TEN = 10.0
 LATER = 1.5  # how fast directions of a covariance may become narrow, a power of rounds
 LONGEST = 1.0  # step of an extra parameter in one round
+
+
+class Hyper(NamedTuple):
+    """What is thought of the prior before anyone's data are seen."""
+
+    variance: Tensors  # C, by name of the parameters
+    clients: float  # ν
+    distance: float  # s
 
 
 # -- messages ------------------------------------------------------------------------------------
@@ -99,24 +114,33 @@ def terms(belief: Tensors, full: bool) -> Tensors:
 
 
 def climbed(
-    params: Tensors, prior: Tensors, total: Tensors, count: Tensor, rate: Tensor, rounds: Tensor
+    params: Tensors,
+    prior: Tensors,
+    total: Tensors,
+    count: Tensor,
+    rate: Tensor,
+    rounds: Tensor,
+    hyper: Hyper | None = None,
 ) -> tuple[Tensors, Tensors]:
     """Return mean and root of the prior after a step from everyone's sums, `rate` of it; `rounds`
     is how many steps were taken before.
     """
     if "z" not in total:
-        return after_em(params, prior, total, count, rate)
-    delta = rate * mean_step(total["z"], total["data"], count)
-    sums = total["squares"], total["data"], total["products"], count
+        return after_em(params, prior, total, count, rate, hyper)
     gamma = vector(params)
-    if "root" in prior:
-        root = prior["root"].double()
+    full = "root" in prior
+    root = prior["root"].double() if full else vector(stds(prior)).diag()
+    if hyper is not None:
+        total = {**total, **with_hyper(gamma, root, total, hyper, full)}
+    delta = rate * mean_step(total["z"], total.get("known", total["data"]), count)
+    sums = total["squares"], total["data"], total["products"], count
+    if full:
         least = (rounds + 1.0) ** -LATER
         wide = new_root(root, rate * covariance_step(*sums), total["data"] / count, least)
         moved = {"root": wide.to(prior["root"].dtype)}
         gamma = gamma + root @ delta
     else:
-        std = vector(stds(prior))
+        std = root.diagonal()
         squares, data, products, _ = sums
         change = rate * variance_factors(squares, data.diagonal(), products, count)
         some = point(std * bounded(1 + change).sqrt(), stds(prior))
@@ -129,14 +153,43 @@ def climbed(
     return after, moved
 
 
+def with_hyper(gamma: Tensor, root: Tensor, total: Tensors, hyper: Hyper, full: bool) -> Tensors:
+    """Return the sums that a hyperprior changes; "known" is the information on the mean."""
+    tight = 1 / vector(hyper.variance)
+    apart = torch.linalg.inv(root)
+    outer, more = hyper.distance**2 * apart @ apart.mT, hyper.clients
+    own = unit(root)
+    part = operator(own, 0.5 * own + outer) if full else own * (0.5 * own + outer)
+    return {
+        "z": total["z"] - root.mT @ (tight * gamma),
+        "known": total["data"] + root.mT @ (tight[:, None] * root),
+        "data": total["data"] + more * own,
+        "squares": total["squares"] + more * (outer if full else outer.diagonal()),
+        "products": total["products"] + more * part,
+    }
+
+
 def after_em(
-    params: Tensors, prior: Tensors, total: Tensors, count: Tensor, rate: Tensor
+    params: Tensors,
+    prior: Tensors,
+    total: Tensors,
+    count: Tensor,
+    rate: Tensor,
+    hyper: Hyper | None = None,
 ) -> tuple[Tensors, Tensors]:
     """Return the same by EM, parameter by parameter."""
     after, moved = dict(params), dict(prior)
     for name, old in stds(prior).items():
         std, mean = old.double(), total[f"z/{name}"] / count
-        factor = 1 + rate * (total[f"excess/{name}"] / count - mean.square())
+        excess = total[f"excess/{name}"] / count - mean.square()
+        if hyper is not None:
+            tight = 1 / hyper.variance[name].double()
+            pull = tight * std * params[name].double()
+            mean = (total[f"z/{name}"] - pull) / (count + tight * std.square())
+            around = total[f"excess/{name}"] + (count * mean - 2 * total[f"z/{name}"]) * mean
+            seen = hyper.clients * ((hyper.distance / std).square() - 1)
+            excess = (around + seen) / (count + hyper.clients)
+        factor = 1 + rate * excess
         after[name] = (params[name].double() + rate * std * mean).to(params[name].dtype)
         moved[f"std/{name}"] = (std * bounded(factor).sqrt()).to(old.dtype)
     return after, moved

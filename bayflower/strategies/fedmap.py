@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
-from ..errors import ConfigError, check_choices
+from ..errors import ConfigError, check_choices, check_positive
 from ..maths import scoring
 from ..maths.hierarchy import size, varied, vector
 from ..settings import Presets, paper, setting
@@ -54,6 +54,7 @@ from .fedavg import summed, weighted
 
 Weights = Literal["mean", "count", "sum", "uniform"]
 Prior = Literal["fixed", "learned", "full"]
+Hyperprior = Literal["weak", "flat"]
 BIN = 256  # powers of two in one exponent bin
 SMALL = 256  # parameters up to which a posterior has a full covariance
 FULL = 32  # parameters up to which a prior may have one
@@ -79,23 +80,16 @@ class Config:
         "likelihood; full: a whole covariance, up to 32 parameters",
     )
     start_variance: float = setting(1.0, "prior=learned or full: its variance before round 1")
+    hyperprior: Hyperprior = setting(
+        "weak",
+        "prior=learned or full: weak: a few clients' prior stays in bounds, in units of "
+        "standardised inputs; flat: maximum marginal likelihood",
+        before="flat",
+    )
 
     def __post_init__(self) -> None:
-        if not (self.sigma2 > 0 and math.isfinite(self.sigma2)):
-            raise ConfigError(
-                f"sigma2 must be positive and finite, got {self.sigma2}; it is the variance of "
-                "the prior around gamma"
-            )
         check_choices(self)
-        if not (self.tau > 0 and math.isfinite(self.tau)):
-            raise ConfigError(
-                f"tau must be positive and finite, got {self.tau}; 1 means no tempering"
-            )
-        if not (self.start_variance > 0 and math.isfinite(self.start_variance)):
-            raise ConfigError(
-                f"start_variance must be positive and finite, got {self.start_variance}; it is "
-                "the variance of the prior before round 1"
-            )
+        check_positive(self, "sigma2", "tau", "start_variance")
 
     @property
     def learns(self) -> bool:
@@ -331,20 +325,24 @@ class Server(ServerHalf):
         """Return the state with a prior that makes the data of the round's clients more likely."""
         count, course = total["clients"].double(), state.course
         rate = torch.maximum(count / course["members"].clamp(min=1), 2 / (course["rounds"] + 2))
-        params, prior = scoring.climbed(
-            state.params, state.prior, dict(total), count, rate.clamp(max=1), course["rounds"]
-        )
-        return State(
-            params,
-            count,
-            prior,
-            {
-                "rounds": course["rounds"] + 1,
-                "members": course["members"],
-                "data_share": total["data_share"] / count,
-                "evidence": total["evidence"] / total["num_examples"],
-            },
-        )
+        hyper = self.hyper(state.params, float(count / course["members"].clamp(min=1)))
+        known = (count, rate.clamp(max=1), course["rounds"], hyper)
+        params, prior = scoring.climbed(state.params, state.prior, dict(total), *known)
+        noted = {
+            "rounds": course["rounds"] + 1,
+            "members": course["members"],
+            "data_share": total["data_share"] / count,
+            "evidence": total["evidence"] / total["num_examples"],
+        }
+        return State(params, count, prior, noted)
+
+    def hyper(self, params: Tensors, share: float) -> scoring.Hyper | None:
+        """Return the hyperprior of a round with a share of the clients; intercepts are wider."""
+        if self.config.hyperprior == "flat":
+            return None
+        wide = {name: 1.0 if value.ndim > 1 else 25.0 for name, value in params.items()}
+        variance = {name: torch.full_like(params[name], wide[name] / share) for name in wide}
+        return scoring.Hyper(variance, share, 0.5)
 
     def admit(self, state: State, client: int) -> State:
         """Return the state with one more client to speak for."""

@@ -307,6 +307,7 @@ def test_a_model_with_a_learned_prior_takes_its_exact_posterior_home(
     given = settings(table, "regression", "y", dtype="float64", checkpoint_every=12, rounds=12)
     given |= {"prior": prior, "calibration": "off", "test_fraction": 0.1}
     given |= {"input_scale": "none", "target_scale": "none", "start_variance": 100.0}
+    given |= {"hyperprior": "flat"}  # the other one is for standardised inputs and targets
     prepared = prepare(parse("fedmap", given), "fused")
     run_to_result(prepared, tmp_path / "run")
     x = np.array([[1.0, 0.0], [-3.0, 2.0], [0.0, 0.0]])

@@ -17,11 +17,14 @@ from torch import nn
 
 from bayflower.config import parse
 from bayflower.data.federation import ClientData, Federation
+from bayflower.engines import execute
 from bayflower.errors import ConfigError
+from bayflower.files import checkpoint, place
 from bayflower.files.records import Outcome
 from bayflower.files.store import MemoryStore
 from bayflower.flower.loop import run_loop
 from bayflower.fused.run import run_fused
+from bayflower.maths import scoring
 from bayflower.rounds import solo
 from bayflower.rounds.halves import halves_for
 from bayflower.testing import Bench, MethodContract
@@ -35,6 +38,7 @@ USUAL = {
     "dtype": "float64",
     "stacking": "yes",
     "calibration": "off",
+    "hyperprior": "flat",
 }
 VOTES = {"task": "classification", "dtype": "float32", "dataset": "digits"}
 SIZES = [1, 1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 9, 12, 14, 17, 20, 24, 30, 35, 40]
@@ -97,8 +101,18 @@ def worst(clients: list[Client], outcome: Outcome) -> tuple[float, float]:
     return float(np.max(means)), float(np.max(stds))
 
 
-def best(clients: list[Client], outcome: Outcome) -> float:
-    """Return the largest log marginal likelihood near the learned prior, by a search."""
+def thought(gamma: np.ndarray, wide: np.ndarray) -> float:
+    """Return the log density of a weak hyperprior, of log variances (a covariance: as a client's
+    squares), up to a constant; the last parameter is the intercept.
+    """
+    mean = np.sum(gamma**2 / np.r_[np.ones(len(gamma) - 1), 25.0])
+    return -0.5 * float(mean + np.linalg.slogdet(wide)[1] + 0.25 * np.trace(np.linalg.inv(wide)))
+
+
+def best(clients: list[Client], outcome: Outcome, weak: bool = False) -> float:
+    """Return the largest log marginal likelihood near the learned prior, by a search; with a weak
+    hyperprior its density is counted in.
+    """
     gamma, wide, noise = prior_of(outcome)
     full = "root" in outcome.server_state.prior
     d = len(gamma)
@@ -110,7 +124,9 @@ def best(clients: list[Client], outcome: Outcome) -> float:
             root[lower] = free[d:-1]
         else:
             root[np.arange(d), np.arange(d)] = np.exp(np.clip(free[d:-1], -15, 5))
-        return -log_marginal(clients, free[:d], root @ root.T, np.exp(np.clip(free[-1], -15, 5)))
+        more = thought(free[:d], root @ root.T) if weak else 0.0
+        noise = np.exp(np.clip(free[-1], -15, 5))
+        return -log_marginal(clients, free[:d], root @ root.T, noise) - more
 
     spread = np.linalg.cholesky(wide)[lower] if full else 0.5 * np.log(wide.diagonal())
     start = np.r_[gamma, spread, np.log(noise)]
@@ -136,6 +152,51 @@ def test_posteriors_are_the_exact_ones_and_the_prior_is_the_most_likely(
     # the clients' evidence, reported by the server, is the marginal likelihood
     said = float(outcome.server_state.course["evidence"]) * sum(SIZES)
     assert said == pytest.approx(reached, abs=1e-2)
+
+
+@pytest.mark.parametrize("prior", ["learned", "full"])
+def test_a_weak_hyperprior_gives_the_most_probable_prior(prior: str) -> None:
+    """Three clients with few samples each: the prior alone would let gamma run away."""
+    clients = drawn(9, [2, 3, 4], [0.5, 0.4, 0.5], 0.7)
+    there = {"target_scale": "none", "rounds": 60, "prior": prior}
+    outcome = result(clients, "fused", **there, hyperprior="weak")
+    gamma, wide, noise = prior_of(outcome)
+    reached = log_marginal(clients, gamma, wide, noise) + thought(gamma, wide)
+    assert best(clients, outcome, weak=True) - reached < 1e-3
+    flat = prior_of(result(clients, "fused", **there))
+    assert thought(gamma, wide) > thought(flat[0], flat[1] + 1e-9 * np.eye(3)) + 0.1
+
+
+def test_a_weak_hyperprior_and_em_stop_at_the_same_place() -> None:
+    """Networks too large for Newton's method: steps of EM, parameter by parameter."""
+    rng = np.random.default_rng(0)
+    theta, gains = rng.normal(0.8, 0.6, 7), np.array([0.2, 1, 5, 0.5, 2, 9, 1.0])
+    hyper = scoring.Hyper({"w": torch.tensor([2.0])}, 1.0, 0.5)
+    params, prior = {"w": torch.zeros(1)}, {"std/w": torch.ones(1)}
+    params, prior = ({k: v.double() for k, v in one.items()} for one in (params, prior))
+
+    def sums(gamma: float, std: float) -> dict[str, torch.Tensor]:
+        """Of clients that saw theta with these precisions."""
+        share = std**2 * gains / (1 + std**2 * gains)
+        z = share * (theta - gamma) / std
+        excess = np.sum(z**2 - share)
+        found = {"z/w": [z.sum()], "excess/w": [excess]}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+
+    count, rate = torch.tensor(7.0, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    for _ in range(3000):
+        total = sums(float(params["w"]), float(prior["std/w"]))
+        params, prior = scoring.climbed(params, prior, total, count, rate, rate, hyper)
+
+    def value(free: np.ndarray) -> float:
+        gamma, v = free[0], np.exp(2 * free[1])
+        wide = v + 1 / gains
+        fits = np.sum(np.log(wide) + (theta - gamma) ** 2 / wide)
+        return 0.5 * float(fits + gamma**2 / 2 + np.log(v) + 0.25 / v)
+
+    want = minimize(value, np.zeros(2), method="BFGS", options={"gtol": 1e-9}).x
+    assert float(params["w"]) == pytest.approx(want[0], abs=1e-5)
+    assert float(prior["std/w"].log()) == pytest.approx(want[1], abs=1e-5)
 
 
 def test_both_engines_learn_the_same_prior() -> None:
@@ -220,6 +281,7 @@ def test_what_cannot_be_learned_is_refused_in_one_line() -> None:
     for settings, said in (
         ({"prior": "learned", "start_variance": 0.0}, "start_variance must be positive"),
         ({"prior": "half"}, "prior must be one of fixed, learned, full"),
+        ({"hyperprior": "strong"}, "hyperprior must be one of weak, flat"),
     ):
         with pytest.raises(ConfigError, match=said):
             parse("fedmap", {**USUAL, **settings})
@@ -227,6 +289,22 @@ def test_what_cannot_be_learned_is_refused_in_one_line() -> None:
         parse("fedmap", {"prior": "learned", "mixup": 0.2})
     with pytest.raises(ConfigError, match="prior=full is for at most 32 parameters"):
         small_prepared("fedmap", prior="full")
+
+
+def test_a_run_from_before_there_was_a_hyperprior_goes_on_without(tmp_path: Path) -> None:
+    usual = {"prior": "learned", "model": "linear", "rounds": 2, "checkpoint_every": 1}
+    prepared = small_prepared("fedmap", **usual, hyperprior="flat")
+    execute(prepared, out=tmp_path)
+    found = checkpoint.read(tmp_path)
+    assert found is not None
+    config = {key: value for key, value in found.config.items() if key != "hyperprior"}
+    checkpoint.write(tmp_path, found._replace(config=config))
+    assert checkpoint.to_resume(tmp_path, prepared.run).round == found.round
+    weak = small_prepared("fedmap", **usual).run
+    assert weak.options.hyperprior == "weak"
+    with pytest.raises(ConfigError, match="hyperprior is 'weak' but the run"):
+        checkpoint.to_resume(tmp_path, weak)
+    assert place.decisive(config)["hyperprior"] == "flat"
 
 
 def test_a_posterior_that_is_none_is_refused() -> None:
