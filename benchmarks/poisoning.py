@@ -141,13 +141,14 @@ class Poisoned(FusedRun):
         self.before = self.state
 
         def changed(chosen: list[int], broadcast: Any, number: int) -> Any:
-            updates, losses = train(self.engine, chosen, broadcast, number)
-            rows = [chosen.index(client) for client in self.bad if client in chosen]
+            got = train(self.engine, chosen, broadcast, number)
+            there, updates = got.clients, got.updates
+            rows = [there.index(client) for client in self.bad if client in there]
             if round in self.rounds and self.attack and rows:
                 lies = attacked(self.server, self.state, updates, rows, self.attack)
-                rows = [row for row in rows if not self.refused(chosen[row], take(lies, row))]
+                rows = [row for row in rows if not self.refused(there[row], take(lies, row))]
                 updates = map_tree(partial(mixed, rows), updates, lies)
-            return updates, losses
+            return got._replace(updates=updates)
 
         self.engine.train = changed  # type: ignore
         super().round(round)

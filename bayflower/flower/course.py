@@ -25,6 +25,7 @@ from ..recipes import Training
 from ..recipes.secrecy import Privacy
 from ..rounds import schedule
 from ..rounds.calibrated import Calibrated
+from ..rounds.diverged import EMPTY_ROUNDS, stopped
 from ..rounds.refine import Refiner
 from ..rounds.robust import Limiter, changed
 from ..wire.hello import ClientInfo
@@ -42,7 +43,6 @@ from .wrapped import Form, OwnForm, WrappedForm
 log = logging.getLogger("bayflower")
 # Flower's kind of function that aggregates metrics
 MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
-EMPTY_ROUNDS = 3  # a run stops after this many rounds in a row without a valid reply
 
 
 class Course:
@@ -230,10 +230,7 @@ class Course:
         self.journal.no_reply(round)
         self._empty += 1
         if self._empty == EMPTY_ROUNDS:
-            raise BayflowerError(
-                f"no valid reply in {EMPTY_ROUNDS} rounds in a row; the run stopped; last fault: "
-                f"{self.journal.cause()}"
-            )
+            raise BayflowerError(stopped(EMPTY_ROUNDS, self.journal.cause()))
 
     # -- what is asked ---------------------------------------------------------------------------
     def _half(self) -> ServerHalf:

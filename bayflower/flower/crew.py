@@ -195,10 +195,11 @@ class Crew:
                     fresh[number] = seat, begun._replace(tally=flat_tallies(own))
         self.stacked = 0
         for chunk in engine.chunks(list(fresh), sent):
-            updates, losses = engine.train(chunk, sent(chunk), round)
-            for number, update, loss in zip(
-                chunk, apart(chunk, to(updates, "cpu")).values(), losses.tolist(), strict=True
-            ):
+            got = engine.train(chunk, sent(chunk), round)
+            engine.keep(got, round)
+            updates = apart(got.clients, to(got.updates, "cpu"))
+            for number, loss in zip(got.clients, got.losses.tolist(), strict=True):
+                update = updates[number]
                 seat, begun = fresh[number]
                 seat.ready = begun, solo.Trained(self.bank.known[number], update, loss)
             if not engine.one_by_one_because:

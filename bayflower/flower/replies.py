@@ -4,7 +4,6 @@ is plausible.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
@@ -13,13 +12,13 @@ from flwr.app import Message, MetricRecord, RecordDict
 
 from ..config import Limits
 from ..contract import ServerHalf
+from ..rounds.diverged import loss_problem
 from ..tasks import Task
 from ..tree import flatten
 from . import bounds, records
 from .exchange import Member, reason
 from .wrapped import Form
 
-LARGEST_LOSS = 1e30  # larger losses are rejected: training has diverged
 ODD_LOSS = 1e3  # times one plus the median of the round: such a loss stays out of metrics
 MOST_TESTS = 1000  # arrays of test results and of calibration
 
@@ -132,12 +131,9 @@ def tallies_of(reply: Message, expected: Expected, client: int) -> dict[str, Any
 def train_loss(reply: Message) -> float:
     """Return the mean loss of local training that a reply reports."""
     loss = records.metric(reply, records.TRAIN_LOSS)
-    if not isinstance(loss, (int, float)) or not math.isfinite(loss) or abs(loss) > LARGEST_LOSS:
-        raise records.WireError(
-            f"{records.TRAIN_LOSS} must be a finite number in [-{LARGEST_LOSS:g}, "
-            f"{LARGEST_LOSS:g}], got {str(loss)[:80]}"
-        )
-    return float(loss)
+    if why := loss_problem(records.TRAIN_LOSS, loss):
+        raise records.WireError(why)
+    return float(loss)  # type: ignore[arg-type]
 
 
 def odd_losses(losses: Mapping[int, float]) -> list[int]:

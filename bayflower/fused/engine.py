@@ -30,6 +30,7 @@ from ..tree import map_tree, stack, take, to, upload
 from . import choice
 from .bank import Bank, DeviceBank
 from .phases import Stack, StackedPass, StackedPhase
+from .replies import Replies
 from .totals import stacked_updates
 
 log = logging.getLogger("bayflower")
@@ -77,6 +78,7 @@ class Fused:
             self.one_by_one_because = (
                 self.one_by_one_because or "clients were trained one by one because stacking=no"
             )
+        self.failed: dict[int, str] = {}  # clients of this round whose training failed, and why
         self.stacked_phases: dict[Any, StackedPhase] = {}
         self.stacked_passes: dict[Any, StackedPass] = {}
 
@@ -106,11 +108,10 @@ class Fused:
         ]
 
     # -- one round --------------------------------------------------------------------------------
-    def train(self, chosen: list[int], broadcast: Any, round: int) -> tuple[Any, Tensor]:
-        """Return (the stacked updates, the mean losses) of `chosen` after one round, and store
-        their new states.
-        """
+    def train(self, chosen: list[int], broadcast: Any, round: int) -> Replies:
+        """Return what `chosen` give back after one round; `keep` stores their new states."""
         self.lap("other")
+        self.failed = {}
         states = self.bank.take(chosen)
         self.lap("states")
         if self.undecided:
@@ -126,9 +127,14 @@ class Fused:
         if self.one_by_one_because:
             states, updates, losses = self._one_by_one(chosen, states, broadcast, round)
         self.lap("messages")
-        self.bank.put(chosen, states, round)
+        done = [client for client in chosen if client not in self.failed]
+        return Replies(done, states, updates, losses, self.failed)
+
+    def keep(self, replies: Replies, round: int) -> None:
+        """Store the new states of clients that trained; those of others stay as they were."""
+        if replies.clients:
+            self.bank.put(replies.clients, replies.states, round)
         self.lap("states")
-        return updates, losses
 
     def _give_up(self, what: str, error: Exception) -> None:
         """Go on one by one, and say why."""
@@ -159,18 +165,17 @@ class Fused:
         parts = []
         for place, client in enumerate(chosen):
             own = take(broadcast, place) if self.per_client else broadcast
-            with solo.one_thread():
-                parts.append(
-                    solo.train(
-                        self.unstacked,
-                        take(states, place),
-                        own,
-                        self.stack.alone(client),
-                        seed=self.seed,
-                        client=client,
-                        round=round,
+            data, keys = self.stack.alone(client), {"client": client, "round": round}
+            try:
+                with solo.one_thread():
+                    mine = take(states, place)
+                    parts.append(
+                        solo.train(self.unstacked, mine, own, data, seed=self.seed, **keys)
                     )
-                )
+            except torch.linalg.LinAlgError as error:  # numbers that are none, in a matrix
+                self.failed[client] = f"the client failed: {' '.join(str(error).split())[:120]}"
+                if len(self.failed) == len(chosen):
+                    raise
         losses = torch.tensor([part.loss for part in parts], dtype=torch.float64)
         return (
             stack([part.state for part in parts]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,14 @@ from torch import Tensor
 from ..config import Run
 from ..contract import Purpose
 from ..data import Federation
+from ..errors import BayflowerError
 from ..files.checkpoint import Checkpoint, make, server_state, write
+from ..files.journal import NO_REPLY
 from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
 from ..privacy.budget import Budget
 from ..rounds import prints, schedule, solo
 from ..rounds.calibrated import Calibrated, One
+from ..rounds.diverged import EMPTY_ROUNDS, stopped
 from ..rounds.halves import Halves
 from ..rounds.refine import refiner_of
 from ..rounds.robust import Limiter, changed
@@ -107,6 +110,7 @@ class FusedRun:
         self.refiner = refiner_of(run, halves, federation.input_shape)
         self.records: list[RoundRecord] = []
         self.faults: list[str] = []
+        self.empty = 0  # rounds in a row without a valid reply
         self.prints: dict[str, Any] = {}  # of the clients' data
         if resume:
             self._go_on(resume)
@@ -199,7 +203,7 @@ class FusedRun:
         for chunk in chunks:
             with self.meter.time("training"):
                 message = self.broadcast_to(chunk)
-                updates, chunk_losses = self.engine.train(chunk, message, round)
+                got = self.engine.train(chunk, message, round)
             # exact sums if trained one by one: then results equal the loop engine's bit for bit
             totals = totals or totals_for(
                 self.run, self.halves, not self.engine.one_by_one_because, sizes, self.limiter
@@ -210,22 +214,47 @@ class FusedRun:
                 self.engine.prefetch(self.clients_of(round + 1), round + 1)
                 self.lap("drawing")
             with self.meter.time("aggregation"):
-                totals.add(self.state, chunk, updates)
-                if last:
-                    new = self.server.finalise(self.state, totals.value(self.device))
-                    self.faults += [f"round {round}, {text}" for _, text in totals.told]
-                    before, known = self.state, (round, self.state, new)
-                    self.state = self.limiter.accepted(*known, self.faults.append)
-                    if self.refiner is not None:
-                        self.state = self.refiner(before, self.state, round)
+                got = got.valid(self.halves, self.state)
+                self.engine.keep(got, round)
+                for client, why in sorted(got.lost.items()):
+                    self._fault(f"round {round}, client {client}: reply not used: {why}")
+                losses.update(zip(got.clients, got.losses.unbind(), strict=True))
+                if got.clients:
+                    totals.add(self.state, got.clients, got.updates)
+                if last and self._any_reply(round, losses):
+                    self._close(round, totals)
             self.lap("aggregation")
-            losses.update(zip(chunk, chunk_losses.unbind(), strict=True))
-            count.add(chunk, self.halves, message, updates, sizes)
+            count.add(chunk, self.halves, message, got.clients, got.updates, sizes)
         count.weights = {client: self.limiter.counted(client, sizes[client]) for client in chosen}
         stacked = 0 if self.engine.one_by_one_because else max(map(len, chunks), default=0)
         report = partial(self._report, self.state, self.budget.shown() if self.budget else {})
         self.pending.add(round, losses, count, report, stacked, begin)
         self.lap("records")
+
+    def _close(self, round: int, totals: Totals) -> None:
+        """Update the server's state by the sum of a round."""
+        new = self.server.finalise(self.state, totals.value(self.device))
+        self.faults += [f"round {round}, {text}" for _, text in totals.told]
+        before, known = self.state, (round, self.state, new)
+        self.state = self.limiter.accepted(*known, self.faults.append)
+        if self.refiner is not None:
+            self.state = self.refiner(before, self.state, round)
+
+    def _any_reply(self, round: int, losses: Mapping[int, Tensor]) -> bool:
+        """Return whether there is something to add; raise if several rounds had nothing."""
+        if losses or self.budget is not None:  # a private round adds its noise even to nothing
+            self.empty = 0
+            return True
+        self.empty += 1
+        cause = self.faults[-1]
+        self._fault(f"round {round}: {NO_REPLY}; the global state is unchanged")
+        if self.empty == min(EMPTY_ROUNDS, self.settings.rounds):
+            raise BayflowerError(stopped(self.empty, cause))
+        return False
+
+    def _fault(self, text: str) -> None:
+        self.faults.append(text)
+        log.warning("%s", text)
 
     def _report(self, state: Any, more: dict[str, float]) -> dict[str, float]:
         return {**self.server.report(state), **more}

@@ -56,11 +56,12 @@ class Count:
         clients: Sequence[int],
         halves: Halves,
         message: Any,
+        replied: Sequence[int],
         updates: Any,
         examples: Mapping[int, int],
     ) -> None:
-        """Count the messages to some clients. `settle` counts their replies, whose sizes may depend
-        on values.
+        """Count the messages to some clients. `settle` counts the replies of those that `replied`,
+        whose sizes may depend on values.
 
         `message` is stacked if it differs from client to client, `updates` always.
         """
@@ -77,7 +78,8 @@ class Count:
         )
         self.examples.update(examples)
         shared: int | None = None
-        self.open.append((clients, halves.client, outline(updates, halves.client.sized_by)))
+        if replied:
+            self.open.append((replied, halves.client, outline(updates, halves.client.sized_by)))
         for place in range(len(clients)):
             if shared is None or server.per_client:
                 own = (

@@ -80,7 +80,7 @@ class Limited(NamedTuple):
 
 def parts_of(half: ServerHalf, state: Any, updates: Any) -> list[Part]:
     """Return what is limited in stacked updates, besides counts and claims."""
-    found, own_state = [], state._asdict()
+    found = []
     entries, there = half.sent_entries(state), half.present(state, updates)
     beside = any(kind in ("slope", "factor", "exact") for kind in half.update_fields.values())
     for field, value in updates._asdict().items():
@@ -92,12 +92,7 @@ def parts_of(half: ServerHalf, state: Any, updates: Any) -> list[Part]:
         }
         if not leaves or kind == "claimed":
             continue
-        sent: Tensors = {}
-        if kind in ("model", "buffers", "precision"):
-            own = own_state.get(field)
-            sent = own if isinstance(own, dict) and leaves.keys() <= own.keys() else {}
-            if not sent and kind == "model":
-                sent = half.shared(state)
+        sent = sent_with(half, state, field, leaves)
         only = {name: there[full] for name in leaves if (full := flat_name(field, name)) in there}
         part = Part(field, field, kind, leaves, sent, only, beside)
         if kind == "model" and leaves.keys() <= entries.keys():
@@ -107,6 +102,17 @@ def parts_of(half: ServerHalf, state: Any, updates: Any) -> list[Part]:
             part = part._replace(name=field + KEPT, only=both(rest, only))
         found.append(part)
     return found
+
+
+def sent_with(half: ServerHalf, state: Any, field: str, leaves: Tensors) -> Tensors:
+    """Return what was sent of a field, by name: its change starts there; {}: at zero."""
+    kind = half.update_fields.get(field, "other")
+    if kind not in ("model", "buffers", "precision"):
+        return {}
+    own = state._asdict().get(field)
+    if isinstance(own, dict) and leaves.keys() <= own.keys():
+        return own
+    return half.shared(state) if kind == "model" else {}
 
 
 def flat_name(field: str, name: str) -> str:

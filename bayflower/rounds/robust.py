@@ -228,7 +228,8 @@ class Limiter:
         if self.how in HOLDING and len(found) > 2:
             near = ordered(self.how, self.half, state, found)
             self.suspects.farthest = found.keys() - near.keys()
-            found = near
+            gone = self.suspects.farthest if self.mutes else set()
+            found = near | {client: take(self.muted(seen[client]), 0) for client in gone}
         return found
 
     def renew(self) -> None:

@@ -57,9 +57,10 @@ def no_constants(name: str):
 
 @pytest.mark.parametrize("rate", ["1e8", "1e30"])
 def test_a_run_that_diverges_is_one_line(tmp_path, rate):
-    """Numbers that are far too large, and numbers that are none."""
+    """Numbers that are far too large, and numbers that are none: a run stops after three rounds
+    without a reply that can be used."""
     done = bayflower(
-        *("run", "fedmap", "--rounds", "2", "--clients", "3", "--set", "keep=0.1"),
+        *("run", "fedmap", "--rounds", "4", "--clients", "3", "--set", "keep=0.1"),
         *("--set", f"lr={rate}", "--out", str(tmp_path / "run")),
     )
     assert done.returncode == 1
