@@ -14,6 +14,11 @@ clients. After more rounds less is enough, if most clients are near each other.
     or if         a_k < BELOW and m − a_k > max(NEAR, TIMES s)            after LATER rounds
     counts again if a_k > min(AGAIN, m − BACK)
 
+Several clients that oppose the others together lower the median and widen s. So the lowest a_k,
+two to (K − 1) // 3 of them, are also looked at as a group. After LEAST rounds it is left out if all
+of it is below UNDER, and the gap to the next client is above GAP and above WIDER times every gap
+between the clients above it. Honest clients that oppose the sum are spread, and no such group.
+
 A client pulls the model towards its own optimum, so that its changes resemble those that it sent
 before. One that suddenly sends the opposite is left out of that round, before anything is added:
 
@@ -32,6 +37,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -52,6 +58,7 @@ EARLY, AWAY = -0.33, 0.45
 AGAINST, APART = -0.3, 0.4
 LATER, BELOW, NEAR, TIMES = 5, -0.15, 0.3, 5.0
 AGAIN, BACK = -0.1, 0.25
+UNDER, GAP, WIDER = -0.12, 0.2, 1.5
 MEMORY = 0.3
 TURNED = -0.15
 STEADY = 0.2
@@ -158,7 +165,8 @@ class Gate:
                 or (rounds >= LATER and mean < BELOW and below > max(NEAR, TIMES * spread))
             )
 
-        self.out = {client: mean for client, mean in means.items() if opposes(client, mean)}
+        group = low_group({c: m for c, m in means.items() if len(known[c]) >= LEAST})
+        self.out = {c: mean for c, mean in means.items() if c in group or opposes(c, mean)}
 
     def why(self, client: int) -> str | None:
         """Return a line on a client that is left out, None if it is not."""
@@ -198,6 +206,17 @@ class Gate:
         }
         self.out = dict.fromkeys(memory.get("out", []), 0.0)
         self.judge()
+
+
+def low_group(means: Mapping[int, float]) -> set[int]:
+    """Return the largest group of at least two clients that stands apart below the others."""
+    ordered = sorted(means, key=lambda client: (means[client], client))
+    gaps = [means[b] - means[a] for a, b in pairwise(ordered)]
+    for size in range((len(ordered) - 1) // 3, 1, -1):
+        wide = max(GAP, WIDER * max(gaps[size:]))
+        if means[ordered[size - 1]] < UNDER and gaps[size - 1] > wide:
+            return set(ordered[:size])
+    return set()
 
 
 def unit(rows: Vector) -> Vector:

@@ -5,6 +5,7 @@ Oracles are numpy, one client after another, and what is packed for the wire.
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from bayflower.files import checkpoint
 from bayflower.files.place import decisive
 from bayflower.flower.collected import Arriving
 from bayflower.maths.exact import Total
-from bayflower.rounds import robust, solo
+from bayflower.rounds import gate, robust, solo
 from bayflower.rounds.gate import MANY
 from bayflower.rounds.parts import STEP, Part, limited, parts_of, size_of
 from bayflower.rounds.robust import Limiter
@@ -322,3 +323,52 @@ def test_a_file_from_before_there_was_robust_is_a_run_without_it():
     run = small("fedavg", robust="off").flat()
     old = {key: value for key, value in run.items() if key != "robust"}
     assert decisive(old) == decisive(run) != decisive({**run, "robust": "gate"})
+
+
+def group_of(means: dict[int, float]) -> set[int]:
+    """Oracle: every group of the lowest clients, from the definition, the largest first."""
+    clients = sorted(means, key=lambda client: (means[client], client))
+    for size in range(len(clients), 1, -1):
+        low, high = clients[:size], clients[size:]
+        if 3 * size > len(clients) - 1:
+            continue
+        gap = min(means[c] for c in high) - max(means[c] for c in low)
+        above = sorted(means[c] for c in high)
+        inner = max(b - a for a, b in pairwise(above))
+        if max(means[c] for c in low) < gate.UNDER and gap > max(gate.GAP, gate.WIDER * inner):
+            return set(low)
+    return set()
+
+
+def test_a_group_that_opposes_the_others_is_found_where_its_clients_alone_are_not():
+    """With three of ten the median falls and the spread grows; the gap below the others stays. One
+    client alone, clients with a gap between the honest ones, and a third or more are no such group.
+    """
+    honest = [0.07, 0.1, 0.15, 0.2, 0.25, 0.35, 0.4]
+    cases = [
+        ([-0.28, -0.2, -0.16], True),
+        ([-0.28, -0.2], True),
+        ([-0.28], False),
+        ([-0.28, -0.2, -0.1], False),  # not all of it is below zero
+        ([-0.28, -0.2, -0.17, -0.16], False),  # too many
+    ]
+    for low, out in cases:
+        found = gate.Gate()
+        values = [*low, *honest]
+        found.past = {client: [mean] * gate.LEAST for client, mean in enumerate(values)}
+        found.judge()
+        assert set(found.out) == (set(range(len(low))) if out else set())
+        found.past = {client: [mean] * (gate.LEAST - 1) for client, mean in enumerate(values)}
+        found.out = {}
+        found.judge()
+        assert not found.out  # so few rounds say too little
+    rng, some = np.random.default_rng(0), 0
+    for _ in range(2000):
+        low = int(rng.integers(0, 5))
+        number = int(rng.integers(8, 16))
+        means = rng.uniform(-0.1, rng.choice([0.1, 0.3, 0.6]), size=number)
+        means[:low] = rng.uniform(-0.5, -0.1, size=low)
+        own = {client: float(mean) for client, mean in enumerate(means)}
+        assert gate.low_group(own) == group_of(own)
+        some += bool(group_of(own))
+    assert 100 < some < 1900
