@@ -5,6 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+CONTAINERS = "deploy/test_containers.py"  # all faults at one position, in one run
+TESTS = {  # by the beginning of a fault's title: the tests that show it, and with what
+    "SuperNode killed": [CONTAINERS, "flower/test_flower_faults.py"],
+    "ClientApp process killed": [CONTAINERS, "flower/test_flower_faults.py"],
+    "client off the network": [CONTAINERS, "flower/test_exchange.py"],
+    "link of a client": [CONTAINERS, "flower/test_exchange.py"],
+    "ServerApp process killed": [CONTAINERS, "deploy/test_deploy_processes.py"],
+    "SuperLink killed": [CONTAINERS, "deploy/test_deploy_processes.py"],
+    "disk of a client full": [CONTAINERS, "flower/test_store.py"],
+}
+
+
+def tests_of(title: str) -> str:
+    """Return the tests that show what is promised of a fault."""
+    found = [tests for begin, tests in TESTS.items() if title.startswith(begin)]
+    return ", ".join(f"`{test}`" for tests in found for test in tests)
+
 
 def table_row(cells: Iterable[Any]) -> str:
     """Return one line of a table."""
@@ -69,6 +86,18 @@ def page(content: dict[str, Any], head: str) -> str:
                 ]
             )
         )
+    titles = dict.fromkeys(row["title"] for row in content.get("rows", []))
+    lines += [
+        "",
+        "## Tests that show it",
+        "",
+        "`make containers` meets all faults during training in one run. The other tests meet the "
+        "fault with processes, or with messages that are lost. All are in `tests/`.",
+        "",
+        table_row(["fault", "shown in"]),
+        "|---|---|",
+        *(table_row([title, tests_of(title)]) for title in titles),
+    ]
     if content.get("scaling"):
         why = (
             "Light training; all containers share two cores, and Flower starts a process that "

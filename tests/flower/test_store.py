@@ -74,6 +74,15 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, place):
         DiskStore(place if place.startswith("/") else tmp_path / place).save("run", 1, saved(1))
 
 
+@pytest.mark.parametrize("run", ["../x", "/etc", "a/b", "a b", "", "x" * 65, "a\n", "ä"])
+def test_a_runs_name_from_the_network_is_no_path(tmp_path, run):
+    store = DiskStore(tmp_path / "state")
+    for use in (lambda: store.load(run, 1), lambda: store.save(run, 1, saved(1))):
+        with pytest.raises(BayflowerError, match="run must be 1 to 64 letters"):
+            use()
+    assert not list(tmp_path.rglob("*"))
+
+
 def test_a_full_disk_of_a_client_is_a_fault_and_the_run_goes_on(tmp_path):
     """Client 1's disk is full in round 2: one line names client, round, file and reason; in round 3
     it goes on from round 1.
