@@ -79,6 +79,42 @@ def rollover(
 
 
 @app.command()
+def requests(
+    folder: Folder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder for the requests")],
+) -> None:
+    """Ask an authority elsewhere for this machine's certificates: one signing request each. The
+    private keys stay here.
+    """
+    from ..deploy import outside
+
+    for path in outside.requests(layout.read(folder), out):
+        print(f"written: {path}")
+    print(
+        f"now have them signed (NAME.csr gives NAME.crt), then: bayflower deploy accept {folder} "
+        "SIGNED --authority ROOT.pem"
+    )
+
+
+@app.command()
+def accept(
+    folder: Folder,
+    signed: Annotated[Path, typer.Argument(metavar="SIGNED", help="folder with NAME.crt files")],
+    authority: Annotated[Path, typer.Option(help="the authority's certificate, in PEM form")],
+    only: Annotated[
+        bool, typer.Option("--only", help="trust no other authority from now on")
+    ] = False,
+) -> None:
+    """Use certificates that an authority elsewhere has signed, and trust it: on the clients'
+    machines first, then on the server's. Restart the programs afterwards.
+    """
+    from ..deploy import outside
+
+    for path in outside.accept(layout.read(folder), signed, authority, only):
+        print(f"written: {path}")
+
+
+@app.command()
 def backup(
     folder: Folder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder for the backup")],

@@ -203,7 +203,8 @@ def need_authority(deployment: Deployment, command: str) -> None:
     if deployment.role != "all" or not (deployment.folder / "ca" / "ca.key").exists():
         raise ConfigError(
             f"{deployment.folder} does not contain the authority's key; run {command} in the "
-            "folder made by bayflower deploy init"
+            "folder made by bayflower deploy init, or, if another authority signs, bayflower "
+            "deploy requests"
         )
 
 

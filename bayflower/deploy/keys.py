@@ -116,10 +116,7 @@ def make_certificate(
     authority's.
     """
     key = ec.generate_private_key(ec.SECP384R1())
-    names = [
-        x509.IPAddress(ipaddress.ip_address(host)) if is_address(host) else x509.DNSName(host)
-        for host in dict.fromkeys(hosts)
-    ]
+    names = general_names(hosts)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
     certificate = (
         builder(subject, authority.certificate.subject, key.public_key(), days)
@@ -138,6 +135,14 @@ def make_certificate(
     )
     new_file(folder / f"{stem}.key", private_pem(key), 0o600)
     new_file(folder / f"{stem}.crt", pem(certificate) + pem(authority.certificate), 0o644)
+
+
+def general_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Return names and addresses as a certificate has them."""
+    return [
+        x509.IPAddress(ipaddress.ip_address(host)) if is_address(host) else x509.DNSName(host)
+        for host in dict.fromkeys(hosts)
+    ]
 
 
 def make_node_key(folder: Path, comment: str) -> bytes:
@@ -190,12 +195,17 @@ def valid_certificates(path: Path) -> list[str]:
 
 
 def names_of(path: Path) -> list[str]:
+    """Return the names and addresses a certificate in a file is for."""
+    return hosts_of(x509.load_pem_x509_certificate(path.read_bytes()))
+
+
+def hosts_of(certificate: x509.Certificate) -> list[str]:
     """Return the names and addresses a certificate is for."""
-    names = (
-        x509.load_pem_x509_certificate(path.read_bytes())
-        .extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        .value
-    )
+    try:
+        known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return []
+    names = known.value
     return [
         *names.get_values_for_type(x509.DNSName),
         *(str(one) for one in names.get_values_for_type(x509.IPAddress)),

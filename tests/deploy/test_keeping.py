@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import ssl
 import stat
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import yaml
 from conftest import assert_same_bits, small_prepared
+from handshake import accepted
 from town import FAST
 from typer.testing import CliRunner
 
@@ -29,27 +29,6 @@ SECRET = b"\x01" * 32
 
 
 # -- the authority ---------------------------------------------------------------------------------
-def accepted(server: Path, trusted: Path) -> bool:
-    """Return whether a client that trusts `trusted` accepts the server's certificate, over TLS."""
-    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    served.load_cert_chain(server / "server.crt", server / "server.key")
-    asks = ssl.create_default_context(cafile=str(trusted))
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    one = asks.wrap_bio(to_client, to_server, server_hostname="fl.example.org")
-    two = served.wrap_bio(to_server, to_client, server_side=True)
-    done = set()
-    for _ in range(10):
-        for end in (one, two):
-            try:
-                end.do_handshake()
-                done.add(end)
-            except ssl.SSLWantReadError:
-                pass
-            except ssl.SSLCertVerificationError:
-                return False
-    return len(done) == 2
-
-
 def test_a_new_authority_overlaps_the_old_one(tmp_path):
     """At no time is a machine left out whose ca.crt was replaced before the server's
     certificate.
