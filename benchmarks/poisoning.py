@@ -2,7 +2,7 @@
 
     python -m benchmarks.poisoning --out FILE      table of all methods, an hour on one core;
                                                    started again, it goes on where FILE ends
-    python -m benchmarks.poisoning --seeds 3       twenty rounds of attack, all of digits
+    python -m benchmarks.poisoning --seeds 3       twenty rounds of attack, all of digits (--bad 1)
     python -m benchmarks.poisoning --cost          what the defence costs honest federations
     python -m benchmarks.poisoning_page FILES      take printed rows over, and write the page
 
@@ -22,6 +22,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -74,7 +75,7 @@ HONEST = {  # federations without an attacker
     },
 }
 SEEDS = 5
-VERSION = 4  # of the gate, in each row: 4 = a group of clients that opposes the others
+VERSION = 4  # of the gate, in each row: 4 = groups of clients that oppose the others
 
 
 def attacked(half: Any, state: Any, updates: Any, rows: Sequence[int], attack: str) -> Any:
@@ -318,20 +319,21 @@ def cost(names: Sequence[str], datas: Sequence[str], out: Path | None) -> None:
             told(row, out)
 
 
-def lasting(names: Sequence[str], seeds: int, out: Path | None) -> None:
-    """Measure twenty rounds of attack by one client on all of digits, the mean over some seeds."""
-    done = known(out, "method", "lasting")
+def lasting(names: Sequence[str], bads: Sequence[int], seeds: int, out: Path | None) -> None:
+    """Measure twenty rounds of attack on all of digits, the mean over some seeds."""
+    done = known(out, "method", "lasting", "attackers")
     for method in names:
-        for attack in ("", "random", "flip", "count", ABSENT):
-            if (method, attack or "clean") in done:
+        for attack, bad in product(("", "random", "flip", "count", ABSENT), bads):
+            if (method, attack or "clean", bad) in done:
                 continue
             found = [
-                Measured(method, "gate", 1, {**DIGITS, "keep": 1.0, "seed": seed}, False)
+                Measured(method, "gate", bad, {**DIGITS, "keep": 1.0, "seed": seed}, False)
                 for seed in range(seeds)
             ]
             values = [one.always(attack) for one in found]
             row = {"method": method, "lasting": attack or "clean", "seeds": seeds}
-            told({**row, "accuracy": fmean(values)}, out)
+            more = {"attackers": bad, "version": VERSION, "accuracy": fmean(values)}
+            told({**row, **more}, out)
 
 
 def main() -> None:
@@ -354,7 +356,7 @@ def main() -> None:
     rules, every = given.rules.split(","), given.every.split(",")
     out = Path(given.out) if given.out else None
     if given.seeds:
-        lasting(names, given.seeds, out)
+        lasting(names, bads, given.seeds, out)
     elif given.cost:
         cost(names, given.data.split(";"), out)
     else:

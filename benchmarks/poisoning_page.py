@@ -94,16 +94,26 @@ READING = """## Reading
 * **Three attackers** hold nearly half of all samples, and 90 test samples are left: a point is one
   sample. In one round all three are left out in most methods, and the displacement is that of their
   absence. In all rounds a random direction is left out each time, but the medians that make the
-  limits contain the attackers' sizes, so the run is not that of their absence (MOON 70 and 83 %). A
-  flip counts until it is seen: in FedIvon that takes twelve rounds (29 and 72 %), and FedPer ends
-  at 59 (79 without them).
+  limits contain the attackers' sizes, so the run is not that of their absence. A flip counts until
+  it is seen. None of three flips stands out by itself: they lower the median, and they widen the
+  median deviation (FedPer: −0.34, −0.24 and −0.16 after three rounds, honest clients 0.04 to 0.35).
+  Their gap to the others does, so groups are looked at: FedPer's and MOON's attackers are left out
+  from round 4 on (without groups from round 5 on, and one of FedPer's never). The mean over three
+  seeds on all of digits is within three points of their absence; one seed and 90 test samples, as
+  in the table above, say little.
+* **FedIvon does not hold three flips** (45 % and 70 % without them). In the first eight rounds
+  nothing tells them: after five, an honest client opposes the others as much as one attacker does
+  (−0.28 both), and the other two attackers agree with a sum that is nearly half theirs (0.05 and
+  0.11). From round 9 on their cosines are −0.6 to −0.8 and they are left out in rounds 12 and 13.
+  FedIvon is far from the end of its training then, and eight rounds do not mend it.
 * Not measured: methods and cells that are missing above.
 """
 
 
 def load() -> list[Row]:
     """Return the rows."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines() if line]
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines() if line]
+    return [{"attackers": 1, **row} if "lasting" in row else row for row in rows]
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -117,8 +127,27 @@ def taken(rows: list[Row], files: Iterable[str]) -> list[Row]:
     for file in files:
         for line in Path(file).read_text().splitlines():
             row = json.loads(line)
-            found[key(row)] = row
+            old = {} if "always" in row else lasted(found.get(key(row), {}))
+            found[key(row)] = {**old, **row}
     return sorted(found.values(), key=lambda row: [str(one) for one in key(row)])
+
+
+def lasted(row: Row) -> Row:
+    """Return what an older row says of all rounds, with the clean run it was compared with."""
+    if "always" not in row:
+        return {}
+    return {
+        "always": row["always"],
+        "always_clean": row.get("always_clean", row["clean"]),
+        "always_version": row.get("always_version", row.get("version", 2)),
+    }
+
+
+def measured(row: Row) -> Row:
+    """Return a row that says itself all that it says of all rounds."""
+    if "always" not in row or row.get("always_clean") is not None:
+        return row
+    return {**row, "always_clean": row["clean"], "always_version": row.get("version", 2)}
 
 
 def cell(row: Row | None, what: str) -> str:
@@ -143,7 +172,7 @@ def table(rows: Sequence[Row], bad: int, rule: str, what: str) -> list[str]:
     lines += [f"| method | clean | {heads} |", "|---" * (len(ATTACKS) + 2) + "|"]
     for method in sorted({row["method"] for row in mine}):
         own = {row["attack"]: row for row in mine if row["method"] == method}
-        clean = 100 * next(iter(own.values()))["clean"]
+        clean = 100 * next(iter(own.values()))["always_clean" if what == "always" else "clean"]
         cells = " | ".join(cell(own.get(attack), what) for attack in ATTACKS)
         lines.append(f"| {method} | {clean:.0f} | {cells} |")
     return [*lines, ""]
@@ -165,18 +194,7 @@ def cost(rows: Sequence[Row]) -> list[str]:
             what = f"{row['data']} | {row['method']}"
             error = f"{100 * row['error']:.1f}" if "error" in row else "–"
             lines.append(f"| {what} | {off:.1f} | {on:.1f} | {on - off:+.1f} | {error} |")
-    clean = {(r["method"], r["robust"]): r["clean"] for r in rows if r.get("attackers") == 1}
-    names = [m for m, rule in clean if rule == "gate" and (m, "off") in clean]
-    both = {m: 100 * (clean[m, "gate"] - clean[m, "off"]) for m in names}
-    least, most = min(both.values()), max(both.values())
-    mean = sum(both.values()) / len(both)
-    return [
-        *lines,
-        "",
-        f"On the federation of the tables above (one seed) clean accuracy of {len(both)} methods "
-        f"differs by {mean:+.1f} points in the mean, {least:+.1f} to {most:+.1f}.",
-        "",
-    ]
+    return [*lines, ""]
 
 
 def aims(rows: Sequence[Row]) -> list[str]:
@@ -191,7 +209,7 @@ def aims(rows: Sequence[Row]) -> list[str]:
     long = [row for row in bad if "always" in row]
     far = [row for row in bad if row["moved"] > 1]
     once = [row for row in bad if row["once"] < row["clean"] - 0.05]
-    always = [row for row in long if row["always"] < row["clean"] - 0.05]
+    always = [row for row in long if row["always"] < row["always_clean"] - 0.05]
     still = [row for row in always if row["always"] < gone.get(row["method"], 1) - 0.05]
     paid = [r for r in rows if "gate" in r and r["gate"] < r["off"] - 0.005]
     costs = ", ".join(
@@ -209,20 +227,20 @@ def aims(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def lasting(rows: Sequence[Row]) -> list[str]:
+def lasting(rows: Sequence[Row], bad: int) -> list[str]:
     """Return the table of twenty rounds of attack over several seeds."""
-    mine = [row for row in rows if "lasting" in row]
+    mine = [row for row in rows if "lasting" in row and row["attackers"] == bad]
     if not mine:
         return []
     kinds = ("clean", "random", "flip", "count", "absent")
-    lines = ["## 1 of ten, robust=gate, all twenty rounds, all of digits: mean over seeds, %", ""]
+    what = "robust=gate, all twenty rounds, all of digits: mean over seeds, %"
+    lines = [f"## {bad} of ten, {what}", ""]
     lines += [f"| method | seeds | {' | '.join(kinds)} |", "|---" * (len(kinds) + 2) + "|"]
     for method in sorted({row["method"] for row in mine}):
         own = {row["lasting"]: row for row in mine if row["method"] == method}
-        if "clean" not in own:
-            continue
         cells = [f"{100 * own[one]['accuracy']:.1f}" if one in own else "–" for one in kinds]
-        lines.append(f"| {method} | {own['clean']['seeds']} | {' | '.join(cells)} |")
+        seeds = next(iter(own.values()))["seeds"]
+        lines.append(f"| {method} | {seeds} | {' | '.join(cells)} |")
     missed = [
         f"{row['method']} ({row['lasting']})"
         for row in mine
@@ -231,27 +249,44 @@ def lasting(rows: Sequence[Row]) -> list[str]:
         if row["lasting"] not in ("clean", "absent")
         if row["accuracy"] < clean["accuracy"] - 0.05
     ]
+    if bad > 1:
+        return [*lines, ""]
     return [*lines, "", f"More than five points below clean: {', '.join(missed) or 'none'}.", ""]
 
 
 def earlier(rows: Sequence[Row]) -> list[str]:
     """Return lines on methods that were measured before the last changes of the rules."""
     gate = [row for row in rows if row.get("robust") == "gate" and "attackers" in row]
-    first = sorted({row["method"] for row in gate if row.get("version") == 1})
+    long = [row for row in gate if "always" in row]
+    first = sorted({row["method"] for row in long if row["always_version"] == 1})
     second = sorted(
-        {f"{row['method']} ({row['attackers']})" for row in gate if row.get("version", 2) < 3}
+        {f"{row['method']} ({row['attackers']})" for row in long if row["always_version"] < 3}
+    )
+    third = sorted(
+        {f"{row['method']} ({row['attackers']})" for row in long if row["always_version"] == 3}
+    )
+    once = sorted(
+        {f"{row['method']} ({row['attackers']})" for row in gate if row.get("version", 2) < 4}
     )
     lines = []
+    if third:
+        lines += [
+            "All rounds, measured before groups of clients were looked at (attackers): "
+            f"{', '.join(third)}.",
+            "",
+        ]
+    if once:
+        lines += [f"One round, measured before that (attackers): {', '.join(once)}.", ""]
     if first:
         lines += [
-            "Measured before the gate judged clients after two rounds (it waited for three): "
-            f"{', '.join(first)}. Figures of one round do not depend on it.",
+            "All rounds, measured before the gate judged clients after two rounds (it waited for "
+            f"three): {', '.join(first)}.",
             "",
         ]
     if second:
         lines += [
-            "Measured while clients that are left out for their size still counted among the "
-            f"others with whom directions are compared (attackers): {', '.join(second)}.",
+            "All rounds, measured while clients that are left out for their size still counted "
+            f"among the others with whom directions are compared (attackers): {', '.join(second)}.",
             "",
         ]
     return lines
@@ -259,7 +294,7 @@ def earlier(rows: Sequence[Row]) -> list[str]:
 
 def main() -> None:
     """Take rows over, and write the page."""
-    rows = taken(load(), sys.argv[1:])
+    rows = [measured(row) for row in taken(load(), sys.argv[1:])]
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [INTRO]
     for bad, rule, what in (
@@ -271,7 +306,14 @@ def main() -> None:
         (3, "off", "moved"),
     ):
         lines += table(rows, bad, rule, what)
-    lines += [*lasting(rows), *cost(rows), *aims(rows), *earlier(rows), READING]
+    lines += [
+        *lasting(rows, 1),
+        *lasting(rows, 3),
+        *cost(rows),
+        *aims(rows),
+        *earlier(rows),
+        READING,
+    ]
     PAGE.write_text("\n".join(lines))
 
 
