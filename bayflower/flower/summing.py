@@ -197,7 +197,13 @@ class Summing:
         if not self._enough("seed"):
             self._help("unmask", "seed", late)
         if gathering.gone and self._enough("seed"):
-            self._help("recover", "key", sorted(gathering.signatures))
+            signed = sorted(gathering.signatures)
+            self._help("recover", "key", signed)
+            if not self._enough("key"):  # some have gone since they signed: let others sign
+                rest = [one for one in present if one not in signed]
+                self._help("unmask", "seed", rest, all_of_them=True)
+                further = [one for one in sorted(gathering.signatures) if one not in signed]
+                self._help("recover", "key", further)
         vector = torch.from_numpy(gathering.result().view(np.int64))
         rounded = decode(vector, window, found.total)
         found.total.drop([LOSS])
@@ -214,7 +220,7 @@ class Summing:
         least = min((len(gathering.shares[kind].get(one, {})) for one in owners), default=0)
         return not owners or least >= gathering.session.threshold
 
-    def _help(self, request: str, kind: str, clients: list[int]) -> None:
+    def _help(self, request: str, kind: str, clients: list[int], all_of_them: bool = False) -> None:
         """Ask holders for shares until enough of them came."""
         gathering = self.gathering
         assert gathering is not None
@@ -234,7 +240,7 @@ class Summing:
                 gathering.hear(client, kind, said)
             except (BayflowerError, ValueError) as error:
                 self.roster.journal.fault(f"client {client}: {error}", client)
-            if self._enough(kind):
+            if self._enough(kind) and not all_of_them:
                 return
 
     # -- messages ----------------------------------------------------------------------------------

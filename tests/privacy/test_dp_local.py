@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_secure_runs import run
+from secureruns import run
 
 from bayflower.config import parse
 from bayflower.engines import prepare, run_to_result

@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from flwr.app import MessageType
+from secureruns import ADDITIVE, BASE, SECURE, dropping, run, same, summed
 from typer.testing import CliRunner
 
 from bayflower import methods
@@ -21,97 +21,11 @@ from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files import checkpoint
 from bayflower.files.store import DiskStore, MemoryStore
 from bayflower.flower import course, masking, records
-from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy, run_loop
+from bayflower.flower.loop import run_loop
 from bayflower.policy import rules
 from bayflower.tree import flatten
 
-BASE = {
-    "dataset": "digits",
-    "model": "mlp",
-    "num_clients": 5,
-    "rounds": 2,
-    "local_epochs": 1,
-    "calibration": "off",
-    "evaluate_every": 0,
-    "device": "cpu",
-    "robust": "off",  # under masks clients limit themselves: other bits than without
-}
-SECURE = {"secure": "sum", "secure_limbs": 3, "secure_threshold": 0.5}
-ADDITIVE = [row.name for row in methods.ROWS if not row.additive]
 FIRST = ("fedavg", "fedmap")
-
-
-def run(method, lost=None, seen=None, store=None, node=None, num_rounds=0, **settings):
-    """Return the strategy after a run on an in-process grid. `lost(request, client, round)` says
-    which messages are never answered; `seen` gets every reply to a training request; `node` is
-    added to the nodes' configurations.
-    """
-    ready = prepare(parse(method, {**BASE, **settings}), "loop")
-    app = federation_app(ready.run, ready.federation, ready.halves, store or MemoryStore())
-    grid = InProcessGrid(app, contexts(one.client for one in ready.federation.clients))
-
-    for context in grid.contexts.values():
-        context.node_config.update(node or {})
-
-    def answer(message):
-        head = message.content[records.HEADER]
-        client = grid.contexts[message.metadata.dst_node_id].node_config["partition-id"]
-        train = message.metadata.message_type == MessageType.TRAIN
-        request = "train" if train else str(head.get("secure", ""))
-        round = int(head.get("round", strategy.journal.round))
-        if lost and lost(request, client, round):
-            return error_reply(message)
-        reply = grid.ask(message)
-        if train and seen is not None:
-            seen.append((client, records.copy_content(reply.content)))
-        return reply
-
-    grid.fail = answer
-    strategy = make_strategy(ready.run, quiet=True, retries=0)
-    params, buffers = ready.halves.initial
-    rounds = num_rounds or BASE["rounds"]
-    strategy.start(grid, records.to_arrays({**params, **buffers}), num_rounds=rounds)
-    return strategy
-
-
-def error_reply(message):
-    from flwr.app import Error, Message
-
-    return Message(Error(code=2, reason="lost"), reply_to=message)
-
-
-def same(one, other):
-    ours, theirs = flatten(one.state), flatten(other.state)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
-
-
-def dropping(request, client, round):
-    """Client 4 never enrols, client 3 sends no update in round 2, client 2 does not unmask then."""
-    return (
-        (client == 4 and request in ("enrol", "train"))
-        or (client == 3 and round == 2 and request == "train")
-        or (client == 2 and round == 2 and request in ("unmask", "recover"))
-    )
-
-
-def summed(monkeypatch, method):
-    """Let the server of plain runs add what clients add in secure ones."""
-    made = methods.get(method).server
-
-    class Summed(made):
-        def check(self, state, client, update):
-            return None  # it may need what secure sums do not keep
-
-        def statistic(self, state, client, update):
-            return made(self.config, self.anatomy).summand(state, client, update)
-
-    initialise = course.Course._initialise
-
-    def initialised(self, anatomy, initial):
-        initialise(self, anatomy, initial)
-        self.half = Summed(self.half.config, self.half.anatomy)
-
-    monkeypatch.setattr(course.Course, "_initialise", initialised)
 
 
 @pytest.mark.parametrize(
