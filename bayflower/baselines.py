@@ -7,8 +7,8 @@ from __future__ import annotations
 from .plugins import Method
 
 # why statistics cannot be added behind masks, or bounded
-TURNS = "its server counts every client's turns"
-SIZES = "its server keeps every client's number of samples"
+DRIFT = "clipping and noise would part its total from the factors that clients keep"
+CODES = "its gradients are codes of whole numbers, times a norm"
 PRODUCTS = "its sums are products of two numbers of a client"
 
 MORE = (
@@ -18,8 +18,7 @@ MORE = (
         "FedEP",
         "Guo et al. 2023, ICLR",
         "PVI's factors by moment matching",
-        private=TURNS,
-        unless={"ep_sites=shared": SIZES},
+        private=DRIFT,
     ),
     Method(
         "fedep-ft",
@@ -28,8 +27,7 @@ MORE = (
         "Guo et al. 2023, ICLR",
         "FedEP, fine-tuned on the client’s data before each test",
         {"finetune_epochs": 5},
-        private=TURNS,
-        unless={"ep_sites=shared": SIZES},
+        private=DRIFT,
     ),
     Method(
         "fedsep",
@@ -38,7 +36,7 @@ MORE = (
         "Guo et al. 2023, ICLR",
         "FedEP whose clients share one factor and keep nothing",
         {"ep_sites": "shared"},
-        additive=SIZES,
+        private="its clients need the number of all samples, which a noisy sum does not have",
     ),
     Method(
         "fedpac",
@@ -121,7 +119,7 @@ MORE = (
         "QLSD",
         "Vono et al. 2022, AISTATS",
         "samples of the posterior by Langevin steps with quantised gradients",
-        additive=TURNS,
+        private=CODES,
     ),
     Method(
         "qlsd-ft",
@@ -130,6 +128,6 @@ MORE = (
         "Vono et al. 2022, AISTATS",
         "QLSD, its mean fine-tuned on the client’s data before each test",
         {"finetune_epochs": 5},
-        additive=TURNS,
+        private=CODES,
     ),
 )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import plugins
-from .baselines import MORE
+from .baselines import DRIFT, MORE
 from .errors import ConfigError
 from .plugins import Given, Outside, Table
 from .plugins import Method as Method  # a row
@@ -21,6 +21,7 @@ from .plugins import Method as Method  # a row
 # why statistics cannot be added behind masks, or bounded
 CLASSES = "what it sends names the classes that a client has"
 STEPS = "it sends steps by client, which a sum would not keep apart"
+SQUARES = "its sums have squares of a client's numbers"
 ROWS = (
     Method(
         "fedmap",
@@ -58,7 +59,7 @@ ROWS = (
         "Luo and Kuruoglu 2024, arXiv 2402.16091",
         "the most uncertain weights are personal, the others averaged; uncertainty by Laplace "
         "approximations",
-        additive="it sums distances from weights that clients are not sent",
+        private=SQUARES,
     ),
     Method(
         "metavd",
@@ -75,7 +76,8 @@ ROWS = (
         "the same, ablation",
         "one dropout posterior for all clients, averaged",
         {"posterior": "global"},
-        additive=STEPS,
+        private="its weights depend on what a client sends",
+        unless={"posterior=hyper": STEPS, "posterior=own": STEPS},
     ),
     Method(
         "ensemblevd",
@@ -92,7 +94,7 @@ ROWS = (
         "FedNP",
         "Federated Neural Propagation 2023, AAAI",
         "a Gaussian over a latent by expectation propagation regularises the classifier",
-        private="its server keeps a ledger of every client's factor",
+        private=DRIFT,
     ),
     Method(
         "fedavg",
@@ -272,7 +274,7 @@ ROWS = (
         "Ashman et al. 2022, arXiv 2202.12275",
         "a Gaussian posterior over all weights, one factor a client",
         {"lr": 0.02},
-        private="its server counts every client's turns",
+        private=DRIFT,
     ),
     *MORE,
     Method(

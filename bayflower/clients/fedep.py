@@ -85,8 +85,8 @@ class Client(fedavg.Global):
         return State(zeros, map_tree(torch.clone, zeros), number, number.clone(), {})
 
     def lost(self, state: Any) -> Any:
-        """Return a client that had a factor and has none; with a shared one nothing is lost."""
-        return state if self.config.ep_sites == "shared" else bare(state)
+        """Return a client that had a factor and has none, or whose samples were counted."""
+        return bare(state)
 
     def begin(self, state: Any, broadcast: Broadcast, data: Batch) -> Work:  # type: ignore[override]
         """Return the work that starts at the mean, with the cavity [eq. 1]; a factor of an older
@@ -216,7 +216,7 @@ class Client(fedavg.Global):
             sent = Natural(*({n: good[n] * v for n, v in group.items()} for group in sent))
         update = Update(fedavg.count(data), work.buffers, *sent, memo.turns)
         if shared:
-            return State({}, {}, memo.turns, memo.epoch, {}), update
+            return State({}, {}, memo.turns.clamp(min=0) + 1, memo.epoch, {}), update
         own = [
             {n: v + group[n].double() for n, v in old.items()}
             for old, group in zip(memo.own, sent, strict=True)

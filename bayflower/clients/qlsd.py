@@ -95,6 +95,11 @@ class Client(fedavg.Global):
         number = torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
         return State(memory, number, number.clone(), {})
 
+    def lost(self, state: Any) -> Any:
+        """Return a client that had a memory and has none: all memories must start anew."""
+        none = {n: torch.zeros_like(v) for n, v in state.memory.items()}
+        return state._replace(memory=none, turns=torch.full_like(state.turns, -1))
+
     def begin(self, state: Any, broadcast: Broadcast, data: Batch) -> Work:  # type: ignore[override]
         """Return the work at the newest sample; a memory of an older epoch is dropped."""
         same = state.epoch == broadcast.epoch
@@ -145,7 +150,7 @@ class Client(fedavg.Global):
             for n, v in memo.memory.items()
         }
         update = Update(fedavg.count(data), work.buffers, codes, memo.norms, memo.turns)
-        return State(memory, memo.turns + 1, memo.epoch, {}), update
+        return State(memory, memo.turns.clamp(min=0) + 1, memo.epoch, {}), update
 
     def predict(self, view: str, state: Any, broadcast: Any, x: Tensor, noise: Tensors) -> Tensor:
         """Return class probabilities at the mean, fine-tuned if it was, or the newest sample."""

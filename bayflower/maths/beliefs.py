@@ -118,6 +118,24 @@ def log_alphas(config: Any, belief: Belief, clients: Sequence[int], size: int) -
     return torch.stack([log_alpha(config, belief, client, size) for client in clients])
 
 
+def line(client: int, number: Tensor, step: Tensor) -> Tensors:
+    """Return what a sum keeps of a client by name: n and its step of log alpha."""
+    return {f"number/{client}": number, f"step/{client}": step.double()}
+
+
+def after(config: Any, belief: Belief, total: Mapping[str, Tensor]) -> Belief:
+    """Return the belief after a sum with a `line` of each client, or with Σ n step of all in
+    "step/all" (secure sums, one log alpha for all clients).
+    """
+    whole = total["num_examples"]
+    if f"step/{ALL}" in total:
+        return moved_together(config, belief, total[f"step/{ALL}"].reshape(-1) / whole)
+    clients = [int(name.partition("/")[2]) for name in total if name.startswith("number/")]
+    steps = {client: total[f"step/{client}"].reshape(-1) for client in clients}
+    shares = {client: total[f"number/{client}"].double() / whole for client in clients}
+    return followed(config, belief, steps, shares)
+
+
 def followed(
     config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: Mapping[int, Tensor]
 ) -> Belief:
@@ -163,7 +181,7 @@ def followed(
             seen,
         )
     if config.posterior == "global":
-        names, moved = [ALL], (share[:, None] * moved).sum(0, keepdim=True)
+        return moved_together(config, belief, (share[:, None] * moved).sum(0))._replace(seen=seen)
     after = {
         name: dropout.limited(belief.embeddings[name].double() + config.server_lr * step).to(
             belief.embeddings[name].dtype
@@ -171,6 +189,13 @@ def followed(
         for name, step in zip(names, moved, strict=True)
     }
     return belief._replace(embeddings={**belief.embeddings, **after}, seen=seen)
+
+
+def moved_together(config: Any, belief: Belief, step: Tensor) -> Belief:
+    """Return the belief in one log alpha for all clients after their mean step."""
+    old = belief.embeddings[ALL]
+    after = dropout.limited(old.double() + config.server_lr * step.to(old.device)).to(old.dtype)
+    return belief._replace(embeddings={ALL: after})
 
 
 def partly(part: float, before: Tensors, after: Tensors) -> Tensors:

@@ -16,6 +16,7 @@ personal.
 
 sigma_g does not depend on the shift c: Σ pi (mu − w_g)² = Σ pi (mu − c)² − (w_g − c)². Down travel
 the mask as bits, and w_g on the shared entries alone; before the first round every entry is shared.
+In a secure sum clients shift by what they were sent, which is 0 on personal entries.
 
 Departs:
   E-B2  the algorithm's line 6 lacks the square of [eq. 5], without which the term is always 0.
@@ -45,6 +46,7 @@ from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_choices
 from ..maths.bits import pack_bits
 from ..maths.curvature import Kind
+from ..maths.window import on_grid
 from ..settings import Presets, paper, setting
 from ..shown import Heading
 from ..tree import Tensors
@@ -249,6 +251,24 @@ class Server(ServerHalf):
             **weighted("buffers", update.buffers, number),
         }
 
+    def summand(self, state: State | Broadcast, client: int, update: Update) -> Statistic:
+        """Return the same with the shift c that clients know: w_g where it is shared, else 0."""
+        sent = state if isinstance(state, Broadcast) else self.broadcast(state, client)
+        number, weight = update.num_examples, update.num_examples.double()
+        apart = {
+            f"moment/{name}": on_grid(
+                weight * (value.double() - sent.params[name].double()).square()
+            )
+            for name, value in update.params.items()
+        }
+        return {
+            "num_examples": number,
+            **weighted("params", update.params, number),
+            **weighted("within", update.variance, number),
+            **weighted("buffers", update.buffers, number),
+            **apart,
+        }
+
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
         """Return the same sums over stacked updates, in float64 on their device."""
         number = updates.num_examples
@@ -279,7 +299,9 @@ class Server(ServerHalf):
         if "num_examples" not in total:
             return state
         number = total["num_examples"]
-        within, between = moments(state.params, total)
+        secure = any(name.startswith("moment/") for name in total)
+        shift = self.broadcast(state, 0).params if secure else state.params
+        within, between = moments(shift, total)
         ratio = flat(between).median() / flat(within).median()
         return State(
             params=averaged("params", state.params, total, number),
@@ -337,8 +359,9 @@ def moments(last: Tensors, total: Sum) -> tuple[Tensors, Tensors]:
     between = {}
     for name, value in last.items():
         step = total[f"params/{name}"] / number - value.to(number.device).double()
+        squares = total[f"between/{name}" if f"between/{name}" in total else f"moment/{name}"]
         # rounding may leave −1e-30
-        between[name] = (total[f"between/{name}"] / number - step.square()).clamp(min=0)
+        between[name] = (squares / number - step.square()).clamp(min=0)
     return within, between
 
 

@@ -10,7 +10,8 @@ product of one factor a client, by expectation propagation.
     Λ ← Λ + Σ_k Δλ_k,    H ← H + Σ_k Δη_k    of the changes Δ that clients send             [eq. 4]
 
 The sums are PVI's, under a flat prior. FedSEP (`ep_sites=shared`) has no factors: every client
-stands for its share n_k/N of the posterior, and nothing stays on it.
+stands for its share n_k/N of the posterior, and nothing stays on it but how often it took part: in
+a secure sum a client adds n_k to N the first time.
 
 In the first `ep_warm_rounds` rounds there is no posterior: a client's first factor is a Gaussian of
 precision c n_k (ι + ω) around its own model, so the mean is FedAvg's average, and only the factors
@@ -96,7 +97,7 @@ class State(NamedTuple):
     fresh: Tensor  # bool: there is no posterior yet, params are FedAvg's
     replies: Tensor  # int64: of the last round
     warm: Tensor  # int64: rounds of FedAvg that are left
-    sizes: Tensors  # "k": samples of client k (FedSEP)
+    sizes: Tensors  # "k": samples of client k (FedSEP); "all": of all, after secure sums
 
 
 class Broadcast(NamedTuple):
@@ -149,10 +150,9 @@ class Server(pvi.Server):
 
     def check(self, state: Any, client: int, update: Update) -> str | None:
         """Return why the change cannot be added, or None."""
-        known = state._replace(turns={}) if self.shares else state
-        if self.shares and int(update.turns):
-            return "it changed a factor of its own, and all clients share one (ep_sites=shared)"
-        return super().check(known, client, update)
+        if self.shares:  # turns say only whether its samples were counted
+            update = update._replace(turns=update.turns.clamp(max=0))
+        return super().check(state, client, update)
 
     def line(self, state: Any, client: int, turns: int) -> Tensors:
         """Return the client's turns by name; with a shared factor nothing is counted."""
@@ -162,6 +162,15 @@ class Server(pvi.Server):
         """Return the change, (n, n·buffers), turns or size of the client by name [eq. 4]."""
         size = {f"size/{client}": update.num_examples} if self.shares else {}
         return {**super().statistic(state, client, update), **size}
+
+    def summand(self, state: Any, client: int, update: Update) -> Statistic:
+        """Return the change and (n, n·buffers); with a shared factor also n in `joined`, if the
+        client's samples are not yet in N.
+        """
+        if not self.shares:
+            return super().summand(state, client, update)
+        new = torch.where(update.turns == 0, update.num_examples, 0)
+        return {**pvi.changes(update), "reset": torch.zeros_like(new), "joined": new}
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Update) -> Sum:
         """Return the same sums over stacked updates."""
@@ -179,6 +188,9 @@ class Server(pvi.Server):
             return state
         device = state.epoch.device
         new = {n[5:]: value.to(device) for n, value in total.items() if n.startswith("size/")}
+        if "joined" in total:
+            old = sum(state.sizes.values(), torch.zeros_like(state.epoch))
+            new = {"all": old + total["joined"].to(old)}
         sizes = dict(sorted({**state.sizes, **new}.items()))
         found: Any = super().finalise(state, total)
         after = found._replace(sizes=sizes)

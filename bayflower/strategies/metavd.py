@@ -52,6 +52,7 @@ from ..contract import Statistic, Sum
 from ..errors import ConfigError, check_choices, check_positive
 from ..maths import beliefs, dropout
 from ..maths.beliefs import Belief
+from ..maths.window import on_grid
 from ..settings import Presets, paper, setting
 from ..shown import Heading, Picture
 from ..tree import Tensors, digest, flatten, map_tree, matching
@@ -197,20 +198,18 @@ class Server(beliefs.Admitting, reptile.Server):
 
     def layer(self, params: Tensors) -> str:
         """Return the name of the MetaVD layer's weights."""
-        return dropout.find_layer(
-            self.anatomy,
-            params,
-            {key: tuple(one.shape) for key, one in params.items()},
-            self.config.dropout_layer,
-        )
+        shapes = {key: tuple(one.shape) for key, one in params.items()}
+        return dropout.find_layer(self.anatomy, params, shapes, self.config.dropout_layer)
 
     def init(self, params: Tensors, buffers: Tensors, clients: tuple[int, ...]) -> Any:
         """Return the initial model and the first belief, seeded by the model's initialisation."""
         belief = beliefs.begin(self.config, digest(params), params[self.layer(params)], clients)
         return State(params, buffers, self.rest(params), torch.zeros((), dtype=torch.int64), belief)
 
-    def log_alpha(self, state: State, client: int) -> Tensor:
-        """Return log alpha of a client, in the shape of the layer."""
+    def log_alpha(self, state: State | Broadcast, client: int) -> Tensor:
+        """Return log alpha of a client, in the shape of the layer; the client was sent it."""
+        if isinstance(state, Broadcast):
+            return state.log_alpha
         weight = state.params[self.layer(state.params)]
         found = beliefs.log_alpha(self.config, state.belief, client, weight.numel())
         return found.reshape(weight.shape)
@@ -290,8 +289,10 @@ class Server(beliefs.Admitting, reptile.Server):
         largest = float(update.log_alpha_step.abs().max())
         if largest > 2 * dropout.LIMIT + 1e-3:
             return f"log_alpha_step must be in ±{2 * dropout.LIMIT}, got {largest:.3g}"
+        sent = isinstance(state, Broadcast)  # the client itself, for a secure sum
         if update.mask and not torch.equal(
-            update.mask["layer"], self.dropped(state, self.log_alpha(state, client))
+            update.mask["layer"],
+            state.mask["layer"] if sent else self.dropped(state, self.log_alpha(state, client)),
         ):
             return "the entries left out are not those that were dropped"
         return super().check(state, client, update)
@@ -306,6 +307,18 @@ class Server(beliefs.Admitting, reptile.Server):
         """Return (n/v, n theta/v) of the layer, (n, n theta) of the rest, and, by client, n and
         Delta.
         """
+        own = beliefs.line(client, update.num_examples, update.log_alpha_step)
+        return {**self.sums(state, client, update), **own}
+
+    def summand(self, state: Any, client: int, update: Any) -> Statistic:
+        """Return the same with n Delta in place of what is kept by client, for VD's one alpha."""
+        found = self.sums(state, client, update)
+        found |= {name: on_grid(found[name]) for name in ("precision", "shift")}
+        moved = {beliefs.ALL: update.log_alpha_step}
+        return {**found, **weighted("step", moved, update.num_examples)}
+
+    def sums(self, state: Any, client: int, update: Any) -> dict[str, Any]:
+        """Return (n/v, n theta/v) of the layer and (n, n theta) of the rest [eq. 5]."""
         name, number = self.layer(state.params), update.num_examples
         theta = update.params[name]
         rest = {key: value for key, value in update.params.items() if key != name}
@@ -318,8 +331,6 @@ class Server(beliefs.Admitting, reptile.Server):
             **weighted("buffers", update.buffers, number),
             "precision": weight,
             "shift": weight * theta.double(),
-            f"number/{client}": number,
-            f"step/{client}": update.log_alpha_step.double(),
         }
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum:
@@ -331,11 +342,9 @@ class Server(beliefs.Admitting, reptile.Server):
         weight = number.reshape(-1, 1, 1) * self.precision(
             theta, start, updates.log_alpha_step, updates.mask
         )
-        own = {f"number/{client}": number[place] for place, client in enumerate(clients)}
-        own |= {
-            f"step/{client}": updates.log_alpha_step[place].double()
-            for place, client in enumerate(clients)
-        }
+        own: dict[str, Tensor] = {}
+        for place, client in enumerate(clients):
+            own |= beliefs.line(client, number[place], updates.log_alpha_step[place])
         return {
             "num_examples": number.sum(),
             **summed("params", rest, number.double()),
@@ -361,16 +370,7 @@ class Server(beliefs.Admitting, reptile.Server):
         """
         if "num_examples" not in total:
             return state
-        numbers = {
-            int(name.partition("/")[2]): value
-            for name, value in total.items()
-            if name.startswith("number/")
-        }
-        steps = {client: total[f"step/{client}"].reshape(-1) for client in numbers}
-        shares = {
-            client: number.double() / total["num_examples"] for client, number in numbers.items()
-        }
-        belief = beliefs.followed(self.config, state.belief, steps, shares)
+        belief = beliefs.after(self.config, state.belief, total)
         return super().finalise(state, total)._replace(round=state.round + 1, belief=belief)
 
     def report(self, state: Any) -> dict[str, float]:

@@ -16,7 +16,7 @@ gradients travel quantised.
 function of its arguments, the same on every engine, and a resumed run repeats it.
 
 After `qlsd_burn_in` rounds mean and variance of the samples are kept: they are the posterior that
-clients are sent. A client that has lost its memory says so by `turns` = 0; all memories then start
+clients are sent. A client that has lost its memory says so by `turns` ≤ 0; all memories then start
 anew (`epoch`).
 
 Departs: tensors are quantised one by one, as in the authors' code; the paper quantises the whole
@@ -164,6 +164,14 @@ class Server(pvi.Server):
 
     def statistic(self, state: Any, client: int, update: Any) -> Statistic:
         """Return the decoded gradient, (n, n·buffers), the client's turns and 1."""
+        return {**self.gradients(update), **self.line(state, client, int(update.turns))}
+
+    def summand(self, state: Any, client: int, update: Any) -> Statistic:
+        """Return the same without turns: a client that has lost its memory says so itself."""
+        return {**self.gradients(update), "reset": (update.turns < 0).long()}
+
+    def gradients(self, update: Any) -> Statistic:
+        """Return the decoded gradient, (n, n·buffers) and 1."""
         return {
             "num_examples": update.num_examples,
             "replies": torch.ones_like(update.num_examples),
@@ -172,7 +180,6 @@ class Server(pvi.Server):
                 f"sent/{n}": decoded(code, update.norms[n], self.config.qlsd_levels)
                 for n, code in update.codes.items()
             },
-            **self.line(state, client, int(update.turns)),
         }
 
     def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum:

@@ -293,10 +293,15 @@ def test_settings_are_checked(settings, match):
         small("fedep", **settings)
 
 
-def test_a_client_of_fedsep_cannot_change_a_factor_of_its_own():
+def test_turns_of_fedsep_say_only_whether_a_client_was_counted():
     case = both("fedsep")
     state, _, updates = next(iter(half_rounds(case, 1)))
     assert len(state.sizes) == 3
-    wrong = updates[case.clients[0]]._replace(turns=torch.tensor(3))
-    reason = case.prepared.halves.server.check(state, case.clients[0], wrong)
-    assert "all clients share one" in (reason or "")
+    half, one = case.prepared.halves.server, updates[case.clients[0]]
+    number, counted = int(one.num_examples), {}
+    for turns in (-2, -1, 0, 3):
+        said = one._replace(turns=torch.tensor(turns))
+        wrong = "turns must be in" in (half.check(state, case.clients[0], said) or "")
+        assert wrong == (turns == -2)
+        counted[turns] = int(half.summand(state, case.clients[0], said)["joined"])
+    assert counted == {-2: 0, -1: 0, 0: number, 3: 0}

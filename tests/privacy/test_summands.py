@@ -4,9 +4,11 @@ nothing of its classes, and no ledger is needed.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
-from test_secure_runs import SECURE, dropping, run
+from secureruns import SECURE, dropping, run
 
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
@@ -15,6 +17,7 @@ from bayflower.maths.exact import Total
 from bayflower.maths.window import agree, encode, on_grid
 from bayflower.rounds.halves import halves_for
 from bayflower.strategies import fednp
+from bayflower.strategies.fedbps import moments
 from bayflower.tree import flatten
 
 FEW = {
@@ -136,6 +139,89 @@ def test_a_lost_factor_of_all_weights_makes_all_start_anew():
         own = sum(saved[0].state[f"precision/{name}"] for saved in store.kept.values())
         assert torch.allclose(value, 1 + own, rtol=1e-12, atol=1e-12)
         assert float(own.max()) > 1
+
+
+def test_a_lost_memory_makes_all_start_anew():
+    store = MemoryStore()
+    done = run("qlsd", losing(store), store=store, num_rounds=4, **SECURE)
+    assert int(done.state.epoch) == 1
+    for name, value in done.state.memory.items():
+        own = sum(saved[0].state[f"memory/{name}"] for saved in store.kept.values())
+        assert torch.allclose(value, own, rtol=1e-12, atol=1e-12)
+        assert float(value.abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "missing"),
+    [
+        ("qlsd", {f"turns/{k}" for k in range(4)}),
+        ("fedsep", {f"sizes/{k}" for k in range(4)}),
+        ("vd", set()),
+        ("fedbps", set()),
+    ],
+)
+def test_sums_of_another_form_have_the_numbers_of_a_plain_run(method, missing):
+    """With drop-outs at every stage. Gradients and FedSEP's changes are the same to the bit; VD's
+    weights and FedBPS's moments are rounded first, and FedBPS shifts them by another point.
+    """
+    ours = flatten(run(method, dropping, **SECURE).state)
+    theirs = flatten(run(method, dropping).state)
+    rest = {name for name in theirs if not name.startswith("belief/seen")}
+    assert rest - set(ours) == missing
+    for name in rest & set(ours):
+        if method in ("qlsd", "fedsep"):
+            assert torch.equal(ours[name], theirs[name]), name
+        else:
+            near = {"rtol": 1e-6, "atol": 1e-7}
+            assert torch.allclose(ours[name].double(), theirs[name].double(), **near), name
+    if method == "fedsep":
+        counted = sum(int(value) for name, value in theirs.items() if name.startswith("sizes/"))
+        assert int(ours["sizes/all"]) == counted > 0
+
+
+def test_a_client_that_was_counted_is_not_counted_again_when_its_state_is_gone():
+    store = MemoryStore()
+    done = run("fedsep", losing(store), store=store, num_rounds=3, **SECURE)
+    plain = run("fedsep", num_rounds=3)
+    assert int(done.state.sizes["all"]) == sum(int(one) for one in plain.state.sizes.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"ranking": "balanced"}, {"statistics": "average"}])
+def test_the_mask_does_not_depend_on_the_shift(settings):
+    """Against Python's fractions: clients shift by what they were sent, 0 on personal entries."""
+    ready = prepare(parse("fedbps", {**FEW, **settings}), "loop")
+    half, state = ready.halves.server, ready.halves.server.init(*ready.halves.initial, (0, 1, 2))
+    rng = torch.Generator().manual_seed(3)
+    mask = {
+        name: torch.rand(value.shape, generator=rng) < 0.5 for name, value in state.params.items()
+    }
+    state = state._replace(mask=mask)
+    sent, sums, plain, updates = half.broadcast(state, 0), Total(), Total(), []
+    for number in (3, 50, 7):
+
+        def near(value):
+            return value + 1e-3 * torch.randn(value.shape, generator=rng)
+
+        def positive(value):
+            return 1e-4 * torch.rand(value.shape, generator=rng) + 1e-5
+
+        params = {name: near(value) for name, value in state.params.items()}
+        variance = {name: positive(value) for name, value in state.params.items()}
+        updates.append(half.expects(state)._replace(num_examples=torch.tensor(number)))
+        updates[-1] = updates[-1]._replace(params=params, variance=variance)
+        sums.add(half.summand(sent, 0, updates[-1]))
+        plain.add(half.statistic(state, 0, updates[-1]))
+    ours, theirs = half.finalise(state, sums.value()), half.finalise(state, plain.value())
+    assert all(torch.equal(ours.mask[name], theirs.mask[name]) for name in mask)
+    assert all(torch.equal(ours.params[name], theirs.params[name]) for name in mask)
+    assert float(ours.disagreement) == pytest.approx(float(theirs.disagreement), rel=1e-6)
+    name = next(iter(mask))
+    _, between = moments(sent.params, sums.value())
+    for place in (0, 5, 11):
+        values = [Fraction(float(one.params[name].reshape(-1)[place])) for one in updates]
+        mean = sum(n * v for n, v in zip((3, 50, 7), values, strict=True)) / 60
+        exact = sum(n * (v - mean) ** 2 for n, v in zip((3, 50, 7), values, strict=True)) / 60
+        assert float(between[name].reshape(-1)[place]) == pytest.approx(float(exact), rel=1e-6)
 
 
 # -- no ledger -------------------------------------------------------------------------------------
