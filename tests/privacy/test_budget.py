@@ -230,7 +230,7 @@ def test_a_round_is_the_clipped_and_noisy_mean(fixed):
     plain, private = (FusedRun(*known), FusedRun(*known))
     before = plain.state
     clients = list(plain.everyone)
-    updates, _ = plain.engine.train(clients, plain.broadcast_to(clients), 1)
+    updates = plain.engine.train(clients, plain.broadcast_to(clients), 1).updates
     private.round(1)
     names = sorted(before.params)
     flat = torch.cat([before.params[name].reshape(-1).double() for name in names])
