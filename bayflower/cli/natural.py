@@ -68,7 +68,7 @@ def natural(
     """
     from ..files.atomic import write_text
     from ..natural import runs
-    from ..natural.page import made
+    from ..natural.page import in_words, made
     from ..natural.summary import leaderboard as leaderboard_of
     from ..natural.summary import table_of
 
@@ -91,9 +91,12 @@ def natural(
     found = table_of(runs.read(results).values())
     if not found:
         raise ConfigError(f"{results} has no finished run")
+    ranks, shown = leaderboard or results.with_suffix(".csv"), page or results.with_suffix(".html")
+    told = in_words(found, (shown.name, ranks.name))
     for file, text in (
-        (leaderboard or results.with_suffix(".csv"), leaderboard_of(found)),
-        (page or results.with_suffix(".html"), made(found)),
+        (ranks, leaderboard_of(found)),
+        (shown, made(found)),
+        (shown.with_suffix(".md"), told),
     ):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)

@@ -61,6 +61,21 @@ def made(found: Table) -> str:
     return page(TITLE, parts, [("How this was made", protocol())])
 
 
+def in_words(found: Table, names: Sequence[str]) -> str:
+    """Return what the runs tell a practitioner, in Markdown; `names` are the files beside it."""
+    every = [runs for rivals in found.values() for runs in rivals.values()]
+    said = about([line for runs in every for line in runs.values()])
+    text = [
+        "# What clients that really differ tell a practitioner",
+        "",
+        f"Written by `bayflower natural` from its runs: {said} "
+        f"Plots and all numbers: {', '.join(f'[{name}]({name})' for name in names)}.",
+    ]
+    for one in answers(found):
+        text += ["", f"## {one.question}", "", *(f"* {line}" for line in one.lines)]
+    return "\n".join(text) + "\n"
+
+
 def about(lines: Sequence[Line]) -> str:
     """Return what was run."""
     spent = sum(line["seconds"] for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from bayflower.cli import app
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.natural import exact, runs, sets, summary
 from bayflower.natural.page import made
+from bayflower.natural.protocol import cases
 from bayflower.natural.rivals import RIVALS
 from bayflower.natural.words import answers
 
@@ -101,9 +103,11 @@ def test_the_quick_form_runs_every_rival_on_two_data_sets(data, short, tmp_path)
             assert line[place]["width"] >= 0
     page = results.with_suffix(".html").read_text()
     assert page.count("<svg") >= 8
+    words = results.with_suffix(".md").read_text()
     for one in answers(table):
         assert one.lines
         assert one.question in page
+        assert f"## {one.question}\n\n* {one.lines[0]}" in words
     # everything is there: no run is done again, and the files are the same to the byte
     board = results.with_suffix(".csv").read_bytes()
     content = results.read_bytes()
@@ -295,3 +299,16 @@ def test_the_cards_name_every_data_set():
         card = text[text.index(f"### {name}") :].split("###")[1]
         for word in ("Source", "Licence", "Size", "Clients", "Done to it"):
             assert f"**{word}**" in card
+
+
+def test_the_published_files_are_those_of_the_published_runs(tmp_path):
+    """Page, answers and leaderboard in the repository, made again to the same bytes."""
+    there = ROOT / "benchmarks" / "results" / "natural.jsonl"
+    shutil.copy(there, tmp_path)
+    natural("--no-run", "--results", tmp_path / "natural.jsonl")
+    for ending in (".csv", ".html", ".md"):
+        made = (tmp_path / "natural").with_suffix(ending).read_bytes()
+        assert made == there.with_suffix(ending).read_bytes(), ending
+    found = summary.table_of(runs.read(there).values())
+    wanted = {(one.dataset, one.n, one.later) for spec in sets.SETS.values() for one in cases(spec)}
+    assert {tuple(group) for group in found} == wanted
