@@ -67,9 +67,9 @@ STUDENT = 2.776  # 97.5 % quantile of Student's t, 4 degrees of freedom
 HEAD = """# Survival on TCGA-BRCA, 6 regions
 
 `benchmarks/survival.py`: {rounds} rounds, Adam; seeds 0 to 4; fused engine; {device};
-{cpu_seconds:.0f} CPU seconds for all {number} runs; commit {commit}. Each method chose its settings,
-for each likelihood, by the C-index on 30 % of its training samples, held out twice (first table).
-The test samples decided nothing.
+{cpu_seconds:.0f} CPU seconds for all {number} runs; commit {commit}. Each method chose its
+settings, for each likelihood, by the C-index on 30 % of its training samples, held out twice (first
+table). The test samples decided nothing.
 
 {choices}
 
