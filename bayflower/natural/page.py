@@ -275,10 +275,10 @@ def numbers(groups: Mapping[Group, Rivals], place: str) -> str:
             if name == ranked[0]:
                 bold.append((len(rows), 2))
             interval = "" if math.isnan(gap.low) else f" [{gap.low:.3f}, {gap.high:.3f}]"
-            costs = [
-                f"{sum(line[place]['cost'][r] for line in runs.values()) / len(runs):.3f}"
-                for r in next(iter(runs.values()))[place]["cost"]
-            ]
+            ratios = next(iter(runs.values()))[place]["cost"]
+            each = {r: [line[place]["cost"][r] for line in runs.values()] for r in ratios}
+            known = {r: [cost for cost in some if cost is not None] for r, some in each.items()}
+            costs = [f"{sum(some) / len(some):.3f}" if some else "–" for some in known.values()]
             rows.append(
                 [
                     *(group.amount, name, f"{means[name]:.3f}"),

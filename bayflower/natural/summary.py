@@ -88,8 +88,9 @@ def table_of(lines: Iterable[Line]) -> Table:
 def value(line: Line, place: str, metric: str) -> float:
     """Return a number of a run; NaN if it has none."""
     block = line[place]
-    if metric == "regret":
-        return float(np.mean([cost / (1 + float(r)) for r, cost in block["cost"].items()]))
+    if metric == "regret":  # None: of nobody is the outcome known
+        costs = [(float(r), cost) for r, cost in block["cost"].items()]
+        return float(np.mean([math.nan if c is None else c / (1 + r) for r, c in costs]))
     if metric == "gap":
         return math.nan if block["coverage"] is None else abs(block["coverage"] - LEVEL)
     found = line[metric] if metric in ("seconds", "bytes") else block[metric]
@@ -97,21 +98,22 @@ def value(line: Line, place: str, metric: str) -> float:
 
 
 def mean(runs: Mapping[int, Line], place: str, metric: str) -> float:
-    """Return the mean over seeds."""
-    return float(np.mean([value(line, place, metric) for line in runs.values()]))
+    """Return the mean over the seeds that have the number; NaN if none has."""
+    return student([value(line, place, metric) for line in runs.values()]).mean
 
 
 def difference(
     one: Mapping[int, Line], other: Mapping[int, Line], place: str, metric: str
 ) -> Difference:
-    """Return one − other, over the seeds that both have."""
+    """Return one − other, over the seeds in which both have the number."""
     seeds = sorted(set(one) & set(other))
     each = [value(one[s], place, metric) - value(other[s], place, metric) for s in seeds]
     return student(each)
 
 
 def student(each: Sequence[float]) -> Difference:
-    """Return the mean with Student's 95 % interval."""
+    """Return the mean with Student's 95 % interval; NaN is left out."""
+    each = [one for one in each if not math.isnan(one)]
     number = len(each)
     if not number:
         return Difference(math.nan, math.nan, math.nan, 0)

@@ -260,6 +260,24 @@ def test_paired_intervals_and_who_is_best():
     assert "fedmap cover 86.0 %" in told["Counter-examples"]
 
 
+def test_a_seed_without_a_known_outcome_is_left_out_of_its_mean_alone():
+    """Nobody in a region may be known at five years: then there is no cost, and no coverage."""
+    lines = [line(name, s, 1.0 + s, cost=0.1 * s) for name in ("local", "fedmap") for s in range(3)]
+    for one in lines:
+        if one["seed"] == 1:
+            none = {"coverage": None, "width": None, "ece": None, "cost": {"1": None, "4": None}}
+            one["new"] |= none
+    table = summary.table_of(lines)
+    (rivals,) = table.values()
+    want = (0.0 + (0.2 / 2 + 0.4 / 5) / 2) / 2
+    assert summary.mean(rivals["local"], "new", "regret") == pytest.approx(want)
+    assert summary.mean(rivals["local"], "new", "nll") == pytest.approx(2.0)
+    assert summary.difference(rivals["local"], rivals["fedmap"], "new", "regret").seeds == 2
+    row = summary.leaderboard(table).splitlines()[3].split(",")
+    assert float(row[summary.HEAD.index("regret")]) >= 0
+    assert "<html" in made(table)
+
+
 def test_answers_turn_when_the_numbers_turn():
     lines = [line("fedmap", s, 1.0 + 0.01 * s, n=2) for s in range(3)]
     lines += [line("local", s, 2.0 + 0.011 * s, n=2) for s in range(3)]
