@@ -84,11 +84,10 @@ def gaining(rivals: Rivals, one: str, other: str) -> tuple[int, int]:
 
 
 def joining(table: Table) -> list[str]:
-    """Return where the shared method beats training alone, by data set."""
-    lines = []
+    """Return where the shared method beats training alone: how often, and by data set."""
+    lines, counts = [], {"pays": 0, "costs": 0, "is not shown to pay": 0}
     for name, groups in every(table):
-        pays: list[str] = []
-        not_yet: list[str] = []
+        said: dict[str, list[str]] = {verdict: [] for verdict in counts}
         for group, rivals in groups.items():
             main = shared(rivals, MAIN)
             if main is None or ALONE not in rivals:
@@ -96,13 +95,20 @@ def joining(table: Table) -> list[str]:
             gap = difference(rivals[main], rivals[ALONE], "here", "nll")
             won, number = gaining(rivals, main, ALONE)
             text = f"{size(group)} {nats(gap)}, {won} of {number} client runs gain"
-            (pays if gap.high < 0 else not_yet).append(text)
+            verdict = "pays" if gap.high < 0 else "costs" if gap.low > 0 else "is not shown to pay"
+            said[verdict].append(text)
+            counts[verdict] += 1
         clients = SETS[name.split()[0]].clients
-        if pays:
-            lines.append(f"{name} ({clients}): joining pays, NLL against alone {'; '.join(pays)}.")
-        if not_yet:
-            lines.append(f"{name} ({clients}): no gain is shown, {'; '.join(not_yet)}.")
-    return lines or ["No data set has runs of both, so nothing can be said."]
+        lines += [
+            f"{name} ({clients}): joining {verdict}, NLL against alone {'; '.join(texts)}."
+            for verdict, texts in said.items()
+            if texts
+        ]
+    if not lines:
+        return ["No data set has runs of both, so nothing can be said."]
+    told = ", ".join(f"{verdict} in {count}" for verdict, count in counts.items())
+    cases = f"Of {sum(counts.values())} cases (a data set with a number of samples a client)"
+    return [f"{cases} joining {told}.", *lines]
 
 
 def size(group: Group) -> str:
@@ -199,22 +205,26 @@ def against(table: Table) -> list[str]:
     lines = []
     for group, rivals in table.items():
         main = shared(rivals, MAIN)
-        for place in ("here", "new"):
-            for other in rivals:
-                if main is None or other in (*ours(rivals), EXACT):
-                    continue
-                gap = difference(rivals[main], rivals[other], place, "nll")
-                if gap.low > 0:
-                    who = "new clients" if place == "new" else "training clients"
-                    lines.append(
-                        f"{group.dataset}, {group.amount}: {main} is worse than {other} for {who} "
-                        f"by {nats(gap)} nats."
-                    )
-        for name in ours(rivals):
-            share = coverage(rivals[name], "here")
-            if not math.isnan(share) and not GOOD[0] <= share <= GOOD[1]:
-                lines.append(
-                    f"{group.dataset}, {group.amount}: 90 % statements of {name} cover "
-                    f"{100 * share:.1f} %."
-                )
+        others = [name for name in rivals if name not in (*ours(rivals), EXACT)]
+        for place, who in (("here", "training clients"), ("new", "new clients")):
+            gaps = {
+                other: difference(rivals[main], rivals[other], place, "nll")
+                for other in others
+                if main is not None
+            }
+            lost = {other: gap for other, gap in gaps.items() if gap.low > 0}
+            if lost:
+                most = max(lost, key=lambda other: lost[other].mean)
+                than = f"{', '.join(lost)} for {who}"
+                by = f"by {nats(lost[most])} nats" + (f" ({most})" if len(lost) > 1 else "")
+                lines.append(f"{group.dataset}, {group.amount}: {main} is worse than {than}, {by}.")
+        shares = {name: coverage(rivals[name], "here") for name in ours(rivals)}
+        wrong = {
+            name: share
+            for name, share in shares.items()
+            if not math.isnan(share) and not GOOD[0] <= share <= GOOD[1]
+        }
+        if wrong:
+            each = ", ".join(f"{100 * share:.1f} % ({name})" for name, share in wrong.items())
+            lines.append(f"{group.dataset}, {group.amount}: 90 % statements cover {each}.")
     return lines or ["None was found in these runs."]

@@ -257,7 +257,7 @@ def test_paired_intervals_and_who_is_best():
     told = {one.question: " ".join(one.lines) for one in answers(summary.table_of(lines))}
     assert "joining pays" in told["When does it pay to join?"]
     assert "not within these data" in told["How many samples until training alone is as good?"]
-    assert "fedmap cover 86.0 %" in told["Counter-examples"]
+    assert "90 % statements cover 86.0 % (fedmap)" in told["Counter-examples"]
 
 
 def test_a_seed_without_a_known_outcome_is_left_out_of_its_mean_alone():
@@ -292,6 +292,9 @@ def test_answers_turn_when_the_numbers_turn():
         in told["How many samples until training alone is as good?"]
     )
     assert "fedmap is worse than local" in told["Counter-examples"]
+    joining = told["When does it pay to join?"]
+    assert "joining pays in 1, costs in 1, is not shown to pay in 0" in joining
+    assert "joining costs, NLL against alone with 50 samples +0.4" in joining
     assert "2 of 10 clients lie outside" in told["Which uncertainty can be acted on?"]
     assert "client 1: 30 of 50 (38–50)" in made(table)
 
