@@ -28,7 +28,7 @@ from ..flower import processes
 from .layout import AUDIT, PEERS, POLICY, STATE_KEY, Deployment
 from .server import Server, register, write_connection
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0  # on a busy machine; a program that has died is reported at once
 AGAIN_SECONDS = 5.0  # shortest time between two starts of the same program
 WELCOME = "SuperNode ID"  # a SuperNode prints this once the SuperLink has accepted it
 # after a restart the SuperLink refuses a node's key until its last heartbeat is 60 s old

@@ -35,7 +35,7 @@ from .bundle import write_app
 from .control import flwr_json, run_status, submit
 
 MARK = "BAYFLOWER_MARK"
-START_SECONDS = 60.0
+START_SECONDS = 300.0  # on a busy machine; a program that has died is reported at once
 SILENT_SECONDS = 120.0  # timeout for the start of the ServerApp
 RESTARTS = 5  # cap on restarts of one SuperNode
 ASK_SECONDS = 20.0  # interval of status queries: each starts a Python process that imports Flower
