@@ -19,7 +19,7 @@ from .plugins import Given, Outside, Table
 from .plugins import Method as Method  # a row
 
 # why statistics cannot be added behind masks, or bounded
-CLASSES = "what it sends names the classes that a client has"
+CLASSES = "it sums counts and matrices of classes, of which a client has some and not others"
 STEPS = "it sends steps by client, which a sum would not keep apart"
 SQUARES = "its sums have squares of a client's numbers"
 ROWS = (

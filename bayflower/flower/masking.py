@@ -24,6 +24,7 @@ from ..contract import ClientHalf, ServerHalf
 from ..errors import BayflowerError, ConfigError
 from ..files.store import Store
 from ..maths.window import Window, agree, encode
+from ..privacy import masks
 from ..privacy.discrete import Entropy
 from ..privacy.noisy import CHANGE, Mechanism, private_half, with_share
 from ..privacy.party import Party
@@ -131,6 +132,11 @@ def window_of(half: ServerHalf, state: Any, clients: int, bounds: str) -> Window
     return agree(form, clients, float(largest), int(limbs))
 
 
+def form_of(window: Window) -> str:
+    """Return a name for the form of vectors and masks: who makes others refuses the session."""
+    return f"{masks.FORM}/{window.digest()}"
+
+
 def server_half(half: ClientHalf, head: Mapping[str, Any]) -> ServerHalf:
     """Return the method's server half, whose `summand` the client computes; with private sums if
     the request asks for noise.
@@ -168,7 +174,7 @@ def check(half: ClientHalf, broadcast: Any, head: Mapping[str, Any], site: Any) 
     desk = Desk(str(head["run"]), site.client, site.store, site.peers)
     if session.round != int(head["round"]):
         raise SecureError(f"the session is of round {session.round}, not {head['round']}")
-    desk.party.ready(session, window.digest())
+    desk.party.ready(session, form_of(window))
     return session.digest()
 
 
@@ -198,7 +204,7 @@ def masked(
         Desk(str(head["run"]), site.client, site.store, site.peers),
         server_half(half, head),
     )
-    desk.party.ready(session, window.digest())
+    desk.party.ready(session, form_of(window))
     if why := other.check(broadcast, site.client, trained.update):
         raise BayflowerError(f"the update cannot be used: {why}")
     loss = torch.tensor(trained.loss * len(site.data.train.y), dtype=torch.float64)

@@ -27,7 +27,7 @@ from ..recipes.secrecy import Privacy
 from . import records, replies
 from .collected import Collected
 from .exchange import CLOCKS, LOST, reason, stream
-from .masking import LOSS, MASKED, OFFER, window_of
+from .masking import LOSS, MASKED, OFFER, form_of, window_of
 from .roster import Roster
 from .round import Round
 
@@ -106,7 +106,7 @@ class Summing:
         session = make_session(
             self.run,
             asked.number,
-            self.window.digest(),
+            form_of(self.window),
             self.circle,
             used,
             self.privacy.secure_threshold,

@@ -115,9 +115,10 @@ class Party:
         ticket = bare._replace(signature=signature)
         points = [card.client + 1 for card in cards]
         keys, seeds = (shamir.split(secret, points, threshold) for secret in (key, seed))
+        own = masks.private(self._seal)
         sealed = {
             str(card.client): seal(
-                self._seal, card, ticket, self.run, keys[card.client + 1], seeds[card.client + 1]
+                own, card, ticket, self.run, keys[card.client + 1], seeds[card.client + 1]
             )
             for card in cards
         }
@@ -131,14 +132,14 @@ class Party:
         own = self._ticket(session)
         secret = self.notes["tickets"].pop(own.id)  # used once, whatever happens
         key, seed, name = (
-            bytes.fromhex(secret["key"]),
+            masks.private(bytes.fromhex(secret["key"])),
             bytes.fromhex(secret["seed"]),
             session.digest(),
         )
-        masks.add(vector, masks.derive(seed, name))
+        masks.add(vector, masks.derive(seed, name, masks.MASK))
         for other in session.tickets:
             if other.client != self.client:
-                shared = masks.agreed(key, bytes.fromhex(other.mask), name)
+                shared = masks.agreed(key, bytes.fromhex(other.mask), name, masks.MASK)
                 masks.add(vector, shared, masks.pair_sign(self.client, other.client))
 
     def ready(self, session: Session, window: str) -> None:
@@ -234,13 +235,13 @@ class Party:
                     f"both secrets of client {owner} were asked for; together they would show "
                     "its update"
                 )
-        found = {}
+        found, own = {}, masks.private(self._seal)
         for owner in asked:
             ticket = tickets[owner]
             given[ticket.id] = kind
             with suppress(SecureError):  # one client's broken shares must not stop the others' sum
                 pair = unseal(
-                    self._seal,
+                    own,
                     holders[self.client],
                     holders[owner],
                     ticket,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, get_type_hints
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -124,10 +125,15 @@ def survivors_text(session: str, survivors: Iterable[int]) -> list[Any]:
 
 
 # -- reading what came ---------------------------------------------------------------------------
+@lru_cache(maxsize=4)
+def types_of(kind: Any) -> list[type]:
+    """Return the types of the fields of a Card or Ticket."""
+    return list(get_type_hints(kind).values())
+
+
 def read(kind: Any, content: Any) -> Any:
     """Return a Card or Ticket that came as JSON."""
-    types = list(get_type_hints(kind).values())
-    if not isinstance(content, list) or [type(one) for one in content] != types:
+    if not isinstance(content, list) or [type(one) for one in content] != types_of(kind):
         raise SecureError(f"a {kind.__name__.lower()} of a secure sum cannot be read")
     return kind(*content)
 
@@ -147,8 +153,11 @@ def read_cards(content: Any, run: str) -> tuple[Card, ...]:
     return cards
 
 
+@lru_cache(maxsize=4)
 def read_session(text: str) -> Session:
-    """Return a session that came as JSON; raise if it breaks a rule that makes a sum secure."""
+    """Return a session that came as JSON; raise if it breaks a rule that makes a sum secure. A
+    client needs it several times in a round, so signatures of the same text are checked once.
+    """
     try:
         run, round, window, cards, tickets, threshold, least = json.loads(text)
         known = read_cards(cards, run)
@@ -187,14 +196,14 @@ def read_session(text: str) -> Session:
 
 
 # -- sealed shares -------------------------------------------------------------------------------
-def seal(own: bytes, to: Card, ticket: Ticket, run: str, key: int, seed: int) -> str:
+def seal(own: masks.Key, to: Card, ticket: Ticket, run: str, key: int, seed: int) -> str:
     """Return the two shares of a ticket that the client `to` holds, readable by it alone."""
     content = key.to_bytes(SHARE, "big") + seed.to_bytes(SHARE, "big")
     cipher = ChaCha20Poly1305(masks.agreed(own, bytes.fromhex(to.seal), route(run, ticket, to)))
     return cipher.encrypt(bytes(12), content, None).hex()
 
 
-def unseal(own: bytes, me: Card, owner: Card, ticket: Ticket, run: str, sealed: str) -> Any:
+def unseal(own: masks.Key, me: Card, owner: Card, ticket: Ticket, run: str, sealed: str) -> Any:
     """Return (the share of the key, the share of the seed) that were sealed for `me`."""
     key = masks.agreed(own, bytes.fromhex(owner.seal), route(run, ticket, me))
     try:

@@ -134,10 +134,12 @@ class Gathering:
         keys = {one: self._secret("key", tickets[one]) for one in self.gone}
         total = self.sum.copy()
         for seed in seeds.values():
-            masks.add(total, masks.derive(seed, self.name), -1)
-        for gone, key in keys.items():
+            masks.add(total, masks.derive(seed, self.name, masks.MASK), -1)
+        for gone, secret in keys.items():
+            key = masks.private(secret)
             for one in self.there:
-                shared = masks.agreed(key, bytes.fromhex(tickets[one].mask), self.name)
+                there = bytes.fromhex(tickets[one].mask)
+                shared = masks.agreed(key, there, self.name, masks.MASK)
                 masks.add(total, shared, -masks.pair_sign(one, gone))
         return total
 

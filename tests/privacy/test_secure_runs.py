@@ -20,7 +20,7 @@ from bayflower.engines import execute, prepare
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files import checkpoint
 from bayflower.files.store import DiskStore, MemoryStore
-from bayflower.flower import course, masking, records
+from bayflower.flower import course, masking, records, summing
 from bayflower.flower.loop import run_loop
 from bayflower.policy import rules
 from bayflower.tree import flatten
@@ -169,6 +169,10 @@ def test_too_few_clients_and_unmasked_replies_are_refused(monkeypatch):
         run("fedavg", silent, secure="sum", min_replies=2)
     with pytest.raises(BayflowerError, match="secure=sum needs at least 3"):
         run("fedavg", secure="sum", num_clients=2)
+    with monkeypatch.context() as other:  # a server that unmasks in another way
+        other.setattr(summing, "form_of", lambda window: f"aes256/{window.digest()}")
+        with pytest.raises(BayflowerError, match="0 of 5 clients sent an update"):
+            run("fedavg", secure="sum", min_replies=2)
     monkeypatch.setattr(masking, "masked", lambda half, *rest: half.pack(rest[-1].update))
     with pytest.raises(BayflowerError, match="0 of 5 clients sent an update"):
         run("fedavg", secure="sum", min_replies=2)
