@@ -24,6 +24,7 @@ from .errors import ConfigError, check_least, field_types
 from .networks.papers import check_name
 from .recipes import RECIPE
 from .recipes import Training as Training  # part of a run's settings
+from .recipes.aggregation import Aggregation
 from .recipes.check import reading_for
 from .recipes.limits import Limits as Limits  # part of a run's settings
 from .recipes.secrecy import Privacy
@@ -170,12 +171,13 @@ class Run:
     options: Any  # the method's own Config
     limits: Limits = dataclasses.field(default_factory=Limits)
     privacy: Privacy = dataclasses.field(default_factory=Privacy)
+    aggregation: Aggregation = dataclasses.field(default_factory=Aggregation)
 
     def flat(self) -> dict[str, Any]:
         """Return every setting by its name."""
         flat: dict[str, Any] = {"method": self.method}
         shared = (self.settings, self.data, self.training, self.options)
-        for group in (*shared, self.limits, self.privacy):
+        for group in (*shared, self.limits, self.privacy, self.aggregation):
             flat.update(
                 {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
             )
@@ -206,6 +208,7 @@ STRATEGY_GROUPS = (
     "options",
     "limits",
     "privacy",
+    "aggregation",
 )  # groups that a Flower Strategy accepts
 
 
@@ -214,6 +217,7 @@ def groups(method: str) -> dict[str, type]:
     row = methods.get(method)
     shared = {"settings": Settings, "data": DataSettings, "training": Training}
     kinds = {**shared, "options": row.config, "limits": Limits, "privacy": Privacy}
+    kinds["aggregation"] = Aggregation
     if row.outside is not None:  # a test looks at those of this package
         others = [kind for group, kind in kinds.items() if group != "options"]
         taken = {*TAKEN, *(field.name for kind in others for field in dataclasses.fields(kind))}
@@ -279,6 +283,8 @@ def parse(
     if why := methods.get(method).client.refuses(run.options, run.training):
         raise ConfigError(f"{method} {why}")
     if why := run.privacy.refuses(methods.get(method), run.options, run.limits, run.training):
+        raise ConfigError(why)
+    if why := run.aggregation.refuses(methods.get(method), run.privacy, run.limits):
         raise ConfigError(why)
     if run.training.sample_noise or run.training.sample_clip:
         raise ConfigError(

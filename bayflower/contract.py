@@ -133,6 +133,7 @@ class ServerHalf(ABC):
     # else: then the method can run inside another strategy, such as Flower's wrappers for
     # differential privacy
     averages_models: ClassVar[bool] = False
+    velocities: ClassVar[tuple[str, ...]] = ()  # fields of the state: the server's past steps alone
 
     # -- guard -------------------------------------------------------------------------------------
     # what the fields of an update are, by name or by "name/" and what follows:

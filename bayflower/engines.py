@@ -40,6 +40,8 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     """Return the run with its data and halves; raise if any of them is invalid."""
     if engine not in ENGINES:
         raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if why := run.aggregation.refuses_engine(engine):
+        raise ConfigError(why)
     federation = load_federation(run.data, run.settings.seed)
     halves = halves_for(run, federation)
     federation = ready(federation, halves.client.training.input_scale)
@@ -73,6 +75,8 @@ def run_under_flower(
         "wait": 120,
     }
     config |= absolute(first.run.data)  # the apps run in other folders
+    if first.run.aggregation.replay:
+        config["replay"] = str(Path(first.run.aggregation.replay).expanduser().resolve())
     run_app(first.engine, config, first.run.data.total_clients, out, port, show, app)
     found = [out] if len(prepared) == 1 or folders is None else folders
     return [json.loads((folder / "result.json").read_text()) for folder in found]

@@ -17,6 +17,7 @@ from ..data import DataSettings
 from ..data.settings import CALIBRATION_SETTINGS, READING_SETTINGS
 from ..errors import ConfigError
 from ..recipes import RECIPE
+from ..recipes.aggregation import WAITING
 from ..recipes.secrecy import SECRECY
 from ..settings import earlier
 from ..tree import Tensors, flatten, unflatten
@@ -39,6 +40,7 @@ FREE = {
     "min_replies",
     "data_dir",
     "download",
+    "replay",
     *(field.name for field in fields(Limits)),
 }  # may differ
 
@@ -52,6 +54,7 @@ BEFORE = {
     "calibration": "off",
     **RECIPE,
     **SECRECY,
+    **WAITING,
     "normalise": "none",
     "robust": "off",
     "head": "",
@@ -72,6 +75,8 @@ class Checkpoint(NamedTuple):
     roster: dict[str, Any] = {}
     # fingerprints of the clients' data (`rounds/prints.py`), if the engine has them
     data: dict[str, Any] = {}
+    # aggregation=buffered: by round the earlier server states from which clients still train
+    sent: dict[int, Tensors] = {}
 
 
 def make(
@@ -84,12 +89,12 @@ def make(
     faults: list[str],
     roster: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
+    sent: dict[int, Tensors] | None = None,
 ) -> Checkpoint:
     """Return the checkpoint of a run after `round`."""
     states = {client: flatten(state) for client, state in clients.items()}
-    return Checkpoint(
-        name, round, run.flat(), flatten(server), states, records, faults, roster or {}, data or {}
-    )
+    more = (roster or {}, data or {}, sent or {})
+    return Checkpoint(name, round, run.flat(), flatten(server), states, records, faults, *more)
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
@@ -100,6 +105,8 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
     tensors = {f"server/{name}": tensor for name, tensor in checkpoint.server.items()}
     for client, state in checkpoint.clients.items():
         tensors.update({f"client/{client}/{name}": tensor for name, tensor in state.items()})
+    for round, state in checkpoint.sent.items():
+        tensors.update({f"sent/{round}/{name}": tensor for name, tensor in state.items()})
     facts = {
         "run": checkpoint.run,
         "round": checkpoint.round,
@@ -109,6 +116,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
         "faults": checkpoint.faults,
         "roster": checkpoint.roster,
         "data": checkpoint.data,
+        "sent": sorted(checkpoint.sent),
     }
     save_tensors(
         folder / FILE, tensors, {"format": FORMAT, "facts": json.dumps(facts)}, sealed=True
@@ -138,6 +146,7 @@ def read(folder: Path) -> Checkpoint | None:
         facts["faults"],
         roster,
         facts.get("data", {}),
+        {int(round): below(tensors, f"sent/{round}") for round in facts.get("sent", [])},
     )
 
 

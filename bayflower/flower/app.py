@@ -220,7 +220,9 @@ def serve_method(
         s = strategy
         checkpoint.write(
             folder,
-            checkpoint.make(run, s.run, round, s.state, {}, s.records, s.faults, s.memory()),
+            checkpoint.make(
+                run, s.run, round, s.state, {}, s.records, s.faults, s.memory(), sent=s.kept()
+            ),
         )
 
     def progress(rounds: list[RoundRecord]) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 from flwr.app import RecordDict
 
 from ..contract import ServerHalf
+from ..errors import BayflowerError
+from ..files.journal import Journal
 from ..files.records import Views
 from ..maths.exact import Total
+from ..rounds.diverged import EMPTY_ROUNDS, stopped
 from ..rounds.robust import Limiter
 from ..rounds.suspects import Apart, Verdict, settled
 
@@ -27,6 +30,7 @@ class Collected:
         self.answered: set[int] = set()  # clients whose reply was invalid
         self.bytes_up = 0
         self.bytes_down = 0  # of messages beside the requests
+        self.more: dict[str, float] = {}  # further numbers of the round's record
 
     def refuse(self, client: int) -> None:
         """Forget what a reply said: it turned out to be invalid."""
@@ -74,3 +78,27 @@ class Arriving:
         self.apart.into(total, limiter.suspects.standing)
         total.drop(self.half.negligible(total.names()))
         return settled(self.judged, limiter.suspects)
+
+
+class Enough:
+    """Stops a run if a round has too few valid replies, or several rounds have none."""
+
+    def __init__(self, least: int, journal: Journal) -> None:
+        self.least, self.journal = least, journal
+        self.empty = 0  # rounds in a row without a valid reply
+
+    def check(self, round: int, valid: int) -> None:
+        """Raise if the replies of a round are too few."""
+        if valid < self.least and (valid or self.least > 1):
+            number = f"{valid} valid replies" if valid else "no valid reply"
+            raise BayflowerError(
+                f"round {round}: {number}, min_replies is {self.least}; the run stopped; "
+                f"last fault: {self.journal.cause()}"
+            )
+        if valid:
+            self.empty = 0
+            return
+        self.journal.no_reply(round)
+        self.empty += 1
+        if self.empty == EMPTY_ROUNDS:
+            raise BayflowerError(stopped(EMPTY_ROUNDS, self.journal.cause()))

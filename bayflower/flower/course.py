@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -25,12 +26,14 @@ from ..recipes import Training
 from ..recipes.secrecy import Privacy
 from ..rounds import schedule
 from ..rounds.calibrated import Calibrated
-from ..rounds.diverged import EMPTY_ROUNDS, stopped
 from ..rounds.refine import Refiner
 from ..rounds.robust import Limiter, changed
+from ..tree import Tensors
 from ..wire.hello import ClientInfo
-from . import budgeting, configs, predicting, records, replies, wrapped
+from . import budgeting, buffering, configs, predicting, records, replies, wrapped
+from .buffering import Buffering
 from .calibrating import Calibrator
+from .collected import Enough
 from .exchange import Request
 from .holding import INSIDE
 from .logs import Teller
@@ -71,8 +74,10 @@ class Course:
     records: list[RoundRecord]
     faults: list[str]
     journal: Journal
+    enough: Enough
     roster: Roster
     summing: Summing | None  # None: sums are not secure
+    buffering: Buffering | None  # None: a round waits for all of its clients
     budget: Budget | None = None
     privacy: Privacy
     calibrator: Calibrator | None
@@ -90,7 +95,6 @@ class Course:
     _round: Round | None = None  # the current round
     _used: Training | None = None  # the settings of the last round
     _opened: float = 0.0  # when the round began
-    _empty: int = 0  # rounds in a row without a valid reply
     _driven: bool = False  # True if our own `start` runs
     _own_loop: bool = False  # True if a `start` of the user's runs
     _last: int | None = None  # the last round, if it is known
@@ -114,6 +118,8 @@ class Course:
             self.limiter.remember(self.resume.roster)
             for text in changed(self.resume, self.limits.robust):
                 self.journal.fault(text)
+        if self.buffering:
+            self.buffering.restore(self.resume, self.roster)
         self.training = self.roster.told(self.training)
         return self.resume.round + 1 if self.resume else 1
 
@@ -125,8 +131,9 @@ class Course:
         if self._driven:
             self._adopt(arrays, "configure_train")
             return
-        if self.summing or self.privacy.private:
-            raise ConfigError(ALONE if self.summing else budgeting.ALONE)
+        if self.buffering or self.summing or self.privacy.private:
+            other = ALONE if self.summing else budgeting.ALONE
+            raise ConfigError(buffering.ALONE if self.buffering else other)
         if self.calibrator:
             log.warning(INSIDE)
             self.calibrator, self.roster.header = None, predicting.told(self.training)
@@ -177,23 +184,23 @@ class Course:
         None without a valid reply.
         """
         half, asked, keeps = self._half(), self._now(), self.train_metrics_aggr_fn is not None
-        found = (self.summing or Plain()).collect(asked, incoming, keeps)
+        if self.buffering:
+            found = self.buffering.collect(asked, incoming, keeps, self.records)
+        else:
+            found = (self.summing or Plain()).collect(asked, incoming, keeps)
         losses = found.losses
         if found.tested and self.records:
             self.records[-1].update(curve_point(found.tested, asked.expected().task))
         asks, hides = asked.request.clients, self.privacy.hides_clients
         if asks or (asked.handed is None and not hides):  # a hook may ask nobody, or chance does
-            self._require(server_round, len(losses))
+            self.enough.check(server_round, len(losses))
         self.teller.received("aggregate_train", len(losses), len(asks))
         if losses or (hides and not self.summing):
             before, new = self.state, half.finalise(self.state, found.total.value())
             self.state = self.limiter.accepted(asked.number, before, new, self.journal.fault)
             if self.refiner is not None:
                 self.state = self.refiner(before, self.state, server_round)
-        unheard = asked.left_out(found)
-        heard = sorted(set(asked.sent) - unheard)
-        left = self.roster.settle(server_round, heard, losses, found.answered)
-        self.roster.unused |= unheard
+        left = self.buffering.settle(asked, found) if self.buffering else asked.count(found)
         self._apply(Change([], left))
         numbers = {**half.report(self.state), **budgeting.shown(self.budget)}
         report = {name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -209,28 +216,13 @@ class Course:
         self.records.append(
             RoundRecord.make(server_round, seconds, found.bytes_up, down, shown, report)
         )
+        self.records[-1].update(found.more)
         if not losses:
             return None
         if self.train_metrics_aggr_fn:
             told = [one for client, one in found.metrics.items() if client not in odd]
             return self.train_metrics_aggr_fn(told, self.weighted_by_key)
         return MetricRecord({records.TRAIN_LOSS: self.records[-1]["train_loss"], **report})
-
-    def _require(self, round: int, valid: int) -> None:
-        """Stop the run if the round has too few valid replies, or several rounds had none."""
-        if valid < self.min_replies and (valid or self.min_replies > 1):
-            number = f"{valid} valid replies" if valid else "no valid reply"
-            raise BayflowerError(
-                f"round {round}: {number}, min_replies is {self.min_replies}; the run stopped; "
-                f"last fault: {self.journal.cause()}"
-            )
-        if valid:
-            self._empty = 0
-            return
-        self.journal.no_reply(round)
-        self._empty += 1
-        if self._empty == EMPTY_ROUNDS:
-            raise BayflowerError(stopped(EMPTY_ROUNDS, self.journal.cause()))
 
     # -- what is asked ---------------------------------------------------------------------------
     def _half(self) -> ServerHalf:
@@ -269,8 +261,12 @@ class Course:
 
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs beside states, in JSON types."""
-        spent = budgeting.memory(self.budget)
-        return {**self.roster.memory(), **self.limiter.memory(), **spent}
+        more = budgeting.memory(self.budget) | (self.buffering.memory() if self.buffering else {})
+        return {**self.roster.memory(), **self.limiter.memory(), **more}
+
+    def kept(self) -> dict[int, Tensors]:
+        """Return earlier states of the server that a resumed run needs, by round."""
+        return self.buffering.kept() if self.buffering else {}
 
     def _training_round(self, round: int, config: ConfigRecord) -> Round:
         """Return the round with the clients that train in it. Settings of local training in
@@ -281,12 +277,19 @@ class Course:
             raise ConfigError(f"train_config: {self.row.name} {why}")
         self._used, self._opened = used, time.perf_counter()
         everyone, keys = self.roster.training(), {"seed": self.seed, "least": self.min_train_nodes}
-        usual = schedule.clients_of(round, everyone, self.fraction_train, **keys)
-        chosen = budgeting.sampled(self.budget, self._half(), round, everyone, usual)
         test = self.form.tests_ride_along and schedule.test_due(round, self.evaluate_every)
-        request = Request(chosen, MessageType.TRAIN, round, config, test)
+        request = Request([], MessageType.TRAIN, round, config, test)
+        half: ServerHalf = self._half()
+        choose: Callable[..., list[int]] = schedule.clients_of
+        if self.buffering:
+            old = partial(Round, self._facts(), self.form, half)
+            self.buffering.wake(old, half, request, self.evaluate_every)
+            choose = self.buffering.choose
+        usual = choose(round, everyone, self.fraction_train, **keys)
+        chosen = budgeting.sampled(self.budget, half, round, everyone, usual)
+        facts, request = self._facts(), request._replace(clients=chosen)
         caps = self.roster.caps(chosen)
-        self._round = Round(self._facts(), self.form, self._half(), self.state, request, caps)
+        self._round = Round(facts, self.form, half, self.state, request, caps)
         return self._round
 
     def _test_round(self, round: int, config: ConfigRecord) -> Round:

@@ -23,6 +23,7 @@ from ..files.checkpoint import Checkpoint, make, write
 from ..files.records import Outcome, Progress
 from ..files.store import MemoryStore, Saved, Store
 from ..rounds import prints, solo
+from ..rounds.clock import Clock
 from ..rounds.halves import Halves
 from ..rounds.refine import refiner_of
 from ..rounds.schedule import checkpoint_due
@@ -175,8 +176,11 @@ def run_loop(
     if resume:
         prints.check_states(resume, halves, here=True)
         noticed = prints.changed(federation, resume.data)
+        accepted = resume.roster.get("accepted", {})
         for client, state in resume.clients.items():
-            memory.save(resume.run, client, Saved(resume.round, "", state, {}, {}, {}))
+            # a client may be in the middle of a round that began before the last step
+            last = int(accepted.get(str(client), 0)) if resume.sent else resume.round
+            memory.save(resume.run, client, Saved(last, "", state, {}, {}, {}))
     app = federation_app(run, federation, halves, memory)
     grid = InProcessGrid(
         app, contexts(data.client for data in (*federation.clients, *federation.new_clients))
@@ -209,10 +213,13 @@ def run_loop(
                     # the clients' states are in this file: they cannot differ from the server's
                     {**strategy.memory(), "continuity": {}},
                     data,
+                    strategy.kept(),
                 ),
             )
 
     known: dict[str, Any] = {"after_round": save, "resume": resume, "folder": out}
+    if run.aggregation.simulates:
+        known["clock"] = Clock(run.aggregation.seconds(), settings.seed)
     known["refiner"] = refiner_of(run, halves, federation.input_shape)
     strategy = make_strategy(run, progress, **known, quiet=True)
     strategy.faults.extend(noticed)

@@ -9,6 +9,7 @@ excluded   `max_faults` invalid replies in a row: gets no more messages in this 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -164,13 +165,15 @@ class Roster:
         self.members, self.common = dict(roll.members), roll.common
         self._count()
 
-    def refresh(self, grid: Grid, timeout: float) -> Change:
-        """Return who joined and who left since the last round. Only unknown nodes are queried."""
+    def refresh(self, grid: Grid, timeout: float, patience: float = math.inf) -> Change:
+        """Return who joined and who left since the last round. Only unknown nodes are queried.
+        Lost ones are waited for, at most for `patience`.
+        """
         before, admitted = set(self.present()), set(self.admitted)
         nodes = set(grid.get_node_ids())
         gone = [client for client in self.present() if self.members[client].node not in nodes]
         if gone:
-            self.find(grid, gone, min(timeout, self.limits.rejoin_seconds))
+            self.find(grid, gone, min(timeout, self.limits.rejoin_seconds, patience))
             nodes = set(grid.get_node_ids())
         for client in gone:
             if self.members[client].node not in nodes:

@@ -262,6 +262,14 @@ class Round:
             for client, (number, loss) in found.losses.items()
         }
 
+    def count(self, found: Collected) -> list[int]:
+        """Update the counts of this round's clients; return those that are dropped."""
+        unheard, roster = self.left_out(found), self.facts.roster
+        heard = sorted(set(self.sent) - unheard)
+        left = roster.settle(self.number, heard, found.losses, found.answered)
+        roster.unused |= unheard
+        return left
+
     def left_out(self, found: Collected) -> set[int]:
         """Return the clients that replied, but whose reply an overridden hook did not pass on."""
         seen = {*found.losses, *self.facts.journal.blamed}

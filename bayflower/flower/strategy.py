@@ -7,6 +7,7 @@ clients of the run in `roster.py`.
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,8 +27,11 @@ from ..files.records import Outcome, Progress, RoundRecord, curve_point
 from ..privacy.budget import Budget
 from ..recipes.check import check_calibrated
 from ..rounds import schedule
+from ..rounds.clock import Clock
 from ..rounds.refine import Refiner
 from . import budgeting, configs, hooks, predicting, records, watching
+from .buffering import HOOKED, Buffering
+from .collected import Enough
 from .course import Course, MetricsFn
 from .holding import asked_for
 from .logs import Teller
@@ -76,6 +80,7 @@ class BayflowerStrategy(Course, Strategy):
         parsed: Run | None = None,
         folder: Path | None = None,
         refiner: Refiner | None = None,
+        clock: Clock | None = None,
         **settings: Any,
     ) -> None:
         hooks.check(type(self), BayflowerStrategy)
@@ -112,10 +117,15 @@ class BayflowerStrategy(Course, Strategy):
         self.records: list[RoundRecord] = list(resume.records) if resume else []
         self.faults: list[str] = list(resume.faults) if resume else []
         self.journal = Journal(self.run, self.faults)
+        self.enough = Enough(min_replies, self.journal)
         self.roster = Roster(self.limits, self.journal, self.training, told)
         self.privacy, self.refiner = parsed.privacy, refiner
         self.folder = folder  # where what was spent of a privacy budget is kept
         self.summing = Summing(self.privacy, self.run, self.roster) if self.privacy.on else None
+        self.aggregation, self.clock = parsed.aggregation, clock  # a clock simulates time
+        who = {"method": self.row.name, "seed": seed, "run": self.run}
+        waits = not self.aggregation.buffered
+        self.buffering = None if waits else Buffering(self.aggregation, clock, min_replies, who)
         self.outcome: Outcome | None = None
 
     # -- Flower's interface -----------------------------------------------------------------------
@@ -136,6 +146,8 @@ class BayflowerStrategy(Course, Strategy):
             refuse(self.row)
         hooked = self._hooked("configure_train") or self._hooked("aggregate_train")
         budgeting.check(self.privacy, hooked)
+        if self.buffering and hooked:
+            raise ConfigError(HOOKED)
         memory = self.resume.roster if self.resume else None
         planned = (num_rounds, self.fraction_train, self.folder, memory)
         self.budget = Budget.of(self.privacy, *planned, self.training.local_epochs)
@@ -150,6 +162,9 @@ class BayflowerStrategy(Course, Strategy):
             first = self._begin(grid, initial_arrays, timeout)
             if self.budget is not None:
                 self.training = self.budget.training(self.training)
+            if self.buffering:
+                known = (self._half(), self.state, self.roster, num_rounds)
+                self.buffering.begin(*known, self.folder)
             result = self._rounds(first, num_rounds, grid, timeout, told, asks, evaluate_fn)
             self.teller.ends(self.records, len(self.faults))
         return result
@@ -178,7 +193,8 @@ class BayflowerStrategy(Course, Strategy):
             self.teller.round(round, last)
             self.journal.begin(round)
             if round > first or self.roll is not None:
-                self._apply(self.roster.refresh(grid, timeout))
+                wait = self.buffering.patience(grid, self.roster) if self.buffering else math.inf
+                self._apply(self.roster.refresh(grid, timeout, wait))
             try:
                 trained = self._train(round, train_config, grid, timeout)
             except BayflowerError:
@@ -186,6 +202,8 @@ class BayflowerStrategy(Course, Strategy):
                     self.after_round(self, round - 1, True)
                 raise
             self.records[-1]["seconds"] = time.perf_counter() - started
+            if self.clock is not None and not self.buffering:
+                self.records[-1]["simulated_seconds"] = self.clock.wait(self._now().sent)
             if trained is not None:
                 result.train_metrics_clientapp[round] = trained
             self.teller.metrics(trained)
@@ -198,6 +216,8 @@ class BayflowerStrategy(Course, Strategy):
             if self.progress:
                 self.progress(self.records)
         result.arrays = self._arrays()
+        if self.buffering:
+            self.buffering.end(self.roster)
         self._test(last, evaluate_config, grid, timeout, result)
         if self.calibrator and self.outcome:
             found = self._calibrate(self.calibrator, grid, timeout, self.retries)
@@ -317,6 +337,8 @@ class BayflowerStrategy(Course, Strategy):
         if self.summing:
             self.summing.open(self._now(), grid, timeout, self.budget)
         self._say_sampled("configure_train")
+        if self.buffering:
+            return self._aggregate(round, self.buffering.exchange(self._now(), grid, timeout))
         replies = self._now().exchange(grid, timeout, self.retries)
         if self._hooked("aggregate_train"):
             return self._hand_in(self.aggregate_train, round, replies)[1]

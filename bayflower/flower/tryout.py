@@ -115,7 +115,7 @@ def result_of(
     )
     data = strategy.calibrator.settings if strategy.calibrator else DataSettings()
     groups = (strategy.training, strategy.options, strategy.limits, strategy.privacy)
-    run = Run(strategy.row.name, settings, data, *groups)
+    run = Run(strategy.row.name, settings, data, *groups, strategy.aggregation)
     shape = tuple(site.data.train.x.shape[1:])
     halves = make_halves(run, shape, site.model.num_classes, site.model)
     outcome = outcome._replace(remarks=(*outcome.remarks, *remarks))

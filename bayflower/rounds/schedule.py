@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from ..errors import ConfigError
 from .sampling import choose
+from .sampling import drawn as drawn  # parts of a schedule
+from .sampling import number_of as number_of
+from .sampling import refilled as refilled
 
 EVALUATION = 2**30  # added to the round when clients are sampled for a test
 

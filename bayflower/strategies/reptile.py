@@ -76,6 +76,7 @@ class Server(fedavg.Server):
     """Moves the global model towards the clients' average."""
 
     averages_models = False
+    velocities = ("velocity",)
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
 

@@ -64,7 +64,7 @@ class Siege:
         another client.
         """
         strategy = self.strategy
-        strategy.state, strategy._round, strategy._empty = self.state, self.asked, 0
+        strategy.state, strategy._round, strategy.enough.empty = self.state, self.asked, 0
         self.asked.sent = dict(self.sent)
         strategy.records = [type(strategy.records[0])(one) for one in self.records]
         strategy.faults.clear()
