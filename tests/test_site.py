@@ -61,7 +61,9 @@ def test_the_numbers_of_the_decision_table_are_in_the_experiments():
     table = text.split("## The evidence")[0]
     pages = "".join(
         (DOCS / target).read_text()
-        for target in re.findall(r"\]\((\.\./experiments/[^)#]+)\)", text)
+        for target in re.findall(
+            r"\]\((\.\./(?:experiments|benchmarks/results)/[^)#]+\.md)\)", text
+        )
     )
     for target, anchor in re.findall(r"\]\((\.\./experiments/[^)#]+)#([^)]+)\)", text):
         results = (DOCS / target).read_text()
