@@ -21,7 +21,7 @@ from ..errors import ConfigError
 
 FILE = "arrivals.jsonl"
 FORMAT = "bayflower-arrivals-1"
-SAME = ("method", "seed", "staleness")  # what a replay must have in common with its record
+SAME = ("method", "seed", "staleness", "rate")  # what a replay must have in common with its record
 Pair = tuple[int, int]
 
 

@@ -52,7 +52,7 @@ class Buffering:
         self, settings: Aggregation, clock: Clock | None, min_replies: int, facts: dict[str, Any]
     ) -> None:
         self.settings, self.min_replies = settings, min_replies
-        self.facts = {**facts, "staleness": settings.staleness}
+        self.facts = {**facts, "staleness": settings.staleness, "rate": settings.buffer_rate}
         path = Path(settings.replay).expanduser()
         self.steps = to_replay(path, self.facts) if settings.replay else None
         self.flow = Flow(None if self.steps is not None else clock)
@@ -178,11 +178,10 @@ class Buffering:
                     )
                     self.refill(now)
                     continue
-                update = accepted.update
-                if late:
+                update, weight = accepted.update, self.settings.weight(late)
+                if late or weight != 1:
                     then = half.broadcast(asked.state, sender)
                     present = half.broadcast(now.state, sender)
-                    weight = self.settings.weight(late)
                     update = rebased.rebased(then, present, update, weight)
                 arriving.add(found.total, sender, update)
             except Exception as error:  # an invalid reply of one client must not stop the run

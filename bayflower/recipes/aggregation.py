@@ -38,6 +38,11 @@ class Aggregation:
     most_stale: int = setting(
         0, "buffered: a reply that started more steps ago is not used, and named; 0 = no limit"
     )
+    buffer_rate: float = setting(
+        1.0,
+        "buffered: the server's rate, by which every change is multiplied; less than 1 calms steps "
+        "of few replies from clients with unlike data",
+    )
     client_seconds: str = setting(
         "",
         "loop engine: simulated seconds of a client's training, such as 0-6:1,7-9:10; clients that "
@@ -52,11 +57,15 @@ class Aggregation:
         check_choices(self)
         check_least(self, buffer=0, most_stale=0)
         self.seconds()
-        for name in ("buffer", "most_stale", "replay"):
-            if getattr(self, name) and not self.buffered:
+        if not 0 < self.buffer_rate <= 1:
+            raise ConfigError(
+                f"buffer_rate must be in (0, 1], got {self.buffer_rate}; 1 uses changes as they are"
+            )
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if field.name != "client_seconds" and given != field.default and not self.buffered:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} needs aggregation=buffered; remove it, or set "
-                    "both"
+                    f"{field.name}={given} needs aggregation=buffered; remove it, or set both"
                 )
 
     @property
@@ -70,9 +79,9 @@ class Aggregation:
         return self.buffered or bool(self.client_seconds)
 
     def weight(self, late: int) -> float:
-        """Return s(t), by which a change counts that started `late` steps ago."""
+        """Return the rate times s(t), by which a change counts that started `late` steps ago."""
         how = {"root": 1 / math.sqrt(1 + late), "linear": 1 / (1 + late), "none": 1.0}
-        return how[self.staleness]
+        return self.buffer_rate * how[self.staleness]
 
     def size(self, at_once: int) -> int:
         """Return the replies of a step if `at_once` clients train at a time."""

@@ -5,13 +5,13 @@
     w^(t − τ)      then                     the model that the client was sent
     w_k            update                   what it sent back
     τ              late                     server steps since then
-    s(τ)           `Aggregation.weight`     1/√(1 + τ)
+    η s(τ)         `Aggregation.weight`     `buffer_rate` (1) times 1/√(1 + τ)
 
-    w_k' = w^t + s(τ) (w_k − w^(t − τ))                                                   [eq. 1]
+    w_k' = w^t + η s(τ) (w_k − w^(t − τ))                                                 [eq. 1]
 
-With τ = 0 the update is used as it is, bit for bit. A mean of w_k' weighted by n_k is FedBuff's
-step w^t + Σ n_k s(τ_k) Δ_k / Σ n_k: weights of changes do not add up to one on purpose, an old
-change moves the model less.
+With τ = 0 and η = 1 the update is used as it is, bit for bit. A mean of w_k' weighted by n_k is
+FedBuff's step w^t + η Σ n_k s(τ_k) Δ_k / Σ n_k: weights of changes do not add up to one on purpose,
+an old change moves the model less.
 """
 
 from __future__ import annotations

@@ -77,11 +77,12 @@ def fedbuff(prepared, steps, size, seconds, weight):
 def test_steps_are_those_of_fedbuff(how, tmp_path):
     """A run with stale replies against a loop over arrivals; float64."""
     settings = {**SLOW, **QUICK, "rounds": 9, "staleness": how, "client_seconds": "3:2.5,4:4"}
+    settings |= {"buffer_rate": 0.7} if how == "linear" else {}
     prepared = small_prepared("fedavg", dtype="float64", robust="off", **settings)
     found = execute(prepared, out=tmp_path)
     weights = {
         "root": lambda late: 1 / math.sqrt(1 + late),
-        "linear": lambda late: 1 / (1 + late),
+        "linear": lambda late: 0.7 / (1 + late),
         "none": lambda late: 1.0,
     }
     seconds = {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.5, 4: 4.0}
@@ -163,6 +164,7 @@ def test_methods_whose_updates_are_not_increments_refuse(method, why):
         ({"aggregation": "buffered", "secure": "sum"}, "secure=sum"),
         ({"aggregation": "buffered", "dp": "client"}, "dp=client"),
         ({"aggregation": "buffered", "max_share": 0.4}, "max_share"),
+        ({"buffer_rate": 0}, "buffer_rate must be in"),
         ({"client_seconds": "0-3"}, "client_seconds must be like"),
         ({"client_seconds": "5-3:1"}, "ascending order"),
         ({"client_seconds": "1:0"}, "seconds in"),
