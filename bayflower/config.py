@@ -31,7 +31,7 @@ from .recipes.secrecy import Privacy
 from .settings import meanings, setting
 
 ENGINES: dict[str, str] = {
-    "fused": "all clients of a round trained together, on one GPU or CPU",
+    "fused": "all clients of a round trained together, on one GPU or CPU, or shared by workers",
     "loop": "clients one after another behind an in-process Flower grid; the reference",
     "ray": "Flower's own simulation, as `flwr run .` does it: many cores, several GPUs, a Ray "
     "cluster",
@@ -94,6 +94,14 @@ class Settings:
     cuda_graphs: bool = setting(
         True, "fused engine on a GPU: record a training step as a CUDA graph and replay it"
     )
+    workers: str = setting(
+        "0",
+        "fused engine: processes that share the clients, by Ray: a number, or auto = one a GPU, "
+        "else one a core; 0 = none",
+    )
+    worker_block: int = setting(
+        0, "workers: clients that are trained and moved together; 0 = a sixteenth of all clients"
+    )
     client_states: Literal["device", "disk"] = setting(
         "device", "fused engine: where client states are kept between rounds; disk = in `out`"
     )
@@ -108,7 +116,12 @@ class Settings:
             evaluate_every=0,
             checkpoint_every=0,
             max_fused=0,
+            worker_block=0,
         )
+        if self.workers != "auto" and not self.workers.isdecimal():
+            raise ConfigError(
+                f"workers must be a number or auto, got {self.workers!r}; 0 means no workers"
+            )
         if not 0 < self.fraction_train <= 1:
             raise ConfigError(
                 f"fraction_train must be in (0, 1], got {self.fraction_train}; 1 means every "

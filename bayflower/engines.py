@@ -42,6 +42,8 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
         raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if why := run.aggregation.refuses_engine(engine):
         raise ConfigError(why)
+    if engine != "fused" and run.settings.workers != "0":
+        raise ConfigError(f"workers need engine fused, got {engine}; leave workers out")
     federation = load_federation(run.data, run.settings.seed)
     halves = halves_for(run, federation)
     federation = ready(federation, halves.client.training.input_scale)
@@ -121,9 +123,13 @@ def execute(
     run, engine, federation, halves = prepared
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
     if engine == "fused":
-        from .fused.run import run_fused
-
         try:
+            if run.settings.workers != "0":
+                from .fused.workers.run import run_workers
+
+                return run_workers(run, federation, halves, progress, out, resume)
+            from .fused.run import run_fused
+
             return run_fused(run, federation, halves, progress, out, resume)
         except torch.linalg.LinAlgError as error:
             raise BayflowerError(

@@ -39,6 +39,7 @@ def fit(
     seed: int | None = None,
     device: str | None = None,
     engine: str = "fused",
+    workers: int | str | None = None,
     target: str | Sequence[str] | None = None,
     site: str | None = None,
     test: Any = None,
@@ -72,6 +73,7 @@ def fit(
     seed         seed of partition, initialisation, batches and client sampling [0]
     device       cpu, cuda, cuda:N or auto
     engine       fused, loop, ray or deployment; the last two import the network by its name
+    workers      fused: processes that share the clients, a number or auto [0: none]; needs Ray
     target       data frames and files: column of the target, or a list of columns
     site         data frames and files: column of the sites, each of which is a client
     test         test samples: a column that marks them, a file, or a share of each client's [0.2]
@@ -103,7 +105,8 @@ def fit(
             raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
         hidden, functions = is_hidden(progress), callbacks_of(callbacks)
         trackers = wanted(tensorboard, mlflow, wandb)
-        given = shared(settings, rounds=rounds, seed=seed, device=device) | chosen.settings
+        usual = {"rounds": rounds, "seed": seed, "device": device, "workers": workers}
+        given = shared(settings, **usual) | chosen.settings
         given["model"], known = network_of(given.pop("model", model), engine)
         share = given.pop("validation", SHARE) if patience is not None else None
         home, folder = folder_for(out)

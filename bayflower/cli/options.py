@@ -76,6 +76,16 @@ MaxFused = Annotated[
 ]
 
 
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto",
+        help="fused: processes that share the clients, by Ray; auto = one a GPU, else one a core; "
+        "a cluster is found by RAY_ADDRESS; 0 = none",
+    ),
+]
+
+
 Port = Annotated[
     int,
     typer.Option(help="ray and deployment: port of the SuperLink on loopback; 0 = any free one"),

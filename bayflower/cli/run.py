@@ -33,6 +33,7 @@ from .options import (
     Test,
     Verbose,
     WandbProject,
+    Workers,
 )
 from .terminal import bar, quiet_logs, values
 
@@ -50,6 +51,7 @@ OPTIONS = {
     "rounds": "--rounds",
     "seed": "--seed",
     "max_fused": "--max-fused",
+    "workers": "--workers",
     "preset": "--preset",
 }
 
@@ -69,6 +71,7 @@ def run(
     rounds: Rounds = None,
     seed: Seed = None,
     max_fused: MaxFused = None,
+    workers: Workers = None,
     sets: Sets = None,
     preset: Preset = None,
     out: Annotated[
@@ -115,6 +118,7 @@ def run(
         rounds=rounds,
         seed=seed,
         max_fused=max_fused,
+        workers=workers,
         preset=preset,
     )
     trackers = wanted(tensorboard, mlflow, wandb, track_group)

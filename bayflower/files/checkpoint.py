@@ -32,6 +32,8 @@ FREE = {
     "evaluate_every",
     "device",
     "max_fused",
+    "workers",
+    "worker_block",
     "stacking",
     "cuda_graphs",
     "tf32",

@@ -36,6 +36,8 @@ ELSEWHERE = {
     "download",
     "checkpoint_every",
     "max_fused",
+    "workers",
+    "worker_block",
     "cuda_graphs",
     "client_states",
     "stacking",

@@ -27,7 +27,7 @@ from ..rounds.diverged import EMPTY_ROUNDS, stopped
 from ..rounds.halves import Halves
 from ..rounds.refine import refiner_of
 from ..rounds.robust import Limiter, changed
-from ..tree import to, unflatten
+from ..tree import Tensors, to, unflatten
 from . import secure, traffic
 from .bank import DeviceBank, DiskBank
 from .calibrate import Calibration
@@ -94,15 +94,11 @@ class FusedRun:
         self.server, self.device = halves.server, run.settings.torch_device()
         self.progress, self.out, self.lap = progress, out, lap
         self.meter = Meter(self.device)
-        bank = None
-        if self.settings.client_states == "disk":
-            fresh = halves.client.init(*halves.initial)
-            folder = (out or Path("runs")) / "states"
-            bank = DiskBank(folder, fresh, self.device, resume.round if resume else None)
-        self.engine = Fused(halves, federation.clients, run, bank, lap=lap)
+        self.engine: Any = self._engine(resume)
         if self.engine.one_by_one_because:
             log.warning(self.engine.one_by_one_because)
-        self.everyone = tuple(sorted(self.engine.stack.clients))
+        self.samples = {data.client: len(data.y_train) for data in federation.clients}
+        self.everyone = tuple(sorted(self.samples))
         self.state: Any = to(self.server.init(*halves.initial, self.everyone), self.device)
         self.name, self.first = uuid.uuid4().hex, 1
         how = "off" if run.privacy.hides_clients else run.limits.robust
@@ -116,6 +112,15 @@ class FusedRun:
             self._go_on(resume)
         self.pending = Pending(self.records, self.meter, progress)
 
+    def _engine(self, resume: Checkpoint | None) -> Any:
+        """Return what trains and tests the clients."""
+        bank = None
+        if self.settings.client_states == "disk":
+            fresh = self.halves.client.init(*self.halves.initial)
+            folder = (self.out or Path("runs")) / "states"
+            bank = DiskBank(folder, fresh, self.device, resume.round if resume else None)
+        return Fused(self.halves, self.federation.clients, self.run, bank, lap=self.lap)
+
     def _go_on(self, resume: Checkpoint) -> None:
         """Restore the state from a checkpoint."""
         prints.check_states(resume, self.halves, here=True)
@@ -124,11 +129,14 @@ class FusedRun:
         self.name, self.first, self.records = resume.run, resume.round + 1, resume.records
         self.limiter.remember(resume.roster)
         self.faults += changed(resume, self.run.limits.robust)
-        if isinstance(self.engine.bank, DeviceBank) and resume.clients:
+        if resume.clients:
+            self._load(resume.clients)
+
+    def _load(self, clients: dict[int, Tensors]) -> None:
+        """Load the clients' states of a checkpoint."""
+        if isinstance(self.engine.bank, DeviceBank):
             kind = self.halves.client.state_type
-            self.engine.bank.load(
-                {client: unflatten(kind, known) for client, known in resume.clients.items()}
-            )
+            self.engine.bank.load({client: unflatten(kind, one) for client, one in clients.items()})
 
     def execute(self) -> Outcome:
         """Return the outcome of all remaining rounds and the final test."""
@@ -153,6 +161,7 @@ class FusedRun:
             newcomers.close()
         if self.progress:
             self.progress(self.records)
+        states = dict(self.engine.bank.states())
         self.engine.close()
         why = self.engine.one_by_one_because
         return Outcome(
@@ -160,7 +169,7 @@ class FusedRun:
             views,
             new,
             to(self.state, "cpu"),
-            dict(self.engine.bank.states()),
+            states,
             tuple(self.faults),
             remarks=(
                 *(text for text in (why, secure.REMARK if self.run.privacy.on else "") if text),
@@ -191,15 +200,30 @@ class FusedRun:
         begin = self.pending.begin()
         if self.budget is not None:
             self.budget.spend(chosen)
-        totals: Totals | None = None
-        losses: dict[int, Tensor] = {}
         count = traffic.Count(self.run, self.name, round, before)
-        sizes = {client: self.engine.stack.size(client) for client in chosen}
+        sizes = {client: self.samples[client] for client in chosen}
         if self.run.privacy.on:
             count.secure = self._secure_form(len(chosen))
-        chunks = self.engine.chunks(chosen, self.broadcast_to) if chosen else []
-        if not chunks:  # nobody was sampled, which only a private run allows: it adds noise
+        losses: dict[int, Tensor] = {}
+        stacked = 0
+        if chosen:
+            losses, stacked = self._train(round, chosen, sizes, count)
+        else:  # nobody was sampled, which only a private run allows: it adds noise
             self.state = self.server.finalise(self.state, {})
+        count.weights = {client: self.limiter.counted(client, sizes[client]) for client in chosen}
+        report = partial(self._report, self.state, self.budget.shown() if self.budget else {})
+        self.pending.add(round, losses, count, report, stacked, begin)
+        self.lap("records")
+
+    def _train(
+        self, round: int, chosen: list[int], sizes: dict[int, int], count: traffic.Count
+    ) -> tuple[dict[int, Tensor], int]:
+        """Train the clients of a round and update the server's state. Return each client's mean
+        loss, and how many were stacked.
+        """
+        totals: Totals | None = None
+        losses: dict[int, Tensor] = {}
+        chunks = self.engine.chunks(chosen, self.broadcast_to)
         for chunk in chunks:
             with self.meter.time("training"):
                 message = self.broadcast_to(chunk)
@@ -216,8 +240,7 @@ class FusedRun:
             with self.meter.time("aggregation"):
                 got = got.valid(self.halves, self.state)
                 self.engine.keep(got, round)
-                for client, why in sorted(got.lost.items()):
-                    self._fault(f"round {round}, client {client}: reply not used: {why}")
+                self._lost(round, got.lost)
                 losses.update(zip(got.clients, got.losses.unbind(), strict=True))
                 if got.clients:
                     totals.add(self.state, got.clients, got.updates)
@@ -225,11 +248,7 @@ class FusedRun:
                     self._close(round, totals)
             self.lap("aggregation")
             count.add(chunk, self.halves, message, got.clients, got.updates, sizes)
-        count.weights = {client: self.limiter.counted(client, sizes[client]) for client in chosen}
-        stacked = 0 if self.engine.one_by_one_because else max(map(len, chunks), default=0)
-        report = partial(self._report, self.state, self.budget.shown() if self.budget else {})
-        self.pending.add(round, losses, count, report, stacked, begin)
-        self.lap("records")
+        return losses, 0 if self.engine.one_by_one_because else max(map(len, chunks))
 
     def _close(self, round: int, totals: Totals) -> None:
         """Update the server's state by the sum of a round."""
@@ -251,6 +270,11 @@ class FusedRun:
         if self.empty == min(EMPTY_ROUNDS, self.settings.rounds):
             raise BayflowerError(stopped(self.empty, cause))
         return False
+
+    def _lost(self, round: int, lost: Mapping[int, str]) -> None:
+        """Report clients whose reply is not used."""
+        for client, why in sorted(lost.items()):
+            self._fault(f"round {round}, client {client}: reply not used: {why}")
 
     def _fault(self, text: str) -> None:
         self.faults.append(text)
@@ -293,7 +317,8 @@ class FusedRun:
         """Return the tallies of the new clients, adapted as the method defines."""
         if newcomers is None:
             return {}
-        return self.test(newcomers, sorted(newcomers.stack.clients), round, "new")
+        chosen = sorted(data.client for data in self.federation.new_clients)
+        return self.test(newcomers, chosen, round, "new")
 
     def calibrate(self, newcomers: Fused | None, round: int) -> Any:
         """Return the calibrated uncertainty of all clients after the last round."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,15 @@ class Scaled(NamedTuple):
     def is_floating_point(self) -> bool:
         """Return True: the product is real whatever the tensor is."""
         return True
+
+
+class Packed(NamedTuple):
+    """A total in arrays: shapes, integers, the windows of each chunk, and what lies where."""
+
+    shapes: dict[str, tuple[int, ...]]
+    integers: dict[str, np.ndarray]
+    chunks: list[tuple[int, dict[int, np.ndarray]]]
+    places: dict[str, list[tuple[int, ...]]]
 
 
 class Total:
@@ -143,6 +153,44 @@ class Total:
                     here.chunk.merge(
                         there.chunk, slice(a + start, a + stop), slice(b + start, b + stop)
                     )
+
+    def packed(self) -> Packed:
+        """Return the sum in arrays, for another process; nothing of it is rounded."""
+        chunks = list({place.chunk: None for places in self._places.values() for place in places})
+        number = {chunk: index for index, chunk in enumerate(chunks)}
+        for chunk in chunks:
+            chunk.carry()
+        return Packed(
+            {name: tuple(shape) for name, shape in self._shapes.items()},
+            {name: tensor.cpu().numpy() for name, tensor in self._integers.items()},
+            [
+                (chunk.size, {w: x.cpu().numpy() for w, x in chunk.limbs.items()})
+                for chunk in chunks
+            ],
+            {
+                name: [(number[place.chunk], *place[1:]) for place in places]
+                for name, places in self._places.items()
+            },
+        )
+
+    @classmethod
+    def unpacked(cls, packed: Packed, device: torch.device | str = "cpu") -> Total:
+        """Return the sum that `packed` was made of."""
+        made, chunks = cls(device), []
+        for size, limbs in packed.chunks:
+            chunk = Accumulator(size, device)
+            chunk.limbs = {w: torch.tensor(x, device=device) for w, x in limbs.items()}
+            chunk.adds = 1
+            chunks.append(chunk)
+        made._shapes = {name: torch.Size(shape) for name, shape in packed.shapes.items()}
+        made._integers = {
+            name: torch.tensor(x, device=device) for name, x in packed.integers.items()
+        }
+        made._places = {
+            name: [Place(chunks[number], *place) for number, *place in places]
+            for name, places in packed.places.items()
+        }
+        return made
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget these names; their memory is freed with the last name that shares a chunk."""

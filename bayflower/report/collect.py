@@ -25,6 +25,8 @@ ALIKE = (
     "download",
     "checkpoint_every",
     "max_fused",
+    "workers",
+    "worker_block",
     "cuda_graphs",
     "client_states",
     "stacking",

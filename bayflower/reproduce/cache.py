@@ -44,6 +44,8 @@ SILENT = frozenset(
         "evaluate_every",
         "checkpoint_every",
         "max_fused",
+        "workers",
+        "worker_block",
         "stacking",
         "cuda_graphs",
         "client_states",

@@ -34,15 +34,17 @@ Watch = Callable[[dict[str, int]], AbstractContextManager[Callable[[str, list[An
 
 
 def jobs_of(study: Study, missing: Sequence[Planned]) -> int:
-    """Return how many runs are done at a time. Unless the study says: 1 on a GPU, for one seed and
-    for Flower's engines; else one a core, as far as there are 2 GB of free memory for each.
+    """Return how many runs are done at a time. Unless the study says: 1 on a GPU, for one seed,
+    with workers and for Flower's engines; else one a core, as far as there are 2 GB of free memory
+    for each.
     """
     if study.engine not in ("fused", "loop") or not missing:
         return 1
     if study.jobs:
         return min(study.jobs, len(missing))
     on_gpu = any(one.run.settings.torch_device().type == "cuda" for one in missing)
-    if on_gpu or len(study.seeds) == 1:
+    shared = any(one.run.settings.workers != "0" for one in missing)
+    if on_gpu or shared or len(study.seeds) == 1:
         return 1
     return max(1, min(len(missing), cores(), free_memory() // MEMORY))
 

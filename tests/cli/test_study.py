@@ -340,8 +340,8 @@ def test_a_study_file_that_cannot_be_used_is_one_line(tmp_path, text, words):
 def test_how_many_runs_at_a_time(monkeypatch):
     from bayflower.study import runs
 
-    def jobs(seeds: str, engine: str = "fused", wanted: int = 0) -> int:
-        entries = plan.of_methods(["fedavg", "local"], {"device": "cpu"})
+    def jobs(seeds: str, engine: str = "fused", wanted: int = 0, **more: str) -> int:
+        entries = plan.of_methods(["fedavg", "local"], {"device": "cpu", **more})
         study = plan.Study(entries, plan.seeds_of(seeds), Path("nowhere"), engine, wanted)
         return jobs_of(study, plan.planned(study))
 
@@ -354,5 +354,6 @@ def test_how_many_runs_at_a_time(monkeypatch):
         1,
         3,
     ]
+    assert jobs("9", workers="2") == 1
     monkeypatch.setattr(runs, "free_memory", lambda: 5 * 2**30)
     assert jobs("9") == 2

@@ -346,3 +346,44 @@ def test_products_formed_on_the_way_equal_products_formed_before():
             }
         )
     assert torch.equal(one.value()["a"], left["a"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows, rows)
+def test_a_packed_total_goes_on_as_if_it_had_stayed(
+    first: list[list[float]], second: list[list[float]]
+) -> None:
+    """Two totals of different shape travel, are added, travel again, and go on."""
+    here, there, whole = Total(), Total(), Total()
+    for total, terms in ((here, first), (there, second)):
+        for row in terms:
+            statistic = {
+                f"x{len(row)}": torch.tensor(row, dtype=torch.float64) / 64,
+                "count": torch.tensor(len(row)),
+            }
+            total.add(statistic)
+            whole.add(statistic)
+    joined = Total.unpacked(here.packed())
+    joined.merge(Total.unpacked(there.packed()))
+    last = {"late": torch.tensor([0.1, 1e300], dtype=torch.float64)}
+    again = Total.unpacked(joined.packed())
+    again.add(last)
+    whole.add(last)
+    found, wanted = again.value(), whole.value()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_packed_total_of_many_chunks_and_additions() -> None:
+    drawn = torch.Generator().manual_seed(3)
+    total, whole = Total(), Total()
+    for number in range(3 * LIMIT):
+        term = {
+            "long": torch.randn(CHUNK + 7, generator=drawn, dtype=torch.float64) * 2.0**number,
+            "short": torch.randn(3, generator=drawn),
+        }
+        total.add(term)
+        whole.add(term)
+        if number % 50 == 0:
+            total = Total.unpacked(total.packed())
+    assert all(torch.equal(total.value()[name], x) for name, x in whole.value().items())
