@@ -146,6 +146,11 @@ class Settings:
         if self.device != "auto":
             self.torch_device()
 
+    @property
+    def on_workers(self) -> bool:
+        """Return whether workers share the clients."""
+        return self.workers == "auto" or int(self.workers) > 0
+
     def torch_device(self) -> torch.device:
         """Return the device clients train on."""
         device = named_device(self.device)

@@ -42,7 +42,7 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
         raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if why := run.aggregation.refuses_engine(engine):
         raise ConfigError(why)
-    if engine != "fused" and run.settings.workers != "0":
+    if engine != "fused" and run.settings.on_workers:
         raise ConfigError(f"workers need engine fused, got {engine}; leave workers out")
     federation = load_federation(run.data, run.settings.seed)
     halves = halves_for(run, federation)
@@ -124,7 +124,7 @@ def execute(
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.settings.tf32
     if engine == "fused":
         try:
-            if run.settings.workers != "0":
+            if run.settings.on_workers:
                 from .fused.workers.run import run_workers
 
                 return run_workers(run, federation, halves, progress, out, resume)

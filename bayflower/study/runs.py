@@ -43,7 +43,7 @@ def jobs_of(study: Study, missing: Sequence[Planned]) -> int:
     if study.jobs:
         return min(study.jobs, len(missing))
     on_gpu = any(one.run.settings.torch_device().type == "cuda" for one in missing)
-    shared = any(one.run.settings.workers != "0" for one in missing)
+    shared = any(one.run.settings.on_workers for one in missing)
     if on_gpu or shared or len(study.seeds) == 1:
         return 1
     return max(1, min(len(missing), cores(), free_memory() // MEMORY))

@@ -23,4 +23,4 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
   --num-cpus "$SLURM_CPUS_PER_TASK" --disable-usage-stats -- \
   env RAY_ADDRESS="$FIRST:$PORT" \
   bayflower run fedmap --engine fused --workers auto --dataset synthetic --clients 200 \
-  --rounds 100 --set checkpoint_every=5 --out "$OUT" "${RESUME[@]}"
+  --rounds 100 --set checkpoint_every=5 --set worker_block=3 --out "$OUT" "${RESUME[@]}"

@@ -14,16 +14,23 @@ from typing import Any
 
 import pytest
 from conftest import SMALL, assert_same_bits
-from test_workers import assert_same, on, ready
+from test_herd import assert_same, ready
+from test_workers import connected, on
 
 from bayflower.files import checkpoint
+from bayflower.flower.processes import free_port
 from bayflower.fused.run import run_fused
 from bayflower.fused.workers.crew import Crew
-from bayflower.fused.workers.run import run_workers
+from bayflower.fused.workers.run import WorkersRun, run_workers
 from bayflower.fused.workers.worker import Worker
 
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # a busy machine starts slowly
 ray = pytest.importorskip("ray", reason="the extra `simulation` is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # Ray's own
+]
 ROUNDS = 6
 
 
@@ -47,13 +54,9 @@ def timeless(outcome: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def local():
-    """Ray on this machine with four cores, for crews that lose workers."""
-    from bayflower.fused.workers.crew import ray as module
-
-    there = module()
-    there.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    there.shutdown()
+    """Ray, for crews that lose workers."""
+    with connected():
+        yield
 
 
 @pytest.mark.parametrize("stacking", ["no", "yes"])
@@ -119,17 +122,51 @@ def test_a_worker_that_dies_at_the_last_step_changes_nothing(local, tmp_path):
     assert_same(prepared, timeless(hurt), timeless(peace))
 
 
+def test_without_copies_the_run_goes_back_to_its_checkpoint(local, tmp_path):
+    """A worker dies, and the copies of its clients' states are freed from Ray's store."""
+    prepared = ready("fednp", rounds=ROUNDS, stacking="no", checkpoint_every=2)
+    alone = run_fused(prepared.run, prepared.federation, prepared.halves)
+    crew = Crew("2", "cpu", 2)
+    herds: list[Any] = []
+    killing = Killing(crew, 1, after=3)
+
+    def progress(records: list[Any]) -> None:
+        if len(records) == killing.after and not killing.done:
+            copies = [one for known in herds[0].copies.values() for one in known]
+            ray._private.internal_api.free(copies)
+        killing(records)
+
+    with pytest.MonkeyPatch.context() as patch:
+        made = WorkersRun._herd
+
+        def kept(self: Any, *given: Any) -> Any:
+            herds.insert(0, made(self, *given))
+            return herds[0]
+
+        patch.setattr(WorkersRun, "_herd", kept)
+        known = (prepared.run, prepared.federation, prepared.halves)
+        hurt = run_workers(*known, progress=progress, out=tmp_path, crew=crew)
+    crew.close()
+    assert any("back to round 2" in line for line in hurt.faults), hurt.faults
+    assert [one["round"] for one in hurt.rounds] == list(range(1, ROUNDS + 1))
+    assert_same(prepared, timeless(hurt), timeless(alone))
+
+
 @pytest.fixture
 def cluster():
-    """Two more Ray nodes on this machine, with one core each, beside a head without any."""
+    """Two Ray nodes on this machine, with one core each."""
     from ray.cluster_utils import Cluster
 
     if ray.is_initialized():
         ray.shutdown()
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    nodes = [made.add_node(num_cpus=1) for _ in range(3)]
+    names = ("dashboard_agent_listen", "metrics_agent", "metrics_export", "runtime_env_agent")
+    # ports that are given need no waiting for helpers, which a busy machine starts slowly
+    least = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False}
+    head, other = ({f"{one}_port": free_port() for one in names} for _ in range(2))
+    made = Cluster(initialize_head=True, head_node_args={**least, **head})
+    node = made.add_node(**least, **other)
     ray.init(address=made.address, log_to_driver=False)
-    yield made, nodes
+    yield made, node
     ray.shutdown()
     made.shutdown()
 
@@ -137,17 +174,17 @@ def cluster():
 @pytest.mark.parametrize("folder", [True, False])
 def test_a_dead_machine_takes_the_run_back_to_its_checkpoint(cluster, tmp_path, folder):
     """Without a folder there is no checkpoint: then back to the start."""
-    made, nodes = cluster
+    made, node = cluster
     prepared = ready("fednp", rounds=ROUNDS, stacking="no", checkpoint_every=2)
     alone = run_fused(prepared.run, prepared.federation, prepared.halves)
     killed = []
 
     def progress(records: list[Any]) -> None:
         if len(records) == 3 and not killed:
-            killed.append(nodes[0])
-            made.remove_node(nodes[0], allow_graceful=False)
+            killed.append(node)
+            made.remove_node(node, allow_graceful=False)
 
-    crew = Crew("3", "cpu", 4)
+    crew = Crew("2", "cpu", 4)
     out = tmp_path if folder else None
     known = (prepared.run, prepared.federation, prepared.halves)
     hurt = run_workers(*known, progress=progress, out=out, crew=crew)

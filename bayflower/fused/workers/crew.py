@@ -7,6 +7,7 @@ on this machine and ends with the run. A Ray that this process has started alrea
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import warnings
@@ -16,7 +17,10 @@ from typing import Any
 from ...errors import BayflowerError, ConfigError
 from .worker import Worker
 
+log = logging.getLogger("bayflower")
 AUTO = "auto"
+TRIES = 2  # more times that Ray is started here if a busy machine was too slow
+PATIENCE = 60.0  # seconds until a line says that workers do not start
 
 
 class LostError(Exception):
@@ -44,6 +48,14 @@ def ray() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("ray")
+
+
+def refusal(address: str | None, error: Exception) -> str:
+    """Return the line that says why there is no Ray."""
+    said = " ".join(str(error).split())[:200]
+    if address:
+        return f"there is no Ray at RAY_ADDRESS={address} ({said}); start it, or unset RAY_ADDRESS"
+    return f"Ray could not be started ({said}); a busy machine starts it too slowly: try again"
 
 
 class Crew:
@@ -75,6 +87,9 @@ class Crew:
             )
             self.actors = {one: made.remote() for one in range(number)}
         self.lost = 0
+        asked = [actor.process.remote() for actor in self.actors.values()]
+        if late := self.ray.wait(asked, num_returns=number, timeout=PATIENCE)[1]:
+            log.warning("waiting for %d of %d workers: the Ray cluster is busy", len(late), number)
 
     def _start(self, wanted: str) -> None:
         address = os.environ.get("RAY_ADDRESS")
@@ -85,14 +100,15 @@ class Crew:
             more["include_dashboard"] = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                self.ray.init(**more, logging_level="error", log_to_driver=False)
-            except (ConnectionError, RuntimeError) as error:
-                said = " ".join(str(error).split())[:200]
-                raise ConfigError(
-                    f"Ray cannot be reached at {address or 'this machine'} ({said}); check "
-                    "RAY_ADDRESS, or unset it to use this machine"
-                ) from error
+            for left in range(0 if address else TRIES, -1, -1):
+                try:
+                    self.ray.init(**more, logging_level="error", log_to_driver=False)
+                    return
+                except Exception as error:  # Ray raises bare ones too
+                    self.ray.shutdown()
+                    if not left:
+                        raise ConfigError(refusal(address, error)) from error
+                    log.info("Ray did not start and is started again: %s", error)
 
     @property
     def workers(self) -> list[int]:

@@ -71,7 +71,7 @@ class Herd:
         """Return fn() with all blocks on live workers; repeat it if some die meanwhile."""
         while True:
             try:
-                self._settle()
+                self.settle()
                 return fn()
             except LostError as lost:
                 self._mourn(lost)
@@ -86,7 +86,7 @@ class Herd:
             self.told.append(f"a worker died; {clients} clients moved to other workers")
             log.warning("%s (%s)", self.told[-1], self.kind)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Give blocks without a living worker to others."""
         alive = self.crew.workers
         orphans = [n for n in range(len(self.blocks)) if self.home.get(n) not in alive]
@@ -110,7 +110,10 @@ class Herd:
 
     def rebalance(self) -> None:
         """Move one block away from a worker that is slower than the others, if that pays."""
-        found = self.balance.move(self.home, self.crew.workers)
+        alive = self.crew.workers
+        if not set(self.home.values()) <= set(alive):
+            return  # blocks of a dead worker come first
+        found = self.balance.move(self.home, alive)
         if found is None:
             return
         number, worker = found

@@ -35,7 +35,7 @@ from ..secure import totals_for
 from ..traffic import Count
 from . import cargo
 from .blocks import divided
-from .crew import Crew, GoneError
+from .crew import AUTO, Crew, GoneError
 from .herd import Herd
 from .worker import Order
 
@@ -65,6 +65,9 @@ def run_workers(
     variables = methods.handed_on([run.method])
     most = len(divided(federation.clients, run.settings.worker_block))
     own = crew or Crew(run.settings.workers, run.settings.device, most)
+    wanted = run.settings.workers
+    if wanted != AUTO and len(own.workers) < int(wanted):
+        log.warning("%s workers were asked for, but there are %d blocks of clients", wanted, most)
     there = replace(run, settings=replace(run.settings, device="cuda" if own.gpu else "cpu"))
     here = replace(run, settings=replace(run.settings, device="cpu"))
     shown, lines = Shown(progress), list[str]()
@@ -158,7 +161,8 @@ class WorkersRun(FusedRun):
             "lost_workers": self.crew.lost,
             "moved_blocks": self.engine.moved,
         }
-        return done._replace(usage={**(done.usage or {}), **facts})
+        late = [f"after round {self.settings.rounds}: {text}" for text in self._told()]
+        return done._replace(usage={**(done.usage or {}), **facts}, faults=(*done.faults, *late))
 
     # -- one round ---------------------------------------------------------------------------------
     def _train(
@@ -219,8 +223,8 @@ class WorkersRun(FusedRun):
         def both() -> Any:
             # in one piece: a worker that dies takes fitted models with it
             if newcomers is not None:
-                return newcomers.tried(lambda: self._calibrated(newcomers, round, classes))
-            return self._calibrated(None, round, classes)
+                newcomers.settle()
+            return self._calibrated(newcomers, round, classes)
 
         with self.meter.time("calibration"):
             return self.engine.tried(both)

@@ -40,7 +40,6 @@ class Order(NamedTuple):
     tests: Shapes = ()
     secure: tuple[int, int, int] | None = None
     limiter: Limiter | None = None
-    copies: bool = True  # whether the new states are returned
 
 
 class Report(NamedTuple):
@@ -169,13 +168,12 @@ class Worker:
                 if totals is None:
                     singles.setdefault(number, []).append((chunk, cargo.frozen(updates)))
                 else:
-                    self._add(totals, there, chunk, updates)
+                    totals.add(there, chunk, updates)
             if totals is not None:
-                cargo.folded(totals)
+                self._fold(totals)
                 report.seen[number] = cargo.seen_by(totals.limiter)
             alone = alone or fused.one_by_one_because
-            if order.copies:
-                after[number] = copies(fused, clients)
+            after[number] = copies(fused, clients)
             report.seconds[number] = time.perf_counter() - begun
         count.settle()
         done = report._replace(up=count.up, down=count.down, stacked=stacked, alone=alone)
@@ -190,9 +188,10 @@ class Worker:
         totals.exact, totals.suspects = sums.exact, sums.suspects
         return totals
 
-    def _add(self, totals: Totals, state: Any, chunk: list[int], updates: Any) -> None:
+    def _fold(self, totals: Totals) -> None:
+        """Move the sums of a block to the exact ones; raise one line if they are not finite."""
         try:
-            totals.add(state, chunk, updates)
+            cargo.folded(totals)
         except ValueError as error:
             raise BayflowerError(
                 f"training diverged: {error}; lower lr or set clip_norm"
