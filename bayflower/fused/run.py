@@ -259,7 +259,7 @@ class FusedRun:
         if self.refiner is not None:
             self.state = self.refiner(before, self.state, round)
 
-    def _any_reply(self, round: int, losses: Mapping[int, Tensor]) -> bool:
+    def _any_reply(self, round: int, losses: Mapping[int, Any]) -> bool:
         """Return whether there is something to add; raise if several rounds had nothing."""
         if losses or self.budget is not None:  # a private round adds its noise even to nothing
             self.empty = 0

@@ -160,15 +160,20 @@ class Worker:
             resident.before = (order.round, clients, fused.bank.take(clients))
             for chunk in fused.chunks(clients, sent):
                 message = sent(chunk)
-                updates, losses = fused.train(chunk, message, order.round)
-                report.losses.update(zip(chunk, losses.tolist(), strict=True))
+                got = fused.train(chunk, message, order.round).valid(self.halves, there)
+                fused.keep(got, order.round)
+                report.losses.update(zip(got.clients, got.losses.tolist(), strict=True))
+                report.lost.update(got.lost)
                 sizes = {client: fused.stack.size(client) for client in chunk}
-                count.add(chunk, self.halves, message, updates, sizes)
+                count.add(chunk, self.halves, message, got.clients, got.updates, sizes)
                 stacked = max(stacked, 0 if fused.one_by_one_because else len(chunk))
+                if not got.clients:
+                    continue
                 if totals is None:
-                    singles.setdefault(number, []).append((chunk, cargo.frozen(updates)))
+                    one = (got.clients, cargo.frozen(got.updates))
+                    singles.setdefault(number, []).append(one)
                 else:
-                    totals.add(there, chunk, updates)
+                    totals.add(there, got.clients, got.updates)
             if totals is not None:
                 self._fold(totals)
                 report.seen[number] = cargo.seen_by(totals.limiter)
