@@ -285,7 +285,21 @@ def test_a_client_that_leaves_makes_all_start_anew():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["pfedvmp", "pfedvmp-avg", "fedproto", "fednp", "pvi", "fedep"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "pfedvmp",
+        "pfedvmp-avg",
+        "fedproto",
+        "fednp",
+        "pvi",
+        "fedep",
+        "fedsep",
+        "qlsd",
+        "vd",
+        "fedbps",
+    ],
+)
 def test_the_fused_engine_makes_these_sums_too(method):
     """To the bit if clients are trained one by one."""
     settings = {**FEW, "secure": "sum", "calibration": "off", "stacking": "no"}
