@@ -146,7 +146,7 @@ DEATHS = {
     "in the last round": (0, "train", 3),
     "adding sums": (None, "merge", 1),
     "in a test": (0, "test", 1),
-    "in the last test": (1, "test", 3),
+    "in the last test": (1, "test", 2),
     "holding out": (1, "hold", 1),
     "scoring": (0, "score", 1),
     "judging new clients": (1, "judge", 1),

@@ -45,6 +45,7 @@ class HereCrew:
         return sorted(self.actors)
 
     def begin(self, halves: Any, run: Any, variables: Mapping[str, str]) -> None:
+        self.bury(LostError(self.dead))
         for actor in self.actors.values():
             actor.begin(deepcopy(halves), run)
 
@@ -59,7 +60,7 @@ class HereCrew:
                 self.dead.add(worker)
         values: list[Any]
         try:
-            given = [deepcopy(self.value(worker, one)) for one in args]
+            given = [deepcopy(self.value(one)) for one in args]
             if worker in self.dead:
                 raise LostError([worker])
             found = getattr(self.actors[worker], name)(*given)
@@ -69,21 +70,21 @@ class HereCrew:
         made = [Reference(value, worker) for value in values]
         return made if returns > 1 else made[0]
 
-    def value(self, worker: int, thing: Any) -> Any:
+    def value(self, thing: Any) -> Any:
         """Return what a reference stands for; raise if it is lost."""
         if not isinstance(thing, Reference):
             return thing
-        if self.machine and thing.worker in self.dead and thing.worker != worker:
-            raise GoneError("its machine has died")
         if isinstance(thing.value, Exception):
             raise thing.value
+        if self.machine and thing.worker in self.dead:
+            raise GoneError("its machine has died")
         return thing.value
 
     def get(self, calls: Sequence[tuple[int, Any]]) -> list[Any]:
         found, dead, gone = [], set(), None
         for _, reference in calls:
             try:
-                found.append(self.value(-1, reference))
+                found.append(self.value(reference))
             except LostError as error:
                 dead |= set(error.workers)
             except GoneError as error:
