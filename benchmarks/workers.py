@@ -7,7 +7,11 @@ several, in turn, so that both meet the same load of the machine; each such pair
 time of a round is the shortest of its run (the first round has other work to do and is left out).
 The best pair says what the engine can do; the median says what this machine gave it. `cores` is the
 processor time of all workers divided by the time of their rounds: how many cores they really had.
-The bits of both are compared.
+
+Where other programs take the cores away, the clock says little. So there is a second ratio, of
+processor time: that of one worker and the run's own process, divided by that of the busiest of
+several workers and the run's own process. It is what the clock would say on free cores if nothing
+but computing took time; waiting for messages is not in it. The bits of both are compared.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,24 +68,35 @@ def spent_by(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def on(crew: Crew, number: int, prepared: Prepared) -> tuple[float, float, str]:
-    """Return the shortest seconds of a round on the first workers, the cores they had, and the
-    digest of what they computed.
+class Measured(NamedTuple):
+    """A run: its shortest round, the cores it had, the processor time of its busiest worker and of
+    its own process, and the digest of what was computed.
     """
+
+    seconds: float
+    cores: float
+    busiest: float
+    own: float
+    bits: str
+
+
+def on(crew: Crew, number: int, prepared: Prepared) -> Measured:
+    """Return the measurements of a run on the first workers."""
     known = dict(crew.actors)
     crew.actors = {one: known[one] for one in sorted(known)[:number]}
     calls = [(one, crew.call(one, "process")) for one in crew.workers]
     processes = crew.get(calls)
-    before = sum(map(spent_by, processes))
+    before, own = [spent_by(one) for one in processes], time.process_time()
     try:
         found = run_workers(prepared.run, prepared.federation, prepared.halves, crew=crew)
     finally:
         crew.actors = known
-    spent = sum(map(spent_by, processes)) - before
+    own = time.process_time() - own
+    spent = [spent_by(one) - was for one, was in zip(processes, before, strict=True)]
     rounds = [one["seconds"] for one in found.rounds]
     states = {str(client): state for client, state in found.client_states.items()}
     whole = {"server": found.server_state, "clients": states}
-    return min(rounds[1:]), spent / sum(rounds), digest(whole)
+    return Measured(min(rounds[1:]), sum(spent) / sum(rounds), max(spent), own, digest(whole))
 
 
 def main() -> None:
@@ -102,14 +118,17 @@ def main() -> None:
             pairs = []
             for _ in range(given.pairs):
                 one, many = on(crew, 1, prepared), on(crew, given.workers, prepared)
-                assert one[2] == many[2], "the number of workers changed the numbers"
+                assert one.bits == many.bits, "the number of workers changed the numbers"
                 pairs.append(
                     {
-                        "one": one[0],
-                        "many": many[0],
-                        "ratio": one[0] / many[0],
-                        "cores_one": one[1],
-                        "cores_many": many[1],
+                        "one": one.seconds,
+                        "many": many.seconds,
+                        "ratio": one.seconds / many.seconds,
+                        "cores_one": one.cores,
+                        "cores_many": many.cores,
+                        "work_one": one.busiest + one.own,
+                        "work_many": many.busiest + many.own,
+                        "work_ratio": (one.busiest + one.own) / (many.busiest + many.own),
                         "load": os.getloadavg()[0],
                     }
                 )
@@ -121,6 +140,7 @@ def main() -> None:
                 "best_pair": max(ratios),
                 "median_pair": statistics.median(ratios),
                 "shortest_rounds": shortest,
+                "median_work_ratio": statistics.median(pair["work_ratio"] for pair in pairs),
                 "pairs": pairs,
             }
             rows.append(row)

@@ -44,7 +44,8 @@ def ray() -> Any:
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Ray gives its workers the least priority; here they do all the work
+    os.environ.setdefault("RAY_worker_niceness", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("ray")
