@@ -21,6 +21,7 @@ from bayflower.files import checkpoint
 from bayflower.flower.processes import free_port
 from bayflower.fused.run import run_fused
 from bayflower.fused.workers.crew import Crew
+from bayflower.fused.workers.crew import ray as module
 from bayflower.fused.workers.run import run_workers
 
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # a busy machine starts slowly
@@ -28,6 +29,7 @@ ray = pytest.importorskip("ray", reason="the extra `simulation` is not installed
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # Ray's own
 ]
 ROUNDS = 6
@@ -95,6 +97,7 @@ def cluster():
     """Two Ray nodes on this machine, with one core each."""
     from ray.cluster_utils import Cluster
 
+    module()  # sets what silences Ray's advice
     if ray.is_initialized():
         ray.shutdown()
     names = ("dashboard_agent_listen", "metrics_agent", "metrics_export", "runtime_env_agent")
