@@ -81,6 +81,7 @@ def without_seconds(path):
     return {key: {**line, "seconds": 0} for key, line in runs.read(path).items()}
 
 
+@pytest.mark.slow  # CI runs the quick form on real data
 def test_the_quick_form_runs_every_rival_on_two_data_sets(data, short, tmp_path):
     results = tmp_path / "out" / "quick.jsonl"
     said = natural(
