@@ -75,8 +75,8 @@ target is 95 % of what rounds without stragglers have at the end, for each seed;
 the first test at or above it. The aim was a time of at most 1.2 times that without stragglers, and
 an accuracy within noise. Intervals are 95 %, by Student's t over seeds, and few seeds make them
 wide. Rate, batch size and length were set while test accuracies were looked at, and alike digits
-were added after the first seed of unlike ones: the numbers illustrate, and do not decide. Written by
-`benchmarks/buffered.py`; every curve is in `buffered.jsonl`.
+were added after the first seed of unlike ones: the numbers illustrate, and do not decide. Written
+by `benchmarks/buffered.py`; every curve is in `buffered.jsonl`.
 
 """
 Curve = list[tuple[float, float, float]]  # seconds, accuracy, accuracy on the stragglers' data
