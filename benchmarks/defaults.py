@@ -103,7 +103,12 @@ def settings_of(job: Job, data_dir: Path, device: str) -> dict[str, Any]:
 
 def about(job: Job) -> str:
     """Return a hash of all settings of a run that decide its numbers."""
-    flat = parse(job.method, settings_of(job, Path(), "cpu")).flat()
+    return hashed(job.method, settings_of(job, Path(), "cpu"))
+
+
+def hashed(method: str, given: dict[str, Any]) -> str:
+    """Return a hash of all settings that decide a run's numbers."""
+    flat = parse(method, given).flat()
     kept = {key: value for key, value in flat.items() if key not in SILENT}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -15,7 +15,6 @@ every method, so that all train on the same samples.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import statistics
 import sys
@@ -29,7 +28,7 @@ from bayflower.reproduce.cache import commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import defaults
-from defaults import HERE, SILENT, spread
+from defaults import HERE, spread
 
 RIVAL, PACE = "fedavg-ft", "fedper"  # of accuracy, of time
 SLOW = 3.0  # rounds of PACE that need a reason
@@ -58,9 +57,7 @@ def settings_of(job: Job, data_dir: Path, device: str) -> dict[str, Any]:
 
 def about(job: Job) -> str:
     """Return a hash of all settings of a run that decide its numbers."""
-    flat = parse(job.method, settings_of(job, Path(), "cpu")).flat()
-    kept = {key: value for key, value in flat.items() if key not in SILENT}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    return defaults.hashed(job.method, settings_of(job, Path(), "cpu"))
 
 
 def measure(job: Job, data_dir: Path, device: str) -> Line:

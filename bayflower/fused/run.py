@@ -28,7 +28,7 @@ from ..rounds.halves import Halves
 from ..rounds.refine import refiner_of
 from ..rounds.robust import Limiter, changed
 from ..tree import Tensors, to, unflatten
-from . import secure, traffic
+from . import asked, secure, traffic
 from .bank import DeviceBank, DiskBank
 from .calibrate import Calibration
 from .engine import Fused
@@ -291,20 +291,13 @@ class FusedRun:
 
     def broadcast_to(self, chunk: list[int]) -> Any:
         """Return the broadcast to some clients: a single one, or a stack if each gets its own."""
-        if not self.server.per_client:
-            return self.server.broadcast(self.state, chunk[0])
-        return self.server.broadcasts(self.state, tuple(chunk))
+        return asked.broadcast_to(self.server, self.state, chunk)
 
     # -- tests and checkpoints ---------------------------------------------------------------------
     def test(self, fused: Fused, chosen: Sequence[int], round: int, purpose: Purpose) -> Views:
         """Return every view's tally of some clients after a round."""
-        views: Views = {}
         with self.meter.time("evaluation"):
-            for chunk in fused.test_chunks(chosen, self.broadcast_to):
-                found = fused.test(chunk, self.broadcast_to(chunk), round, purpose)
-                for view, tallies in found.items():
-                    views.setdefault(view, {}).update(tallies)
-        return views
+            return asked.tested(fused, chosen, self.broadcast_to, round, purpose)
 
     def newcomers(self) -> Fused | None:
         """Return the new clients, None if there are none."""

@@ -45,8 +45,7 @@ PLACES = {
 
 def made(found: Table) -> str:
     """Return the page as HTML."""
-    every = [runs for rivals in found.values() for runs in rivals.values()]
-    lines = [line for runs in every for line in runs.values()]
+    lines = lines_of(found)
     sets = list(dict.fromkeys(group.dataset for group in found))
     parts = [Part("In short", "In short", about(lines), in_short(found))]
     for name in sets:
@@ -63,8 +62,7 @@ def made(found: Table) -> str:
 
 def in_words(found: Table, names: Sequence[str]) -> str:
     """Return what the runs tell a practitioner, in Markdown; `names` are the files beside it."""
-    every = [runs for rivals in found.values() for runs in rivals.values()]
-    said = about([line for runs in every for line in runs.values()])
+    said = about(lines_of(found))
     text = [
         "# What clients that really differ tell a practitioner",
         "",
@@ -74,6 +72,12 @@ def in_words(found: Table, names: Sequence[str]) -> str:
     for one in answers(found):
         text += ["", f"## {one.question}", "", *(f"* {line}" for line in one.lines)]
     return "\n".join(text) + "\n"
+
+
+def lines_of(found: Table) -> list[Line]:
+    """Return all runs of a table."""
+    every = [runs for rivals in found.values() for runs in rivals.values()]
+    return [line for runs in every for line in runs.values()]
 
 
 def about(lines: Sequence[Line]) -> str:

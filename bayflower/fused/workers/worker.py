@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from ...errors import BayflowerError
 from ...rounds.halves import Halves
 from ...rounds.robust import Limiter
 from ...tree import Shapes, flatten, to, unflatten
-from .. import choice, traffic
+from .. import asked, choice, traffic
 from ..calibrate import Calibration
 from ..engine import Fused
 from ..spread import Clients
@@ -223,9 +224,8 @@ class Worker:
         views: dict[str, dict[int, Any]] = {}
         for number, clients in work.items():
             fused = told(self.blocks[kind, number].fused, alone)
-            for chunk in fused.test_chunks(clients, sent):
-                for view, tallies in fused.test(chunk, sent(chunk), round, purpose).items():
-                    views.setdefault(view, {}).update(tallies)
+            for view, tallies in asked.tested(fused, clients, sent, round, purpose).items():
+                views.setdefault(view, {}).update(tallies)
             alone = alone or fused.one_by_one_because
         return cargo.frozen(views), alone
 
@@ -285,14 +285,7 @@ class Worker:
 
     def _sender(self, state: Any) -> Callable[[list[int]], Any]:
         """Return what gives the broadcast to some clients: one for all, or a stack."""
-        server = self.halves.server
-
-        def sent(chunk: list[int]) -> Any:
-            if not server.per_client:
-                return server.broadcast(state, chunk[0])
-            return server.broadcasts(state, tuple(chunk))
-
-        return sent
+        return partial(asked.broadcast_to, self.halves.server, state)
 
 
 def told(fused: Fused, alone: str | None) -> Fused:
