@@ -150,8 +150,8 @@ class ServerHalf(ABC):
     #   factor     the change of natural parameters, of which all are cut by one number
     #   exact      both sides keep it: used as it is, or the whole update is refused
     update_fields: ClassVar[Mapping[str, Kind]] = {"params": "model", "buffers": "buffers"}
-    # True if `claims` names something: under max_share a round's updates then wait for each other
-    has_claims: ClassVar[bool] = False
+    has_claims: ClassVar[bool] = False  # if `claims` names something: max_share then holds a round
+    adds_up: ClassVar[bool] = False  # if a client adds what it sent to what it sends later
 
     def check(self, state: Any, client: int, update: Any) -> str | None:
         """Return why a well-formed update (shapes, dtypes, finite) must not be used, or None."""

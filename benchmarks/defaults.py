@@ -188,9 +188,18 @@ def run_missing(todo: list[Any], options: argparse.Namespace, do: Any = measure)
                 print(f"{words}: failed: {kind}{error}", flush=True)
                 continue
             with options.results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(short(line)) + "\n")
             print(f"{words}: done in {line['seconds']:.0f} s", flush=True)
     return failed
+
+
+def short(value: Any) -> Any:
+    """Return a line with seven significant digits a number: the file is read by people, too."""
+    if isinstance(value, dict):
+        return {key: short(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [short(one) for one in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def mixed(todo: list[Job]) -> list[Job]:

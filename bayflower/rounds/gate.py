@@ -28,6 +28,10 @@ before. One that suddenly sends the opposite is left out of that round, before a
 
 If it goes on, the new direction becomes its past, and the rule above judges it.
 
+Where a client adds what it sent to what it sends later (`ServerHalf.adds_up`; FedDC's drift),
+honest clients come to oppose each other, and one that is left out goes farther in the next round.
+There nobody is left out for opposing the others; sizes are limited as usual.
+
 The server does not keep changes. It keeps a sketch of each, SIZE numbers: entry i is added to place
 i mod SIZE with a random sign, so that products of sketches are those of changes but for an error of
 1/√SIZE. One round's sketches are all that a round needs; of a client's past, OWN bytes are kept.
@@ -67,7 +71,8 @@ STEADY = 0.2
 class Gate:
     """How far the clients of a run agree, and which of them are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, adds_up: bool = False) -> None:
+        self.adds_up = adds_up  # then nobody is left out for its direction
         self.past: dict[int, list[float]] = {}  # by client: the cosines of its last rounds
         self.now: dict[int, Vector] = {}  # by client: the sketch of this round's change
         self.out: dict[int, float] = {}  # by client that is left out: its mean cosine
@@ -148,7 +153,7 @@ class Gate:
         """Decide who is left out."""
         known = self.past
         means = {client: fmean(values) for client, values in known.items()}
-        if len(means) < CROWD:
+        if self.adds_up or len(means) < CROWD:
             self.out = {}
             return
         self.middle = middle = median(means.values())

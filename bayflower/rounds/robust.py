@@ -72,7 +72,7 @@ class Limiter:
         self.now: dict[str, list[Tensor]] = {}  # by name: those of this round
         self.factors: dict[str, float] = {}  # by name: how far above the median a limit is
         self.limits: Tensors = {}
-        self.gate = Gate() if how == GATE else None
+        self.gate = Gate(half.adds_up) if how == GATE else None
         self.suspects = Suspects()  # of this round
         self.left: set[int] = set()  # clients that are left out of this round, once it is settled
         self.refused: set[int] = set()  # those of them whose reply counts as invalid

@@ -78,6 +78,7 @@ class Server(fedavg.Server):
     update_fields = {"params": "model", "buffers": "buffers", "pace": "slope"}
 
     averages_models = False
+    adds_up = True  # the drift
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     broadcast_type: ClassVar[type] = State  # type: ignore[assignment]

@@ -16,8 +16,9 @@ gradients travel quantised.
 function of its arguments, the same on every engine, and a resumed run repeats it.
 
 After `qlsd_burn_in` rounds mean and variance of the samples are kept: they are the posterior that
-clients are sent. A client that has lost its memory says so by `turns` ≤ 0; all memories then start
-anew (`epoch`).
+clients are sent. By default the samples start anew each time that their number has doubled: those
+of the way to the posterior do not count for long. A client that has lost its memory says so by
+`turns` ≤ 0; all memories then start anew (`epoch`).
 
 Departs: tensors are quantised one by one, as in the authors' code; the paper quantises the whole
 vector. The variant with control variates (QLSD++) is left out. Running statistics are averaged by
@@ -41,6 +42,7 @@ from ..tree import Tensors, digest
 from . import fedavg, pvi
 
 LEVELS = 32767  # the largest code
+RATE = 0.5  # step of the gradient of the mean loss, if qlsd_step is 0
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,25 @@ class Config(fedavg.Tuning):
     """What the user sets for QLSD."""
 
     qlsd_step: float = setting(
-        1e-5, "step size: of the gradient of the loss summed over all samples of all clients"
+        0.0,
+        "step size: of the gradient of the loss summed over all samples of all clients; 0 = "
+        "0.5 / (number of these samples)",
     )
     qlsd_prior: float = setting(5.0, "precision of the prior N(0, 1/precision)")
     qlsd_levels: int = setting(256, "levels of the quantiser")
     qlsd_memory: bool = setting(True, "whether clients send the difference to what they remember")
-    qlsd_burn_in: int = setting(0, "rounds before samples count for mean and variance")
+    qlsd_burn_in: int = setting(
+        -1,
+        "rounds before samples count for mean and variance; -1 = they start anew in rounds 3, 6, "
+        "11, 22, 44, 88, …, so that the first ones are forgotten",
+    )
     qlsd_noise: float = setting(1.0, "size of the Langevin noise; 1 = the posterior, 0 = descent")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.qlsd_step < float("inf"):
-            raise ConfigError(f"qlsd_step must be positive and finite, got {self.qlsd_step}")
-        for name in ("qlsd_prior", "qlsd_noise", "qlsd_burn_in"):
+        if self.qlsd_burn_in < -1:
+            raise ConfigError(f"qlsd_burn_in must be at least -1, got {self.qlsd_burn_in}")
+        for name in ("qlsd_step", "qlsd_prior", "qlsd_noise"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"{name} must be finite and not negative, got {getattr(self, name)}"
@@ -212,7 +220,7 @@ class Server(pvi.Server):
         each = state.number.double() / total["replies"].double()
         draw = generator("qlsd", int(state.key), int(state.rounds))
         params, memory = {}, {}
-        gamma = self.config.qlsd_step
+        gamma = self.config.qlsd_step or RATE / float(each * total["num_examples"].double())
         for n, value in state.params.items():
             old = torch.zeros_like(state.memory[n]) if lost else state.memory[n]
             noise = torch.randn(value.shape, generator=draw, dtype=torch.float64).to(device)
@@ -241,6 +249,9 @@ class Server(pvi.Server):
         """Return the state with the newest sample in mean and squares, if it counts (Welford)."""
         if int(state.rounds) <= self.config.qlsd_burn_in:
             return state._replace(mean=state.params)
+        if self.config.qlsd_burn_in < 0 and starts_anew(int(state.rounds)):
+            zero = {n: torch.zeros_like(value) for n, value in state.squares.items()}
+            state = state._replace(squares=zero, kept=torch.zeros_like(state.kept))
         kept = state.kept + 1
         mean, squares = {}, {}
         for n, value in state.params.items():
@@ -255,6 +266,12 @@ class Server(pvi.Server):
         """Return the spread of the samples, and how many count."""
         spread = torch.cat([v.flatten() for v in self.broadcast(state, 0).spread.values()])
         return {"sample_spread": float(spread.double().mean()), "samples": float(state.kept)}
+
+
+def starts_anew(round: int) -> bool:
+    """Return whether samples count from this round on: 11 times a power of two, and 3, 6 before."""
+    times, rest = divmod(round, 11)
+    return round in (3, 6) or (rest == 0 and times.bit_count() == 1)
 
 
 def decoded(code: Tensor, norm: Tensor, levels: int) -> Tensor:

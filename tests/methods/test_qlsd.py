@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from conftest import small
@@ -17,6 +18,7 @@ from bayflower.errors import ConfigError
 from bayflower.maths.exact import Total
 from bayflower.maths.hypernet import generator
 from bayflower.networks.model import Model
+from bayflower.strategies import qlsd
 from bayflower.strategies.qlsd import Config, Server, Update, decoded, memory_rate
 
 W = "0.weight"
@@ -169,6 +171,50 @@ def test_a_lost_memory_makes_all_start_anew():
 
 
 def test_settings_are_checked():
-    for key, value in (("qlsd_step", 0.0), ("qlsd_levels", 0), ("qlsd_prior", -1.0)):
+    for key, value in (
+        ("qlsd_step", -1.0),
+        ("qlsd_burn_in", -2),
+        ("qlsd_levels", 0),
+        ("qlsd_prior", -1.0),
+    ):
         with pytest.raises(ConfigError, match=f"{key} must"):
             small("qlsd", **{key: value})
+
+
+def test_the_step_of_a_first_run_is_a_half_over_the_samples_of_all_clients():
+    """Oracle: the same round with that step given; two of three clients reply."""
+    found, given = [], {}
+    for _ in range(2):
+        case = both("qlsd", qlsd_noise=0.0, **given)
+        server, chosen = case.prepared.halves.server, case.clients[:2]
+        ((_, _, updates),) = half_rounds(case, 1)
+        number = sum(int(updates[k].num_examples) for k in chosen)
+        given = {"qlsd_step": 0.5 / (number * len(case.clients) / len(chosen))}
+        before = server.init(*case.prepared.halves.initial, tuple(case.clients))
+        total = Total()
+        for k in chosen:
+            total.add(server.statistic(before, k, updates[k]))
+        found.append(server.finalise(before, total.value()).params)
+    assert_equal(*found, rtol=0, atol=1e-15)
+
+
+def test_samples_of_the_way_to_the_posterior_are_forgotten():
+    """Oracle: mean and variance of the samples since the last start, by numpy."""
+    starts = [round for round in range(1, 400) if qlsd.starts_anew(round)]
+    assert starts == [3, 6, 11, 22, 44, 88, 176, 352]
+    case = both("qlsd", qlsd_noise=1.0)
+    server = case.prepared.halves.server
+    state = server.init(*case.prepared.halves.initial, tuple(case.clients))
+    rng, seen = np.random.default_rng(0), []
+    for round in range(1, 15):
+        sample = {n: torch.tensor(rng.normal(size=v.shape)) for n, v in state.params.items()}
+        seen.append(sample)
+        state = server.counted(state._replace(params=sample, rounds=torch.tensor(round)))
+        since = seen[max((one - 1 for one in starts if one <= round), default=0) :]
+        assert int(state.kept) == len(since)
+        spread = server.broadcast(state, 0).spread
+        for n in sample:
+            rows = np.stack([one[n].numpy() for one in since])
+            np.testing.assert_allclose(state.mean[n].numpy(), rows.mean(0), rtol=1e-9, atol=1e-12)
+            if len(since) > 1:
+                np.testing.assert_allclose(spread[n].numpy(), rows.std(0, ddof=1), rtol=1e-9)
