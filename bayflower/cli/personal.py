@@ -15,12 +15,13 @@ Folder = Annotated[
     Path, typer.Argument(metavar="DIR", help="the --out folder of a run, with its checkpoint")
 ]
 Into = Annotated[
-    Path,
+    Path | None,
     typer.Argument(
         metavar="FILE",
         help="folder to write; or a file ending in .safetensors, .pt2 or .onnx for one format",
     ),
 ]
+Out = Annotated[Path | None, typer.Option("--out", help="the same as FILE")]
 Onnx = Annotated[bool, typer.Option("--onnx", help="also write model.onnx (needs extra `onnx`)")]
 DataDir = Annotated[
     str, typer.Option(help="folder of the data sets, if it has changed since the run")
@@ -30,7 +31,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print the card as JSON")]
 
 def export(
     folder: Folder,
-    into: Into,
+    into: Into = None,
     client: Annotated[
         int | None,
         typer.Option(min=0, help="number of the client; new clients follow the training clients"),
@@ -45,6 +46,7 @@ def export(
     onnx: Onnx = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
+    out: Out = None,
 ) -> None:
     """Write one client's own model: weights, card, and a program that needs nothing of ours. Or
     every client's, with --all.
@@ -53,6 +55,7 @@ def export(
     """
     if every == (client is not None):
         raise ConfigError("export takes one client (--client 3) or every client (--all)")
+    into = one_of(into, out)
     target, formats = wanted(into, onnx)
     if client is None:
         if target != into:
@@ -62,6 +65,13 @@ def export(
     from ..personal import export as write
 
     show(write(folder, client, target, formats, data_dir), into, target, as_json)
+
+
+def one_of(into: Path | None, out: Path | None) -> Path:
+    """Return where to write, given as FILE or as --out."""
+    if (into is None) == (out is None):
+        raise ConfigError("name what to write once: as FILE after DIR, or by --out FILE")
+    return into or out or Path()
 
 
 def export_everyone(
@@ -144,7 +154,6 @@ def shown(name: str, value: Any) -> str:
 
 def personalise(
     folder: Folder,
-    into: Into,
     data: Annotated[
         Path,
         typer.Option(
@@ -152,12 +161,14 @@ def personalise(
             "and y, as in docs/data.md"
         ),
     ],
+    into: Into = None,
     test_fraction: Annotated[
         float, typer.Option(help="share of the samples used for the test")
     ] = 0.2,
     onnx: Onnx = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
+    out: Out = None,
 ) -> None:
     """Make a personal model for a new client that took part in no round, from a run's result and
     the client's data.
@@ -166,6 +177,7 @@ def personalise(
     """
     from ..personal import personalise as write
 
+    into = one_of(into, out)
     target, formats = wanted(into, onnx)
     show(write(folder, data, target, formats, test_fraction, data_dir), into, target, as_json)
 

@@ -137,3 +137,19 @@ def test_a_new_client_with_one_class_needs_no_num_classes(tmp_path, dataset, sha
     assert made["network"]["num_classes"] == (10 if dataset == "digits" else 2)
     counts = made["data"]["train_per_class"]
     assert (counts[0], counts[1] > 0, sum(counts[2:])) == (0, True, 0)
+
+
+def test_export_takes_its_folder_by_out_as_run_and_predict_do(tmp_path):
+    given = ["run", "fedavg", "--rounds", "1", "--clients", "3", "--set", "keep=0.1"]
+    assert CliRunner().invoke(app, [*given, "--out", str(tmp_path / "run")]).exit_code == 0
+    for name, words in (("a", ["{}"]), ("b", ["--out", "{}"])):
+        at = [word.format(tmp_path / name) for word in words]
+        done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), *at, "--client", "1"])
+        assert done.exit_code == 0, done.output
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
+    assert written[0] == written[1]
+    for words in ([], ["a", "--out", "b"]):
+        with pytest.raises(ConfigError, match="name what to write once"):
+            CliRunner().invoke(
+                app, ["export", "run", *words, "--client", "1"], catch_exceptions=False
+            )

@@ -70,6 +70,8 @@ def test_a_step_of_a_stack_is_that_of_the_loop(pair, device):
     agree(method, ALL[name], tolerance(name, device), device=device, **ONE_STEP, **inner)
 
 
+# on a GPU the loop engine maps torch's RMSNorm over samples: torch is slow at it, and says so
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "pair", some([(m, n) for n in LAYERS for m in ("fedbps", "fedmap", "pfedvmp")], MORE), ids=str

@@ -254,7 +254,7 @@ LAYERS: dict[str, Case] = {
 BROUGHT: dict[str, Case] = {
     "resnet18": Case(seen("resnet18"), (3, 40, 40), layer="fc"),
     "mobilenet": Case(seen("mobilenet_v3_small"), (3, 40, 40)),
-    "shufflenet": Case(seen("shufflenet_v2_x0_5"), (3, 40, 40), layer="fc"),
+    "shufflenet": Case(seen("shufflenet_v2_x0_5"), (3, 64, 64), layer="fc"),
     "squeezenet": Case(seen("squeezenet1_1"), (3, 24, 24), head="classifier"),
     "convnext": Case(narrow_convnext, (3, 32, 32), layer="classifier.2"),
     "vit": Case(narrow_vit, (3, 16, 16), layer="heads.head"),
