@@ -214,9 +214,13 @@ def spread(values: list[float], digits: int = 1) -> str:
     mean = statistics.mean(values)
     if len(values) < 2:
         return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {half_interval(values):.{digits}f}"
+
+
+def half_interval(values: list[float]) -> float:
+    """Return half a 95 % interval of two or more values."""
     factor = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
-    half = factor * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+    return factor * statistics.stdev(values) / math.sqrt(len(values))
 
 
 class Row(NamedTuple):

@@ -28,7 +28,7 @@ from bayflower.reproduce.cache import commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import defaults
-from defaults import HERE, spread
+from defaults import HERE, half_interval, spread
 
 RIVAL, PACE = "fedavg-ft", "fedper"  # of accuracy, of time
 SLOW = 3.0  # rounds of PACE that need a reason
@@ -136,15 +136,16 @@ def over(lines: dict[int, Line], who: str, form: str, key: str) -> list[float]:
     return [value for value in found if value is not None]
 
 
-def less(mine: dict[int, Line], other: dict[int, Line], who: str, form: str, key: str) -> str:
-    """Return the difference to the calibrated rival (or, of points, its point), paired by seed."""
+def less(
+    mine: dict[int, Line], other: dict[int, Line], who: str, form: str, key: str
+) -> list[float]:
+    """Return the differences to the rival in the same form, seed by seed; accuracy in points."""
     pairs = [
         (picked(mine[seed], who, form, key), picked(other[seed], who, form, key))
         for seed in sorted(set(mine) & set(other))
     ]
-    both = [a - b for a, b in pairs if a is not None and b is not None]
-    factor, digits = (100, 1) if key == "accuracy" else (1, 3)
-    return spread([factor * one for one in both], digits) if both else ""
+    factor = 100 if key == "accuracy" else 1
+    return [factor * (a - b) for a, b in pairs if a is not None and b is not None]
 
 
 def page(runs: dict[Job, Line], clocks: dict[str, Line], rounds: int) -> str:
@@ -160,7 +161,8 @@ def page(runs: dict[Job, Line], clocks: dict[str, Line], rounds: int) -> str:
     text = [
         "# All methods on Fashion-MNIST, 50 clients",
         "",
-        f"Written by `benchmarks/personal_methods.py`: Dir(0.3), {rounds} rounds, seeds "
+        f"Written by `benchmarks/personal_methods.py`: a tenth of the samples, Dir(0.3), {rounds} "
+        "rounds, seeds "
         f"{', '.join(map(str, seeds))}, default settings, last round; {', '.join(devices)}; "
         f"commit {', '.join(commits)}. Ten more clients are new: they adapt after the last round. "
         "± is half a 95 % interval of Student's t over seeds; differences are paired by seed. "
@@ -179,7 +181,8 @@ def page(runs: dict[Job, Line], clocks: dict[str, Line], rounds: int) -> str:
         lines, timed = mine[method], clocks.get(method)
         ratio = timed["median"] / pace if timed and pace else None
         cells = [spread([100 * v for v in over(lines, "clients", "point", "accuracy")])]
-        cells.append(less(lines, rival, "clients", "point", "accuracy"))
+        gaps = less(lines, rival, "clients", "point", "accuracy")
+        cells.append(spread(gaps) if gaps else "")
         worst = over(lines, "clients", "point", "worst_client_accuracy")
         new = over(lines, "new_clients", "point", "accuracy")
         cells += [spread([100 * v for v in some]) if some else "" for some in (worst, new)]
@@ -204,8 +207,9 @@ def page(runs: dict[Job, Line], clocks: dict[str, Line], rounds: int) -> str:
             lines = mine[method]
             nlls = [over(lines, who, form, "nll") for form in FORMS]
             cells = [spread(some, 3) if some else "" for some in nlls]
-            gap = less(lines, rival, who, "calibrated", "nll")
-            cells.append(f"**{gap}**" if is_worse(gap) else gap)
+            gaps = less(lines, rival, who, "calibrated", "nll")
+            shown = spread(gaps, 3) if gaps else ""
+            cells.append(f"**{shown}**" if is_worse(gaps) else shown)
             for key in ("ece", "ece_allclass", "coverage"):
                 some = [100 * v for v in over(lines, who, "calibrated", key)]
                 cells.append(spread(some) if some else "")
@@ -213,12 +217,9 @@ def page(runs: dict[Job, Line], clocks: dict[str, Line], rounds: int) -> str:
     return "\n".join(text) + "\n"
 
 
-def is_worse(text: str) -> bool:
-    """Return whether "mean ± half" lies above 0 as a whole."""
-    if "±" not in text:
-        return False
-    mean, half = (float(part) for part in text.split("±"))
-    return mean - half > 0
+def is_worse(gaps: list[float]) -> bool:
+    """Return whether the 95 % interval lies above 0 as a whole."""
+    return len(gaps) > 1 and statistics.mean(gaps) > half_interval(gaps)
 
 
 def main() -> int:
