@@ -58,6 +58,9 @@ class Settings:
     fraction_train: float = setting(
         1.0, "share of the clients that train in a round, sampled anew in every round"
     )
+    fraction_evaluate: float = setting(
+        1.0, "share of the clients that are tested after the last round, sampled"
+    )
     min_replies: int = setting(1, "the run stops if a round has fewer valid replies than this")
     evaluate_every: int = setting(
         5,
@@ -102,8 +105,10 @@ class Settings:
     worker_block: int = setting(
         0, "workers: clients that are trained and moved together; 0 = a sixteenth of all clients"
     )
-    client_states: Literal["device", "disk"] = setting(
-        "device", "fused engine: where client states are kept between rounds; disk = in `out`"
+    client_states: Literal["auto", "device", "disk"] = setting(
+        "auto",
+        "fused engine: where client states are kept between rounds; disk = in `out`; auto = disk "
+        "if they would take a quarter of the free memory",
     )
 
     def __post_init__(self) -> None:
@@ -127,11 +132,16 @@ class Settings:
                 f"fraction_train must be in (0, 1], got {self.fraction_train}; 1 means every "
                 "client in every round"
             )
+        if not 0 < self.fraction_evaluate <= 1:
+            raise ConfigError(
+                f"fraction_evaluate must be in (0, 1], got {self.fraction_evaluate}; 1 means to "
+                "test every client after the last round"
+            )
         check_name(self.model)
         words = {
             "dtype": ("float32", "float64"),
             "stacking": ("auto", "measured", "yes", "no"),
-            "client_states": ("device", "disk"),
+            "client_states": ("auto", "device", "disk"),
         }
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:

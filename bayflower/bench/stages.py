@@ -243,7 +243,7 @@ def draw_anew(rounds: Rounds) -> None:
     """Draw the batches of a round that were not drawn yet."""
     for stacked in rounds.phases():
         stacked.plan = None
-    rounds.engine.prefetch(rounds.clients_of(rounds.done + 1), rounds.done + 1)
+    rounds.engine.prefetch(rounds.clients_of(rounds.done + 1), rounds.done + 1, ())
 
 
 def kernels(rounds: Rounds, whole: float) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def cite(
 
 
 RAW = "bibtex"  # the only field of an entry that a method's row has as a text
-SAME_DATA = {"cifar100": "cifar10", "emnist47": "emnist", "synthetic": ""}
+SAME_DATA = {"cifar100": "cifar10", "emnist47": "emnist", "synthetic": "", "crowd": ""}
 FLOWER = paper(
     "misc",
     "beutel2020flower",

@@ -43,12 +43,15 @@ def data(
     from .. import data as rooms
     from ..config import parse
     from ..data import look
+    from ..data.known import GENERATED
     from ..rounds.halves import make_halves
 
     given = values(sets, dataset=",".join(files), target=target, sites=site, test=test)
     run = parse("local", given)
-    if run.data.dataset == "synthetic":
-        raise ConfigError("synthetic data are generated; give a file, a folder or another data set")
+    if run.data.dataset in GENERATED:
+        raise ConfigError(
+            f"{run.data.dataset} data are generated; give a file, a folder or another data set"
+        )
     source = rooms.load_source(run.data)
     shape = look.shape_of(source)
     halves = make_halves(run, shape, source.num_classes)
@@ -101,13 +104,14 @@ def network(model: Any) -> str:
 def announce(prepared: Prepared, as_json: bool) -> None:
     """Print one line on how the data were read and which network they train."""
     from ..data import load_source
+    from ..data.known import GENERATED
     from ..data.look import in_words
 
     if as_json:
         return
     settings = prepared.run.data
     name = settings.dataset
-    said = name if name == "synthetic" else in_words(load_source(settings))
+    said = name if name in GENERATED else in_words(load_source(settings))
     say(f"{said}. Network: {network(prepared.halves.model)}")
 
 

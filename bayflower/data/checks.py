@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
-from .known import KNOWN, MEASURED
+from .known import CROWD, KNOWN, MEASURED
 from .outcomes import KINDS
 from .tables import is_table
 
@@ -84,19 +84,20 @@ def domains(dataset: str, names: tuple[str, ...], partition: str, num_clients: i
         )
 
 
-def synthetic(partition: str, keep: float, test_fraction: float | None) -> None:
-    """Raise unless settings suit the data set `synthetic`."""
+def generated(dataset: str, partition: str, keep: float, test_fraction: float | None) -> None:
+    """Raise unless settings suit a data set that is generated."""
+    sizes = "samples_per_client" if dataset == CROWD else "scenario"
     if partition not in ("dirichlet", "natural"):  # the default, and what it is
         raise ConfigError(
-            f"partition must not be set for dataset 'synthetic', got {partition!r}; set "
-            "scenario instead"
+            f"partition must not be set for dataset {dataset!r}, got {partition!r}; set "
+            f"{sizes} instead"
         )
     if keep != 1:
         raise ConfigError(
-            f"keep must be 1 for dataset 'synthetic', got {keep}; its sizes are set by scenario"
+            f"keep must be 1 for dataset {dataset!r}, got {keep}; its sizes are set by {sizes}"
         )
     if test_fraction == 0:
         raise ConfigError(
-            "test_fraction must be in (0, 1) for dataset 'synthetic', got 0; this data set "
+            f"test_fraction must be in (0, 1) for dataset {dataset!r}, got 0; this data set "
             "marks no samples as test"
         )

@@ -18,41 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ConfigError
-from . import domains, partition, synthetic
+from . import crowd, domains, partition, synthetic
 from .batches import rng
+from .clients import ClientData as ClientData  # part of what this module offers
+from .clients import Federation as Federation
+from .known import CROWD
+from .parting import hold_out as hold_out
+from .parting import parted, validated
 from .scaling import Scaling, preparation
 from .settings import DataSettings
 from .sites import drawn_members, named_members, no_sites, resolve
 from .source import Names, Source
 from .sources import load_source
-
-
-class ClientData(NamedTuple):
-    """The samples of one client, in random order."""
-
-    client: int  # partition id
-    x_train: np.ndarray  # (n, ...) float32
-    y_train: np.ndarray  # (n,) int64
-    x_test: np.ndarray
-    y_test: np.ndarray
-    x_held: np.ndarray | None = None  # training samples held out for calibration; None = none
-    y_held: np.ndarray | None = None
-
-
-class Federation(NamedTuple):
-    """All clients of a run. `partition` describes in JSON types how the data were split."""
-
-    clients: tuple[ClientData, ...]  # those that train: ids 0..N-1
-    new_clients: tuple[ClientData, ...]  # those that never train: ids N..N+M-1
-    num_classes: int
-    input_shape: tuple[int, ...]
-    dataset: str
-    partition: dict[str, Any]
-    note: str  # a note to show beside the name of the data set; "" if there is none
-    names: Names = Names()  # of the clients, by number, the classes and the input columns
-    # which columns of a table are 0 or 1 by construction, if everyone's numbers are to standardise
-    # the others (`moments`); None if inputs are ready
-    table: np.ndarray | None = None
 
 
 class _Layout(NamedTuple):
@@ -69,7 +46,12 @@ class _Layout(NamedTuple):
 def num_classes(settings: DataSettings, seed: int) -> int:
     """Return the number of classes, without making any client's samples."""
     source = _layout(resolve(settings), seed).source
-    return 2 if source is None else source.num_classes
+    return _made_classes(settings) if source is None else source.num_classes
+
+
+def _made_classes(settings: DataSettings) -> int:
+    """Return the number of classes of data that are generated."""
+    return crowd.CLASSES if settings.dataset == CROWD else synthetic.NUM_CLASSES
 
 
 def names(settings: DataSettings, seed: int) -> Names:
@@ -80,7 +62,7 @@ def names(settings: DataSettings, seed: int) -> Names:
     layout = _layout(settings, seed)
     source = layout.source
     if source is None:
-        return Names(classes=tuple(map(str, range(synthetic.NUM_CLASSES))))
+        return Names(classes=tuple(map(str, range(_made_classes(settings)))))
     sites: tuple[str, ...] = ()
     if settings.partition == "natural" and source.domain is None:
         known = dict(zip(source.owners(), source.site_names(), strict=True))
@@ -95,7 +77,7 @@ def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
     """
     layout = _layout(resolve(settings), seed)
     source = layout.source
-    name, note = ("synthetic", "") if source is None else (source.name, source.note)
+    name, note = (settings.dataset, "") if source is None else (source.name, source.note)
     said = {key: list(some) for key, some in names(settings, seed)._asdict().items()}
     return {"dataset": name, "note": note, "partition": layout.description, "names": said}
 
@@ -104,6 +86,8 @@ def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
 def load_federation(settings: DataSettings, seed: int) -> Federation:
     """Return every client's data. Cached: do not change the arrays."""
     settings = resolve(settings)
+    if settings.dataset == CROWD:
+        return crowd.federation(settings, seed)
     layout = _layout(settings, seed)
     # tuning does not use the new clients
     made = settings.num_clients if settings.validation else settings.total_clients
@@ -134,7 +118,7 @@ def table_of(settings: DataSettings, seed: int, x: np.ndarray) -> np.ndarray | N
     by everyone's numbers; None if they do not.
     """
     source = _layout(resolve(settings), seed).source
-    plain = source is not None and source.plain
+    plain = settings.dataset == CROWD or (source is not None and source.plain)
     if settings.scaling != "federation" or plain or x.ndim != 2:
         return None
     flags = None if source is None else source.flags()
@@ -155,6 +139,8 @@ def load_client(settings: DataSettings, seed: int, client: int) -> ClientData:
 
 @lru_cache(maxsize=2)
 def _layout(settings: DataSettings, seed: int) -> _Layout:
+    if settings.dataset == CROWD:
+        return _Layout(None, [], [], crowd.described(settings, seed))
     total = settings.total_clients
     described: dict[str, Any] = {
         "seed": seed,
@@ -296,13 +282,16 @@ def client_scaling(settings: DataSettings, seed: int, client: int) -> Scaling | 
     """Return how a client's inputs are prepared; None if they are not."""
     settings = resolve(settings)
     layout = _layout(settings, seed)
+    if settings.dataset == CROWD:
+        return None
     data = _raw(layout, settings, seed, client)
     return preparation(settings, layout.source, data.x_train)
 
 
 def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:
     data = _raw(layout, settings, seed, client)
-    known = preparation(settings, layout.source, data.x_train)
+    ready = settings.dataset == CROWD
+    known = None if ready else preparation(settings, layout.source, data.x_train)
     if known is None:
         return data
     held = None if data.x_held is None else known.apply(data.x_held)
@@ -311,6 +300,8 @@ def _client(layout: _Layout, settings: DataSettings, seed: int, client: int) -> 
 
 
 def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> ClientData:
+    if settings.dataset == CROWD:
+        return crowd.one(settings, seed, client)
     member = layout.members[client]
     source = layout.source
     marks = None
@@ -326,8 +317,10 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
     if settings.split == "time":
         known = None if source is None else source.time
         order = np.arange(len(y)) if known is None else np.argsort(known[indices], kind="stable")
-    draw = rng(seed, "split", member)
-    train, test = _split(len(y), settings.fraction, marks, draw, order)
+    by_time = order is not None
+    if order is None:
+        order = rng(seed, "split", member).permutation(len(y))
+    train, test = parted(len(y), settings.fraction, marks, order, by_time)
     few = settings.targets == "numbers"  # a client of one sample trains, and has no test
     if len(train) == 0 or (len(test) == 0 and not few):
         raise ConfigError(
@@ -336,62 +329,13 @@ def _raw(layout: _Layout, settings: DataSettings, seed: int, client: int) -> Cli
             f"raise min_size, or set test_fraction above 0"
         )
     if settings.validation and client < settings.num_clients:
-        train, test = _validation(train, settings.validation, client, few, order is not None)
+        train, test = validated(train, settings.validation, client, few, by_time)
     train = train[: settings.train_rows or None]
     held = train[:0]
     if settings.calibrated:
         share = settings.calibration_share
-        if order is not None and not settings.train_rows:  # as far from training as the test is
+        if by_time and not settings.train_rows:  # as far from training as the test is
             share = max(share, min(len(test) / len(train), 0.5))
         train, held = hold_out(train, share, settings.calibration_rows)
     parts = (x[train], y[train], x[test], y[test])
     return ClientData(client, *parts, *((x[held], y[held]) if len(held) else (None, None)))
-
-
-def _split(
-    size: int,
-    fraction: float,
-    marks: np.ndarray | None,
-    draw: np.random.Generator,
-    ordered: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training positions, test positions), each in random order; with `ordered` in that
-    order, the last ones for the test.
-    """
-    order = draw.permutation(size) if ordered is None else ordered
-    if marks is not None:
-        return order[~marks[order]], order[marks[order]]
-    count = min(max(int(fraction * size + 0.5), 1), size - 1)
-    if ordered is not None:
-        return order[: size - count], order[size - count :]
-    return order[count:], order[:count]
-
-
-def _validation(
-    train: np.ndarray, share: float, client: int, few: bool = False, by_time: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return a client's training positions, which are in random order, as (training, validation);
-    its test part is not used. With `few` one sample alone is for training. Positions `by_time` are
-    in that order, and the last ones are for validation.
-    """
-    if few and len(train) < 2:
-        return train, train[:0]
-    if len(train) < 2:
-        raise ConfigError(
-            f"client {client} has {len(train)} training sample, too few to split off validation "
-            "data; raise min_size"
-        )
-    count = min(max(int(share * len(train) + 0.5), 1), len(train) - 1)
-    if by_time:
-        return train[: len(train) - count], train[len(train) - count :]
-    return train[count:], train[:count]
-
-
-def hold_out(train: np.ndarray, share: float, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return training positions, which are in random order, as (training, held out for
-    calibration); at least one stays for training. In the order of time the first ones are held out:
-    they lie as far before the training samples as later ones lie behind them, and the model keeps
-    the newest.
-    """
-    count = min(int(share * len(train) + 0.5), most, len(train) - 1)
-    return train[count:], train[:count]

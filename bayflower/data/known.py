@@ -26,7 +26,9 @@ KNOWN: dict[str, tuple[int, str, str]] = {
     "femnist": (805_263, "", ""),
     "celeba": (202_599, "", ""),
 }
-DATASETS = ("digits", "synthetic", *KNOWN)
+CROWD = "crowd"  # made-up clients, made when they are needed
+GENERATED = ("synthetic", CROWD)
+DATASETS = ("digits", *GENERATED, *KNOWN)
 # those whose targets are no classes, and the task they are for
 MEASURED = {"radon": "regression", "parkinson": "regression", "brca": "survival"}
 # those whose clients are people or places: partition=auto is natural

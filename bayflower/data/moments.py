@@ -65,7 +65,7 @@ def sums_of(federation: Federation) -> list[tuple[float, ...]]:
     """Return the sums of each training client; () of each if inputs are ready."""
     table = federation.table
     if table is None:
-        return [() for _ in federation.clients]
+        return [()] * len(federation.clients)
     return [input_sums(data.x_train, table) for data in federation.clients]
 
 

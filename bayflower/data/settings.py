@@ -9,11 +9,11 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..settings import setting
 from . import normalise
-from .checks import at_least, domains, is_path, member, names_in, numeric, synthetic
+from .checks import at_least, domains, generated, is_path, member, names_in, numeric
 from .images import LAYOUTS
+from .known import CROWD, GENERATED, MEASURED, NATURAL
 from .known import DATASETS as DATASETS
 from .known import KNOWN as KNOWN
-from .known import MEASURED, NATURAL
 from .npz import Options, is_share
 
 PARTITIONS = ("dirichlet", "iid", "pathological", "major-minor", "quantity", "natural")
@@ -39,8 +39,8 @@ class DataSettings:
 
     dataset: str = setting(
         "digits",
-        "digits, synthetic, mnist, cifar10, … (see `bayflower doctor`), several as A+B, or the "
-        "path of your own data: a .csv, .parquet or .npz file, several files (a pattern, or "
+        "digits, synthetic, crowd, mnist, cifar10, … (see `bayflower doctor`), several as A+B, or "
+        "the path of your own data: a .csv, .parquet or .npz file, several files (a pattern, or "
         "separated by commas; one a site), or a folder of images",
     )
     target: str = setting(
@@ -131,7 +131,9 @@ class DataSettings:
         "major classes; r3 = of the minor ones",
     )
     samples_per_client: int = setting(
-        0, "partition=major-minor: samples of each client; 0 = as many as the data allow"
+        0,
+        "partition=major-minor: samples of each client; 0 = as many as the data allow; "
+        "dataset=crowd: 0 = 20",
     )
     test_fraction: float | None = setting(
         None,
@@ -268,8 +270,10 @@ class DataSettings:
             raise ConfigError(
                 f"nuisance_variance must be at least 0 and finite, got {self.nuisance_variance}"
             )
-        if self.dataset == "synthetic":
-            synthetic(self.partition, self.keep, self.test_fraction)
+        if self.dataset in GENERATED:
+            generated(self.dataset, self.partition, self.keep, self.test_fraction)
+        if self.dataset == CROWD and self.samples_per_client == 1:
+            raise ConfigError("samples_per_client must be at least 2, one to train and one to test")
         if self.dataset == "digits" and self.partition == "natural":
             raise ConfigError(
                 "partition must not be 'natural' for dataset 'digits', which has no natural "
@@ -305,7 +309,7 @@ class DataSettings:
                     f"{self.new_clients}; leave it out"
                 )
             object.__setattr__(self, "new_clients", number)
-        made = self.dataset in ("digits", "synthetic") or self.domains
+        made = self.dataset in ("digits", *GENERATED) or self.domains
         if self.num_clients == 0 and (made or not by_site):
             object.__setattr__(self, "num_clients", CLIENTS)
 

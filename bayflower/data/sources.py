@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from . import flamby, posteriordb
 from .doors import paths_of, read_path
 from .folders import FOLDERS, folder_of, read_folder
+from .known import GENERATED
 from .npz import read_npz
 from .settings import KNOWN, DataSettings
 from .source import Source
@@ -34,12 +35,12 @@ def at_hand(settings: DataSettings) -> bool:
 @lru_cache(maxsize=2)
 def source_of(settings: DataSettings) -> Source | None:
     """Return the data set of a run, kept; None if it is generated."""
-    return None if settings.dataset == "synthetic" else load_source(settings)
+    return None if settings.dataset in GENERATED else load_source(settings)
 
 
 def load_source(settings: DataSettings) -> Source:
-    """Return the pooled data set (train and test together) that `settings` names; `synthetic` has
-    none.
+    """Return the pooled data set (train and test together) that `settings` names; data that
+    are generated have none.
     """
     if settings.domains:
         from .domains import joined  # which needs what is here

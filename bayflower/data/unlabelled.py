@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import ConfigError
 from . import moments
 from .federation import kept_of
+from .known import GENERATED
 from .npz import content, of_arrays
 from .scaling import preparation
 from .settings import REST, DataSettings
@@ -57,8 +58,10 @@ def read(settings: DataSettings, seed: int) -> tuple[Source, np.ndarray]:
         arrays |= {"y": np.zeros(number, np.int64), "num_classes": np.array(1)}
         options = settings.options()._replace(site="off", target="", test="", kind="classes")
         return of_arrays(arrays, path.stem, str(path), options, True), np.arange(number)
-    if settings.dataset == "synthetic":
-        raise ConfigError("server_data=rest needs a data set, got dataset=synthetic; give a file")
+    if settings.dataset in GENERATED:
+        raise ConfigError(
+            f"server_data=rest needs a data set, got dataset={settings.dataset}; give a file"
+        )
     source = load_source(settings)
     kept = kept_of(len(source.y), settings.keep, seed)
     rows = np.setdiff1d(np.arange(len(source.y)), kept)

@@ -39,6 +39,8 @@ FREE = {
     "tf32",
     "bf16",
     "checkpoint_every",
+    "client_states",
+    "fraction_evaluate",
     "min_replies",
     "data_dir",
     "download",

@@ -67,7 +67,16 @@ class Bank:
         """Keep the states of some clients."""
         self.known.update(apart(chosen, states))
 
-    def tidy(self) -> None:
+    def ahead(self, chosen: Sequence[int], training: Sequence[int]) -> None:
+        """Do nothing: the states are in memory."""
+
+    def save(self, round: int) -> None:
+        """Do nothing: there are no files."""
+
+    def tidy(self, round: int) -> None:
+        """Do nothing: there are no files."""
+
+    def shut(self) -> None:
         """Do nothing: there are no files."""
 
     def states(self) -> Iterator[tuple[int, Any]]:

@@ -234,6 +234,7 @@ def make_strategy(run: Run, progress: Progress | None = None, **more: Any) -> Ba
     settings = run.settings
     return strategy_class(run.method)(
         fraction_train=settings.fraction_train,
+        fraction_evaluate=settings.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
         min_available_nodes=1,

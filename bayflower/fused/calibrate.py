@@ -20,7 +20,8 @@ from ..rounds.uncertain import Fitted, Uncertain
 from ..stacked.replay import Graphs
 from ..tree import map_tree, stack, take, to
 from .engine import Fused
-from .phases import Ragged, StackedPass, ragged
+from .phases import StackedPass
+from .stack import Ragged, ragged
 
 KEPT = 2**28  # numbers of fitted models that are kept between passes; beyond, they are made again
 
@@ -49,6 +50,7 @@ class Calibration:
     def hold(self) -> Held | None:
         """Return the summed tables of all clients' held-out samples."""
         for number, chunk in enumerate(self.chunks):
+            self.fused.hold(chunk)
             fitted = self.fitted(number)
             if self.alone:
                 for client, one in zip(chunk, fitted, strict=True):
@@ -69,6 +71,7 @@ class Calibration:
         """Return the sums with the histograms of all clients' calibrated scores."""
         how, names = self.settings.calibration, tuple(self.uncertain.kinds)
         for number, chunk in enumerate(self.chunks):
+            self.fused.hold(chunk)
             fitted = self.fitted(number)
             if self.alone:
                 for client, one in zip(chunk, fitted, strict=True):
@@ -97,6 +100,7 @@ class Calibration:
         """Return every client with what it uses and its tallies."""
         found: dict[int, One] = {}
         for number, chunk in enumerate(self.chunks):
+            self.fused.hold(chunk)
             fitted = self.fitted(number)
             if self.alone:
                 for client, one in zip(chunk, fitted, strict=True):

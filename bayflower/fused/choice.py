@@ -22,7 +22,8 @@ from ..stacked import chance
 from ..tree import map_tree, take
 from .bank import Bank
 from .memory import peak
-from .phases import Stack, StackedPhase, segments
+from .phases import StackedPhase, segments
+from .stack import Stack
 
 log = logging.getLogger("bayflower")
 SHARE = 0.7  # share of free memory that a stack may use
@@ -44,6 +45,9 @@ class Trainer(Protocol):
     bank: Bank
     half: ClientHalf
     unstacked: ClientHalf
+
+    def hold(self, chosen: Sequence[int]) -> None:
+        """Bring the samples of some clients to the device."""
 
     def phase_of(self, phase: Phase, purpose: str, number: int) -> StackedPhase:
         """Return a phase of `number` clients."""
@@ -101,6 +105,7 @@ def free_memory(device: torch.device) -> float:
 def memory_of_one(engine: Trainer, client: int, sent: Callable[[list[int]], Any]) -> float:
     """Return the bytes that one more client adds to the peak of a training step."""
     peaks = []
+    engine.hold([client])
     for number in (1, 2):
         some = [client] * number
         states = engine.bank.take(some)

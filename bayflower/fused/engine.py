@@ -29,8 +29,9 @@ from ..stacked.replay import Graphs
 from ..tree import map_tree, stack, take, to, upload
 from . import choice
 from .bank import Bank, DeviceBank
-from .phases import Stack, StackedPass, StackedPhase
+from .phases import StackedPass, StackedPhase
 from .replies import Replies
+from .stack import stack_of
 from .totals import stacked_updates
 
 log = logging.getLogger("bayflower")
@@ -57,7 +58,7 @@ class Fused:
             settings.torch_dtype(),
             settings.seed,
         )
-        self.stack = Stack(clients, self.device, self.dtype)
+        self.stack = stack_of(clients, self.device, self.dtype)
         self.unstacked, self.per_client = halves.client, halves.server.per_client
         model = halves.model.for_stacks(gpu=self.device.type == "cuda")
         self.half = type(halves.client)(halves.client.config, halves.client.training, model)
@@ -112,6 +113,7 @@ class Fused:
         """Return what `chosen` give back after one round; `keep` stores their new states."""
         self.lap("other")
         self.failed = {}
+        self.hold(chosen)
         states = self.bank.take(chosen)
         self.lap("states")
         if self.undecided:
@@ -183,9 +185,17 @@ class Fused:
             losses,
         )
 
-    def prefetch(self, chosen: Sequence[int], round: int) -> None:
-        """Draw the batches of a coming round while the device is busy."""
+    def hold(self, chosen: Sequence[int]) -> None:
+        """Bring the samples of some clients to the device, if they are not there."""
+        if self.stack.hold(chosen):
+            self.close()
+
+    def prefetch(self, chosen: Sequence[int], round: int, training: Sequence[int]) -> None:
+        """Draw the batches of a coming round and read its states while the device is busy with
+        those that are `training`.
+        """
         ordered = self.stack.order(chosen)
+        self.bank.ahead(ordered, training)
         for (purpose, _, number), stacked in self.stacked_phases.items():
             if purpose == "train" and number == len(ordered):
                 stacked.draw(ordered, round)
@@ -215,6 +225,7 @@ class Fused:
         """Return the states after the adaptation of `purpose`, stacked or (one by one) as a list,
         and their `test`.
         """
+        self.hold(chosen)
         states = self.bank.take(chosen)
         if self.half.phases(purpose):
             states = self._adapted(chosen, states, broadcast, purpose, round)

@@ -1,5 +1,5 @@
-"""Stacks of clients on one device: ragged data, a phase of training, and a pass over the data. Both
-can be recorded and replayed.
+"""A phase of training of a stack of clients, and a pass over their data. Both can be recorded and
+replayed.
 
 Clients are ordered by their number of training samples, largest first. So at any step the clients
 that still train come first in the stack, and finished clients are not computed. Within a step,
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,133 +18,18 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..contract import ClientHalf, Phase, Survey, Work
-from ..data import ClientData, batches
+from ..data import batches
 from ..networks.model import Batch
-from ..rounds.solo import moved, targets
 from ..stacked import chance
 from ..stacked.replay import Graphs, Replay
-from ..tree import Rows, map_tree, upload
+from ..tree import map_tree, upload
 from .fixed import Fixed, copy, leaves
 from .recipe import StackedRecipe
+from .stack import Ragged, Stack
 
 # Cap on recorded numbers of active clients. With more clients, a number is rounded up to a recorded
 # one.
 MOST_SIZES = 128
-
-
-class Ragged(NamedTuple):
-    """The concatenated samples of many clients, and the start and size of each client's part: x (S,
-    …), y (S,), start and size (C,).
-    """
-
-    x: Tensor
-    y: Tensor
-    start: Tensor
-    size: Tensor
-    dtype: torch.dtype  # of masks: that of the parameters; x may hold whole numbers
-
-    def rows(self, index: Tensor, real: Tensor) -> Batch:
-        """Return the samples at `index` (C, B) of each client's own;
-        those not `real` have mask 0.
-        """
-        place = self.start[: len(index), None] + torch.where(real, index, 0)
-        return Batch(self.x[place], self.y[place], real.to(self.dtype))
-
-    def of(self, clients: Tensor) -> Ragged:
-        """Return the same samples for some clients in the given order."""
-        return self._replace(start=self.start[clients], size=self.size[clients])
-
-
-def ragged(
-    parts: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device, dtype: torch.dtype
-) -> Ragged:
-    """Return the clients' (x, y) on the device."""
-    sizes = [len(y) for _, y in parts]
-    x = torch.cat([moved(x, device, dtype) for x, _ in parts])
-    y = torch.cat([targets(y, device, dtype) for _, y in parts])
-    if not len(y):
-        # a target for padded indices
-        x, y = (tensor.new_zeros(1, *tensor.shape[1:]) for tensor in (x, y))
-    size = torch.tensor(sizes, device=device)
-    return Ragged(x, y, (size.cumsum(0) - size).clamp(max=len(y) - 1), size, dtype)
-
-
-class Stack:
-    """Clients of one kind (training or new), largest first."""
-
-    def __init__(
-        self, clients: Sequence[ClientData], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        ordered = sorted(clients, key=lambda data: (-len(data.y_train), data.client))
-        self.clients = tuple(data.client for data in ordered)
-        self.rows = Rows(self.clients, device)
-        self.row = self.rows.of
-        self.sizes = np.array([len(data.y_train) for data in ordered])
-        self.test_sizes = np.array([len(data.y_test) for data in ordered])
-        self.device, self.dtype = device, dtype
-        self.train = ragged([(data.x_train, data.y_train) for data in ordered], device, dtype)
-        self.test = ragged([(data.x_test, data.y_test) for data in ordered], device, dtype)
-        self.held = ragged([held_out(data) for data in ordered], device, dtype)
-        self._whole: tuple[tuple[int, ...], Batch] | None = None
-
-    def order(self, chosen: Sequence[int]) -> list[int]:
-        """Return the clients in the stack's order."""
-        return sorted(chosen, key=self.row.__getitem__)
-
-    def size(self, client: int) -> int:
-        """Return how many training samples a client has."""
-        return int(self.sizes[self.row[client]])
-
-    def index(self, chosen: Sequence[int]) -> Tensor:
-        """Return the rows of some clients."""
-        return self.rows.index(chosen)
-
-    def whole(self, chosen: Sequence[int]) -> Batch:
-        """Return all training samples of some clients, padded to the longest: x (C, N, …), y and
-        mask (C, N).
-        """
-        key = tuple(chosen)
-        if self._whole is None or self._whole[0] != key:
-            part = self.train.of(self.index(chosen))
-            places = torch.arange(
-                int(max(self.sizes[self.row[client]] for client in chosen)), device=self.device
-            )
-            self._whole = None  # frees the old one first
-            self._whole = (
-                key,
-                part.rows(places.expand(len(chosen), -1), places < part.size[:, None]),
-            )
-        return self._whole[1]
-
-    def held_size(self, client: int) -> int:
-        """Return how many samples of a client are held out for calibration."""
-        return int(self.held.size[self.row[client]])
-
-    def held_of(self, client: int) -> Batch | None:
-        """Return the samples of one client that are held out for calibration; None without any."""
-        start, size = int(self.held.start[self.row[client]]), self.held_size(client)
-        if not size:
-            return None
-        mask = torch.ones(size, dtype=self.dtype, device=self.device)
-        return Batch(self.held.x[start : start + size], self.held.y[start : start + size], mask)
-
-    def alone(self, client: int, test: bool = False) -> Batch:
-        """Return the training samples of one client, or its test samples."""
-        row, data, sizes = (
-            self.row[client],
-            self.test if test else self.train,
-            self.test_sizes if test else self.sizes,
-        )
-        start, size = int(sizes[:row].sum()), int(sizes[row])
-        x, y = data.x[start : start + size], data.y[start : start + size]
-        return Batch(x, y, torch.ones(size, dtype=self.dtype, device=self.device))
-
-
-def held_out(data: ClientData) -> tuple[np.ndarray, np.ndarray]:
-    """Return the samples that a client holds out for calibration, which may be none."""
-    if data.x_held is None or data.y_held is None:
-        return data.x_train[:0], data.y_train[:0]
-    return data.x_held, data.y_held
 
 
 class StackedPhase:
@@ -186,7 +71,8 @@ class StackedPhase:
         }
         self.layer_keys = torch.zeros(number, dtype=torch.int64, device=device)  # of random layers
         every = stack.train
-        self.recipe = StackedRecipe(half, purpose, shape[:2], stack.dtype, every.y, every.size)
+        labels = (every.y, every.size, stack.moving)
+        self.recipe = StackedRecipe(half, purpose, shape[:2], stack.dtype, *labels)
         self.sizes = allowed_sizes(number)
         self.work: Fixed | None = None
         self.replay = Replay(self._step, graphs)

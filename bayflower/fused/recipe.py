@@ -22,6 +22,7 @@ class StackedRecipe:
     """What is done around the steps of one phase of `number` clients; what is off has no tensor.
 
     `labels` are the training labels of all clients, one after another, `sizes` how many each has.
+    With `moving` they are those of other clients in every round.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class StackedRecipe:
         dtype: torch.dtype,
         labels: Tensor,
         sizes: Tensor,
+        moving: bool = False,
     ) -> None:
         self.recipe = recipes.of(half.training, half.model.num_classes)
         self.purpose, device = purpose, labels.device
@@ -43,12 +45,18 @@ class StackedRecipe:
             self.keys = torch.zeros(shape[1], dtype=torch.int64, device=device)
         self.weights: Tensor | None = None  # of the classes, by (client, class)
         if self.recipe.weighs:
-            classes = self.recipe.classes
-            owner = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)
-            places = owner * classes + labels[: len(owner)]
-            counts = torch.bincount(places, minlength=len(sizes) * classes)
-            self.known = self.recipe.weights(counts.reshape(-1, classes)).to(dtype)
-            self.weights = torch.ones(shape[1], classes, dtype=dtype, device=device)
+            self.labels, self.sizes, self.moving = labels, sizes, moving
+            self.weights = torch.ones(shape[1], self.recipe.classes, dtype=dtype, device=device)
+            self.known = self._known()
+
+    def _known(self) -> Tensor:
+        """Return the weights of the classes of all clients."""
+        assert self.weights is not None
+        classes, labels, sizes = self.recipe.classes, self.labels, self.sizes
+        owner = torch.repeat_interleave(torch.arange(len(sizes), device=labels.device), sizes)
+        places = owner * classes + labels[: len(owner)]
+        counts = torch.bincount(places, minlength=len(sizes) * classes)
+        return self.recipe.weights(counts.reshape(-1, classes)).to(self.weights.dtype)
 
     def load(
         self, rows: Tensor, round: int, lengths: np.ndarray, key_of: Callable[[], list[int]]
@@ -65,6 +73,8 @@ class StackedRecipe:
                 table[:of, lengths == of] = np.array(share)[:, None]
             self.shares.copy_(upload(table, self.shares.device))
         if self.weights is not None:
+            if self.moving:
+                self.known = self._known()
             self.weights.copy_(self.known[rows])
 
     def groups(self, batches: tuple[Batch, ...], at: Tensor, size: int) -> tuple[Batch, ...]:

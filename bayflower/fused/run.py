@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config import Run
 from ..contract import Purpose
 from ..data import Federation
+from ..data.crowd import train_sizes
 from ..errors import BayflowerError
 from ..files.checkpoint import Checkpoint, make, server_state, write
 from ..files.journal import NO_REPLY
@@ -27,10 +28,10 @@ from ..rounds.diverged import EMPTY_ROUNDS, stopped
 from ..rounds.halves import Halves
 from ..rounds.refine import refiner_of
 from ..rounds.robust import Limiter, changed
-from ..tree import Tensors, to, unflatten
-from . import asked, secure, traffic
-from .bank import DeviceBank, DiskBank
+from ..tree import Tensors, flatten, stack, to, unflatten
+from . import asked, secure, states, traffic
 from .calibrate import Calibration
+from .disk import DiskBank
 from .engine import Fused
 from .meter import Meter
 from .pending import Pending
@@ -57,7 +58,11 @@ def run_fused(
     if small and run.settings.torch_device().type == "cpu":
         with solo.one_thread():
             return run_fused(run, federation, halves, progress, out, resume)
-    return FusedRun(run, federation, halves, progress=progress, out=out, resume=resume).execute()
+    one = FusedRun(run, federation, halves, progress=progress, out=out, resume=resume)
+    try:
+        return one.execute()
+    finally:
+        one.engine.bank.shut()
 
 
 class FusedRun:
@@ -94,18 +99,20 @@ class FusedRun:
         self.server, self.device = halves.server, run.settings.torch_device()
         self.progress, self.out, self.lap = progress, out, lap
         self.meter = Meter(self.device)
+        self.name, self.first = resume.run if resume else uuid.uuid4().hex, 1
+        self.samples = train_sizes(federation)
+        self.everyone = tuple(sorted(self.samples))
         self.engine: Any = self._engine(resume)
         if self.engine.one_by_one_because:
             log.warning(self.engine.one_by_one_because)
-        self.samples = {data.client: len(data.y_train) for data in federation.clients}
-        self.everyone = tuple(sorted(self.samples))
         self.state: Any = to(self.server.init(*halves.initial, self.everyone), self.device)
-        self.name, self.first = uuid.uuid4().hex, 1
+        self.chosen: tuple[int, list[int]] = (0, [])  # the last round that was asked for
         how = "off" if run.privacy.hides_clients else run.limits.robust
         self.limiter = Limiter(halves.server, how, run.privacy.on, refuses=False)
         self.refiner = refiner_of(run, halves, federation.input_shape)
         self.records: list[RoundRecord] = []
         self.faults: list[str] = []
+        self.tested: Sequence[int] = self.everyone  # after the last round
         self.empty = 0  # rounds in a row without a valid reply
         self.prints: dict[str, Any] = {}  # of the clients' data
         if resume:
@@ -114,11 +121,10 @@ class FusedRun:
 
     def _engine(self, resume: Checkpoint | None) -> Any:
         """Return what trains and tests the clients."""
-        bank = None
-        if self.settings.client_states == "disk":
-            fresh = self.halves.client.init(*self.halves.initial)
-            folder = (self.out or Path("runs")) / "states"
-            bank = DiskBank(folder, fresh, self.device, resume.round if resume else None)
+        fresh = self.halves.client.init(*self.halves.initial)
+        bank = states.bank_of(
+            self.run, fresh, self.device, self.everyone, self.out, self.name, resume
+        )
         return Fused(self.halves, self.federation.clients, self.run, bank, lap=self.lap)
 
     def _go_on(self, resume: Checkpoint) -> None:
@@ -126,7 +132,7 @@ class FusedRun:
         prints.check_states(resume, self.halves, here=True)
         self.faults = [*resume.faults, *prints.changed(self.federation, resume.data)]
         self.state = to(server_state(resume, self.server.state_type), self.device)
-        self.name, self.first, self.records = resume.run, resume.round + 1, resume.records
+        self.first, self.records = resume.round + 1, resume.records
         self.limiter.remember(resume.roster)
         self.faults += changed(resume, self.run.limits.robust)
         if resume.clients:
@@ -134,9 +140,10 @@ class FusedRun:
 
     def _load(self, clients: dict[int, Tensors]) -> None:
         """Load the clients' states of a checkpoint."""
-        if isinstance(self.engine.bank, DeviceBank):
-            kind = self.halves.client.state_type
-            self.engine.bank.load({client: unflatten(kind, one) for client, one in clients.items()})
+        kind, some = self.halves.client.state_type, sorted(clients)
+        if flatten(unflatten(kind, clients[some[0]])):
+            known: Any = stack([unflatten(kind, clients[client]) for client in some])
+            self.engine.bank.put(some, to(known, self.device), self.first - 1)
 
     def execute(self) -> Outcome:
         """Return the outcome of all remaining rounds and the final test."""
@@ -152,7 +159,10 @@ class FusedRun:
             if due and self.out is not None:
                 self.save(round)
         self.pending.flush()
-        views = self.test(self.engine, self.everyone, last, "finetune")
+        self.tested = schedule.clients_tested(
+            last, self.everyone, self.settings.fraction_evaluate, seed=self.settings.seed
+        )
+        views = self.test(self.engine, self.tested, last, "finetune")
         self.records[-1].update(curve_point(views, self.halves.model.task))
         newcomers = self.newcomers()
         new = self.test_new_clients(newcomers, last)
@@ -161,7 +171,7 @@ class FusedRun:
             newcomers.close()
         if self.progress:
             self.progress(self.records)
-        states = dict(self.engine.bank.states())
+        kept = dict(self.engine.bank.states())
         self.engine.close()
         why = self.engine.one_by_one_because
         return Outcome(
@@ -169,7 +179,7 @@ class FusedRun:
             views,
             new,
             to(self.state, "cpu"),
-            states,
+            kept,
             tuple(self.faults),
             remarks=(
                 *(text for text in (why, secure.REMARK if self.run.privacy.on else "") if text),
@@ -183,6 +193,11 @@ class FusedRun:
     # -- one round ---------------------------------------------------------------------------------
     def clients_of(self, round: int) -> list[int]:
         """Return the clients that train in a round."""
+        if self.chosen[0] != round:
+            self.chosen = round, self._clients_of(round)
+        return self.chosen[1]
+
+    def _clients_of(self, round: int) -> list[int]:
         settings = self.settings
         usual = schedule.clients_of(
             round, self.everyone, settings.fraction_train, seed=settings.seed
@@ -235,7 +250,7 @@ class FusedRun:
             last = chunk is chunks[-1]
             if last and round < self.settings.rounds:
                 # while the device trains
-                self.engine.prefetch(self.clients_of(round + 1), round + 1)
+                self.engine.prefetch(self.clients_of(round + 1), round + 1, chunk)
                 self.lap("drawing")
             with self.meter.time("aggregation"):
                 got = got.valid(self.halves, self.state)
@@ -319,7 +334,7 @@ class FusedRun:
             with self.meter.time("calibration"):
                 return calibrated_numbers(self, newcomers, round)
         with self.meter.time("calibration"):
-            own = self._calibration(self.engine, self.everyone, round, "finetune")
+            own = self._calibration(self.engine, self.tested, round, "finetune")
             total = own.hold()
             assert total is not None
             total = own.score(total)
@@ -345,11 +360,14 @@ class FusedRun:
         self.pending.flush()
         # saves the measured decision: measured again after a restart, it could differ
         one_by_one = bool(self.engine.one_by_one_because)
-        settings = replace(self.settings, stacking="no" if one_by_one else "yes")
+        where: Any = "disk" if isinstance(self.engine.bank, DiskBank) else "device"
+        stacking: Any = "no" if one_by_one else "yes"
+        settings = replace(self.settings, stacking=stacking, client_states=where)
         decided = replace(self.run, settings=settings)
-        states = dict(self.engine.bank.states())
+        self.engine.bank.save(round)
+        kept = dict(self.engine.bank.states())
         self.prints = self.prints or prints.of(self.federation)
         memory = {**self.limiter.memory(), **(self.budget.memory() if self.budget else {})}
         known = (self.records, self.faults, memory, self.prints)
-        write(self.out, make(decided, self.name, round, self.state, states, *known))
-        self.engine.bank.tidy()
+        write(self.out, make(decided, self.name, round, self.state, kept, *known))
+        self.engine.bank.tidy(round)

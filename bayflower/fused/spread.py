@@ -20,7 +20,7 @@ class Running(Protocol):
     """What this needs of a run."""
 
     engine: Fused
-    everyone: tuple[int, ...]
+    tested: Sequence[int]
     run: Any
 
     def broadcast_to(self, chunk: list[int]) -> Any:
@@ -42,6 +42,7 @@ class Clients:
         self.fitted: dict[int, Fitted] = {}
         self.own: dict[int, Held] = {}
         for chunk in fused.chunks(chosen, broadcast_to):
+            fused.hold(chunk)
             broadcast, states = broadcast_to(chunk), fused.bank.take(chunk)
             if fused.half.phases(purpose):
                 states = fused._adapted(chunk, states, broadcast, purpose, round)
@@ -57,6 +58,7 @@ class Clients:
         """Return every client with what it uses and its tallies."""
         found = {}
         for client, fitted in self.fitted.items():
+            self.fused.hold([client])
             choice = self.spread.settled(self.own[client], total, settings.calibrated_with)
             test = self.fused.stack.alone(client, test=True)
             rows = int(self.own[client].rows)
@@ -68,7 +70,7 @@ class Clients:
 def calibrated_numbers(run: Running, newcomers: Fused | None, round: int) -> Calibrated:
     """Return the uncertainty of all clients after the last round."""
     settings = run.run.data
-    own = Clients(run.engine, run.everyone, run.broadcast_to, round, "finetune")
+    own = Clients(run.engine, run.tested, run.broadcast_to, round, "finetune")
     total: Held = added(list(own.own.values()))
     others: dict[int, One] = {}
     if newcomers is not None:

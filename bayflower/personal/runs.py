@@ -34,7 +34,7 @@ from ..errors import ConfigError
 from ..files import checkpoint, place
 from ..files.atomic import read_json
 from ..files.store import DiskStore
-from ..fused.bank import DiskBank
+from ..fused.disk import DiskBank
 from ..networks.model import Batch
 from ..privacy import budget
 from ..rounds import solo, spread
@@ -296,10 +296,12 @@ def client_state(opened: Opened, client: int) -> Tensors:
     if client in found.clients:
         return found.clients[client]
     if (opened.folder / "states").is_dir():
-        bank = DiskBank(
-            opened.folder / "states", half.init(*opened.halves.initial), torch.device("cpu"), 10**8
-        )
-        return flatten(take(bank.take([client]), 0))
+        known = (half.init(*opened.halves.initial), torch.device("cpu"), found.round)
+        bank = DiskBank(opened.folder / "states", *known)
+        try:
+            return flatten(take(bank.take([client]), 0))
+        finally:
+            bank.shut()
     saved = [
         one
         for one in DiskStore(opened.folder / "state").load(found.run, client)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from ..config import Run
 from ..data import Federation, Identity, identities
+from ..data.crowd import LISTED, Crowd
 from ..files.atomic import finite
 from ..files.records import Outcome
 from ..tasks.saved import to_json
@@ -29,7 +30,10 @@ def result(
 ) -> dict[str, Any]:
     """Return the content of result.json."""
     views = halves.client.views()
+    tested = len(next(iter(outcome.views.values()), ()))
+    sampled = 0 < tested < len(federation.clients)
     trained = (
+        f"{f'{tested} sampled ones of ' if sampled else ''}"
         f"the {len(federation.clients)} training clients, each on its own test data, after "
         f"round {outcome.rounds[-1]['round'] if outcome.rounds else run.settings.rounds}"
     )
@@ -59,7 +63,9 @@ def result(
             final["new_clients"]["accuracy"] - final["personal"]["accuracy"]
         )
     settings = run.settings
-    known = clients_of(federation, settings.seed)
+    known = clients_of(
+        federation, settings.seed, {c for one in outcome.views.values() for c in one}
+    )
     device = settings.torch_device()
     about = block_of if task.classes else spread_block
     uncertainty = outcome.calibrated and about(
@@ -126,12 +132,18 @@ def diverged(rounds: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def clients_of(federation: Federation | Summary, seed: int) -> list[Identity]:
-    """Return who the clients of a run are."""
-    numbers = [
-        [one if isinstance(one, int) else one.client for one in some]
+def clients_of(
+    federation: Federation | Summary, seed: int, tested: Collection[int]
+) -> list[Identity]:
+    """Return who the clients of a run are; of very many only those that were tested."""
+    numbers: list[Sequence[int]] = [
+        some.clients
+        if isinstance(some, Crowd)
+        else [one if isinstance(one, int) else one.client for one in some]
         for some in (federation.clients, federation.new_clients)
     ]
+    if len(numbers[0]) > LISTED:
+        numbers[0] = sorted(tested)
     return identities(federation.partition, seed, federation.names.sites, *numbers)
 
 

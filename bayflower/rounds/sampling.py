@@ -39,4 +39,5 @@ def refilled(
 def _of(known: list[int], number: int, chance: Generator) -> list[int]:
     if number >= len(known):
         return known
-    return sorted(int(one) for one in chance.choice(known, size=number, replace=False))
+    places = chance.choice(len(known), size=number, replace=False)
+    return sorted(known[place] for place in places.tolist())

@@ -302,7 +302,10 @@ class Herd:
         for client in self.clients:
             yield client, found[client]
 
-    def tidy(self) -> None:
+    def save(self, round: int) -> None:
+        """Do nothing: a checkpoint contains all states."""
+
+    def tidy(self, round: int) -> None:
         """Do nothing: a checkpoint contains all states."""
 
     def close(self) -> None:

@@ -62,6 +62,10 @@ def run_workers(
         raise ConfigError(
             "client_states=disk needs one process; leave workers out, or use client_states=device"
         )
+    if run.settings.fraction_evaluate < 1 and run.data.calibrated:
+        raise ConfigError(
+            "fraction_evaluate below 1 needs one process, or calibration=off; leave workers out"
+        )
     variables = methods.handed_on([run.method])
     most = len(divided(federation.clients, run.settings.worker_block))
     own = crew or Crew(run.settings.workers, run.settings.device, most)
