@@ -4,7 +4,7 @@ of the last one are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +14,14 @@ from ..files.records import Progress, RoundRecord
 from .meter import Mark, Meter
 from .traffic import Count
 
+Losses = list[tuple[Sequence[int], Tensor]]  # some clients and their mean losses, in chunks
+
 
 class Open(NamedTuple):
     """A round whose work is queued on the device."""
 
     round: int
-    losses: dict[int, Tensor]
+    losses: Losses
     sizes: Count
     report: Callable[[], dict[str, float]]
     stacked: int
@@ -44,7 +46,7 @@ class Pending:
     def add(
         self,
         round: int,
-        losses: dict[int, Tensor],
+        losses: Losses,
         count: Count,
         report: Callable[[], dict[str, float]],
         stacked: int,
@@ -68,9 +70,9 @@ class Pending:
         means: dict[int, Any] = {}
         with self.meter.beside(done.end):  # does not wait for the current round
             if done.losses:
-                means = dict(
-                    zip(done.losses, torch.stack(list(done.losses.values())).tolist(), strict=True)
-                )
+                clients = [client for some, _ in done.losses for client in some]
+                values = torch.cat([losses for _, losses in done.losses]).tolist()
+                means = dict(zip(clients, values, strict=True))
             report = {"stacked": done.stacked, **done.report()}
             done.sizes.settle()
         weighted = {client: (done.sizes.weights[client], means[client]) for client in means}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config import Run
 from ..contract import Purpose
@@ -34,7 +33,7 @@ from .calibrate import Calibration
 from .disk import DiskBank
 from .engine import Fused
 from .meter import Meter
-from .pending import Pending
+from .pending import Losses, Pending
 from .secure import totals_for
 from .spread import calibrated_numbers
 from .totals import Totals
@@ -219,7 +218,7 @@ class FusedRun:
         sizes = {client: self.samples[client] for client in chosen}
         if self.run.privacy.on:
             count.secure = self._secure_form(len(chosen))
-        losses: dict[int, Tensor] = {}
+        losses: Losses = []
         stacked = 0
         if chosen:
             losses, stacked = self._train(round, chosen, sizes, count)
@@ -232,12 +231,12 @@ class FusedRun:
 
     def _train(
         self, round: int, chosen: list[int], sizes: dict[int, int], count: traffic.Count
-    ) -> tuple[dict[int, Tensor], int]:
+    ) -> tuple[Losses, int]:
         """Train the clients of a round and update the server's state. Return each client's mean
         loss, and how many were stacked.
         """
         totals: Totals | None = None
-        losses: dict[int, Tensor] = {}
+        losses: Losses = []
         chunks = self.engine.chunks(chosen, self.broadcast_to)
         for chunk in chunks:
             with self.meter.time("training"):
@@ -256,8 +255,8 @@ class FusedRun:
                 got = got.valid(self.halves, self.state)
                 self.engine.keep(got, round)
                 self._lost(round, got.lost)
-                losses.update(zip(got.clients, got.losses.unbind(), strict=True))
                 if got.clients:
+                    losses.append((got.clients, got.losses))
                     totals.add(self.state, got.clients, got.updates)
                 if last and self._any_reply(round, losses):
                     self._close(round, totals)
@@ -274,7 +273,7 @@ class FusedRun:
         if self.refiner is not None:
             self.state = self.refiner(before, self.state, round)
 
-    def _any_reply(self, round: int, losses: Mapping[int, Any]) -> bool:
+    def _any_reply(self, round: int, losses: Any) -> bool:
         """Return whether there is something to add; raise if several rounds had nothing."""
         if losses or self.budget is not None:  # a private round adds its noise even to nothing
             self.empty = 0

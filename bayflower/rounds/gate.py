@@ -35,14 +35,15 @@ There nobody is left out for opposing the others; sizes are limited as usual.
 The server does not keep changes. It keeps a sketch of each, SIZE numbers: entry i is added to place
 i mod SIZE with a random sign, so that products of sketches are those of changes but for an error of
 1/√SIZE. One round's sketches are all that a round needs; of a client's past, OWN bytes are kept.
+With more than KEPT clients, those that took part longest ago are forgotten, unless they are left
+out at that time: a run with a million clients would not fit into memory.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ from .parts import TINY, Part
 Vector = np.ndarray[Any, Any]
 SIZE = 1024
 OWN = 256
+KEPT = 50_000
 LAST = 8  # rounds of a client that count
 LEAST = 3  # rounds of a client that say something
 MANY = 5  # fewer clients than this say nothing of what most do
@@ -66,6 +68,7 @@ UNDER, GAP, WIDER = -0.12, 0.2, 1.5
 MEMORY = 0.3
 TURNED = -0.15
 STEADY = 0.2
+BLOCK = 256  # rows that are worked on at once
 
 
 class Gate:
@@ -74,10 +77,11 @@ class Gate:
     def __init__(self, adds_up: bool = False) -> None:
         self.adds_up = adds_up  # then nobody is left out for its direction
         self.past: dict[int, list[float]] = {}  # by client: the cosines of its last rounds
+        self.means: dict[int, float] = {}  # by client: their mean, once it was needed
         self.now: dict[int, Vector] = {}  # by client: the sketch of this round's change
         self.out: dict[int, float] = {}  # by client that is left out: its mean cosine
         self.middle = 0.0  # median of the clients' mean cosines
-        self.own: dict[int, Vector] = {}  # by client: its changes so far, int8
+        self.own: dict[int, Vector] = {}  # by client: its changes so far, int8; last seen last
         self.steady: dict[int, list[float]] = {}  # by client: cosines with its own past
         self.itself: dict[int, float] = {}  # by client: the one of this round
         self.turned: dict[int, float] = {}  # by client of this round that turned: its cosine
@@ -135,15 +139,24 @@ class Gate:
             agreed = (whole * others).sum(1).tolist() if len(clients) >= CROWD else []
             for client, one in zip(clients, agreed, strict=bool(agreed)):
                 self.past[client] = [*self.past.get(client, []), one][-LAST:]
+                self.means.pop(client, None)
             for client, mine in self.itself.items():
                 self.steady[client] = [*self.steady.get(client, []), mine][-LAST:]
             now = short(whole)
             before = unit(
-                np.stack([self.own.get(c, one) for c, one in zip(clients, now, strict=True)])
+                np.stack([self.own.pop(c, one) for c, one in zip(clients, now, strict=True)])
             )
             self.own.update(zip(clients, small(MEMORY * now + (1 - MEMORY) * before), strict=True))
         self.undo()
         self.judge()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the clients beyond KEPT that took part longest ago."""
+        many = len(self.own) - KEPT
+        for client in [one for one in self.own if one not in self.out][: max(many, 0)]:
+            for known in (self.own, self.past, self.means, self.steady):
+                known.pop(client, None)  # type: ignore[attr-defined]
 
     def undo(self) -> None:
         """Forget what was seen in this round."""
@@ -151,27 +164,27 @@ class Gate:
 
     def judge(self) -> None:
         """Decide who is left out."""
-        known = self.past
-        means = {client: fmean(values) for client, values in known.items()}
-        if self.adds_up or len(means) < CROWD:
+        if self.adds_up or len(self.past) < CROWD:
             self.out = {}
             return
-        self.middle = middle = median(means.values())
-        spread = median(abs(mean - middle) for mean in means.values())
-
-        def opposes(client: int, mean: float) -> bool:
-            below = middle - mean
-            if client in self.out:
-                return mean < AGAIN and below > BACK
-            rounds = len(known[client])
-            return (
-                (rounds >= 2 and mean < EARLY and below > AWAY)
-                or (rounds >= LEAST and mean < AGAINST and below > APART)
-                or (rounds >= LATER and mean < BELOW and below > max(NEAR, TIMES * spread))
-            )
-
-        group = low_group({c: m for c, m in means.items() if len(known[c]) >= LEAST})
-        self.out = {c: mean for c, mean in means.items() if c in group or opposes(c, mean)}
+        for client in self.past.keys() - self.means.keys():
+            self.means[client] = fmean(self.past[client])
+        clients = np.fromiter(self.past, np.int64, len(self.past))
+        means = np.fromiter((self.means[one] for one in self.past), np.float64, len(clients))
+        rounds = np.fromiter(map(len, self.past.values()), np.int64, len(clients))
+        self.middle = middle = float(np.median(means))
+        below, spread = middle - means, float(np.median(np.abs(means - middle)))
+        opposed = (
+            ((rounds >= 2) & (means < EARLY) & (below > AWAY))
+            | ((rounds >= LEAST) & (means < AGAINST) & (below > APART))
+            | ((rounds >= LATER) & (means < BELOW) & (below > max(NEAR, TIMES * spread)))
+        )
+        before = np.isin(clients, list(self.out))
+        opposed = np.where(before, (means < AGAIN) & (below > BACK), opposed)
+        enough = rounds >= LEAST
+        group = low_group(dict(zip(clients[enough].tolist(), means[enough].tolist(), strict=True)))
+        opposed |= np.isin(clients, list(group))
+        self.out = {one: self.means[one] for one in clients[opposed].tolist()}
 
     def why(self, client: int) -> str | None:
         """Return a line on a client that is left out, None if it is not."""
@@ -192,7 +205,7 @@ class Gate:
         """Return what a resumed run needs, in JSON types."""
         own = {
             str(client): base64.b64encode(one.tobytes()).decode()
-            for client, one in sorted(self.own.items())
+            for client, one in self.own.items()  # last seen last
         }
         return {
             "past": {str(client): values for client, values in sorted(self.past.items())},
@@ -209,26 +222,36 @@ class Gate:
             int(client): np.frombuffer(base64.b64decode(text), dtype=np.int8)
             for client, text in memory.get("own", {}).items()
         }
+        self.means = {}
         self.out = dict.fromkeys(memory.get("out", []), 0.0)
         self.judge()
 
 
 def low_group(means: Mapping[int, float]) -> set[int]:
     """Return the largest group of at least two clients that stands apart below the others."""
-    ordered = sorted(means, key=lambda client: (means[client], client))
-    gaps = [means[b] - means[a] for a, b in pairwise(ordered)]
-    for size in range((len(ordered) - 1) // 3, 1, -1):
-        wide = max(GAP, WIDER * max(gaps[size:]))
-        if means[ordered[size - 1]] < UNDER and gaps[size - 1] > wide:
-            return set(ordered[:size])
-    return set()
+    clients = np.fromiter(means, np.int64, len(means))
+    values = np.fromiter(means.values(), np.float64, len(means))
+    order = np.lexsort((clients, values))
+    clients, values = clients[order], values[order]
+    gaps = np.diff(values)
+    sizes = np.arange(2, (len(clients) - 1) // 3 + 1)
+    if not len(sizes):
+        return set()
+    above = np.maximum.accumulate(gaps[::-1])[::-1]  # the widest gap from each place on
+    wide = np.maximum(GAP, WIDER * above[sizes])
+    found = sizes[(values[sizes - 1] < UNDER) & (gaps[sizes - 1] > wide)]
+    return set(clients[: found[-1]].tolist()) if len(found) else set()
 
 
 def unit(rows: Vector) -> Vector:
     """Return rows of length 1; numbers that are none count as 0."""
-    rows = np.nan_to_num(rows.astype(float), nan=0.0, posinf=0.0, neginf=0.0)
-    rows = rows / np.maximum(np.abs(rows).max(-1, keepdims=True), TINY)  # so that no square is inf
-    return rows / np.maximum(np.sqrt((rows * rows).sum(-1, keepdims=True)), TINY)
+    found = np.array(rows, float)
+    for begin in range(0, len(found), BLOCK):  # small enough for a processor's cache
+        part = found[begin : begin + BLOCK]
+        np.nan_to_num(part, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        part /= np.maximum(np.abs(part).max(-1, keepdims=True), TINY)  # so that no square is inf
+        part /= np.maximum(np.sqrt((part * part).sum(-1, keepdims=True)), TINY)
+    return found
 
 
 def short(sketches: Vector) -> Vector:

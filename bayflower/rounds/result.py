@@ -133,16 +133,16 @@ def diverged(rounds: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def clients_of(
-    federation: Federation | Summary, seed: int, tested: Collection[int]
+    federation: Federation | Summary, seed: int, tested: Collection[int] | None = None
 ) -> list[Identity]:
-    """Return who the clients of a run are; of very many only those that were tested."""
+    """Return who the clients of a run are; of very many only those `tested`, if they are given."""
     numbers: list[Sequence[int]] = [
         some.clients
         if isinstance(some, Crowd)
         else [one if isinstance(one, int) else one.client for one in some]
         for some in (federation.clients, federation.new_clients)
     ]
-    if len(numbers[0]) > LISTED:
+    if tested is not None and len(numbers[0]) > LISTED:
         numbers[0] = sorted(tested)
     return identities(federation.partition, seed, federation.names.sites, *numbers)
 

@@ -1,5 +1,5 @@
-"""The fused engine's parts: who trains when, padding, states on disk, and the ways out where
-stacking does not work or does not pay.
+"""The fused engine's parts: who trains when, padding, and the ways out where stacking does not work
+or does not pay.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from torch import nn
 from torch.func import vmap
 
 from bayflower.engines import execute
-from bayflower.files.checkpoint import read, to_resume
+from bayflower.files.checkpoint import read
 from bayflower.flower.loop import run_loop
-from bayflower.fused import bank, choice, phases
-from bayflower.fused.bank import DiskBank
+from bayflower.fused import choice, phases
 from bayflower.fused.engine import Fused
 from bayflower.fused.fixed import Fixed
 from bayflower.fused.memory import Live
@@ -24,7 +23,7 @@ from bayflower.methods import get
 from bayflower.networks.model import Model
 from bayflower.rounds.halves import Halves
 from bayflower.stacked.masked import mask_norms, real_samples
-from bayflower.tree import flatten, map_tree, to
+from bayflower.tree import to
 
 SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "dtype": "float64"}
 
@@ -111,69 +110,6 @@ def test_repeated_tensors_are_kept_once_and_spread_when_they_change():
     assert fixed.unlike({"shared": torch.rand(3, 2), "own": fixed.tree["own"]})
     fixed.spread()
     assert fixed.tree["shared"].stride(0) == 2
-
-
-# -- states on disk ------------------------------------------------------------------------------
-def test_states_on_disk_give_the_bits_of_states_in_memory(tmp_path):
-    settings = {"rounds": 5, "fraction_train": 0.4, "checkpoint_every": 2, **SGD}
-    memory = execute(small_prepared("fedper", "fused", **settings))
-    disk = execute(
-        small_prepared("fedper", "fused", **settings, client_states="disk"), out=tmp_path
-    )
-    assert_same_bits(disk.server_state, memory.server_state)
-    for view, tallies in memory.views.items():
-        for client, tally in tallies.items():
-            assert_same_bits(disk.views[view][client], tally)
-    assert disk.client_states == {}
-    assert read(tmp_path).clients == {}
-
-
-def test_a_run_with_states_on_disk_goes_on_from_its_checkpoint(tmp_path):
-    """Files of rounds after the checkpoint are there, as after a crash: they must not be used."""
-    settings = {
-        "rounds": 7,
-        "fraction_train": 0.4,
-        "checkpoint_every": 3,
-        "client_states": "disk",
-        **SGD,
-    }
-    whole = execute(small_prepared("fedper", "fused", **settings), out=tmp_path / "whole")
-    prepared = small_prepared("fedper", "fused", **settings)
-
-    class StopError(Exception):
-        pass
-
-    def stop(records):
-        if len(records) == 5:
-            raise StopError
-
-    with pytest.raises(StopError):
-        execute(prepared, stop, tmp_path / "cut")
-    assert read(tmp_path / "cut").round == 3
-    assert max(bank.number(path) for path in (tmp_path / "cut" / "states").iterdir()) > 3
-    again = execute(prepared, None, tmp_path / "cut", to_resume(tmp_path / "cut", prepared.run))
-    assert_same_bits(again.server_state, whole.server_state)
-
-
-def test_old_files_of_states_are_removed_and_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(bank, "MOST_FILES", 4)
-    fresh = small_prepared("fedper").halves.client.init({"head.weight": torch.zeros(2, 3)}, {})
-    disk = DiskBank(tmp_path, fresh, torch.device("cpu"), None)
-    rng, want = np.random.default_rng(0), {}
-    for round in range(1, 30):
-        chosen = sorted(rng.choice(12, 3, replace=False).tolist())
-        states = map_tree(
-            lambda leaf, round=round: torch.full((3, *leaf.shape), float(round)), fresh
-        )
-        disk.put(chosen, states, round)
-        want.update(dict.fromkeys(chosen, float(round)))
-        disk.tidy()
-        assert len(list(tmp_path.iterdir())) <= 6
-    for store in (disk, DiskBank(tmp_path, fresh, torch.device("cpu"), 30)):
-        for client in range(12):
-            assert float(flatten(store.take([client]))["params/head.weight"].mean()) == want.get(
-                client, 0.0
-            )
 
 
 # -- ways out ------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ... import methods
 from ...config import Run
@@ -30,6 +29,7 @@ from ...rounds import deciding, solo, spread, uncertain
 from ...rounds.calibrated import Calibrated
 from ...rounds.halves import Halves
 from ...tree import Tensors
+from ..pending import Losses
 from ..run import SMALL_MODEL, FusedRun
 from ..secure import totals_for
 from ..traffic import Count
@@ -171,7 +171,7 @@ class WorkersRun(FusedRun):
     # -- one round ---------------------------------------------------------------------------------
     def _train(
         self, round: int, chosen: list[int], sizes: dict[int, int], count: Count
-    ) -> tuple[dict[int, Tensor], int]:
+    ) -> tuple[Losses, int]:
         herd: Herd = self.engine
         single = self.limiter.holds or self.run.privacy.on or self.server is not self.plain.server
         secure = (count.secure[0], 0, 0) if count.secure else None
@@ -200,8 +200,9 @@ class WorkersRun(FusedRun):
         count.down += sum(one.down for one in found.reports)
         count.down += count.secure[1] if count.secure else 0
         kind = torch.float64
+        clients = sorted(losses)
         return (
-            {client: torch.tensor(losses[client], dtype=kind) for client in sorted(losses)},
+            [(clients, torch.tensor([losses[client] for client in clients], dtype=kind))],
             max(one.stacked for one in found.reports),
         )
 
