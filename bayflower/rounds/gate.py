@@ -77,7 +77,8 @@ class Gate:
     def __init__(self, adds_up: bool = False) -> None:
         self.adds_up = adds_up  # then nobody is left out for its direction
         self.past: dict[int, list[float]] = {}  # by client: the cosines of its last rounds
-        self.means: dict[int, float] = {}  # by client: their mean, once it was needed
+        # by client: these cosines, and their mean
+        self.means: dict[int, tuple[list[float], float]] = {}
         self.now: dict[int, Vector] = {}  # by client: the sketch of this round's change
         self.out: dict[int, float] = {}  # by client that is left out: its mean cosine
         self.middle = 0.0  # median of the clients' mean cosines
@@ -139,7 +140,6 @@ class Gate:
             agreed = (whole * others).sum(1).tolist() if len(clients) >= CROWD else []
             for client, one in zip(clients, agreed, strict=bool(agreed)):
                 self.past[client] = [*self.past.get(client, []), one][-LAST:]
-                self.means.pop(client, None)
             for client, mine in self.itself.items():
                 self.steady[client] = [*self.steady.get(client, []), mine][-LAST:]
             now = short(whole)
@@ -167,10 +167,11 @@ class Gate:
         if self.adds_up or len(self.past) < CROWD:
             self.out = {}
             return
-        for client in self.past.keys() - self.means.keys():
-            self.means[client] = fmean(self.past[client])
+        for client, values in self.past.items():
+            if client not in self.means or self.means[client][0] is not values:
+                self.means[client] = values, fmean(values)
         clients = np.fromiter(self.past, np.int64, len(self.past))
-        means = np.fromiter((self.means[one] for one in self.past), np.float64, len(clients))
+        means = np.fromiter((self.means[one][1] for one in self.past), np.float64, len(clients))
         rounds = np.fromiter(map(len, self.past.values()), np.int64, len(clients))
         self.middle = middle = float(np.median(means))
         below, spread = middle - means, float(np.median(np.abs(means - middle)))
@@ -184,7 +185,7 @@ class Gate:
         enough = rounds >= LEAST
         group = low_group(dict(zip(clients[enough].tolist(), means[enough].tolist(), strict=True)))
         opposed |= np.isin(clients, list(group))
-        self.out = {one: self.means[one] for one in clients[opposed].tolist()}
+        self.out = {one: self.means[one][1] for one in clients[opposed].tolist()}
 
     def why(self, client: int) -> str | None:
         """Return a line on a client that is left out, None if it is not."""
@@ -222,7 +223,6 @@ class Gate:
             int(client): np.frombuffer(base64.b64decode(text), dtype=np.int8)
             for client, text in memory.get("own", {}).items()
         }
-        self.means = {}
         self.out = dict.fromkeys(memory.get("out", []), 0.0)
         self.judge()
 
