@@ -21,6 +21,7 @@ from ..contract import Phase
 from ..errors import BayflowerError, ConfigError
 from ..stacked.chance import GAMMA, further, mixed, shifted
 from ..stacked.routes import has_kernels
+from . import shuffles
 
 Group = tuple[np.ndarray, ...]
 SECRET = "secret/"  # names of noise that does not follow from the seed begin with this
@@ -99,30 +100,28 @@ def table(
     sample numbers, −1 where there is none.
     """
     rows = np.full((steps, len(sizes), phase.batches, width), -1, np.int32)
-    for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
+    stream, known = f"batches/{purpose}/{phase.name}", np.asarray(sizes)
+    for size in np.unique(known).tolist():
+        places = np.flatnonzero(known == size)
         cuts = _sizes(size, phase, coupled)
         count = num_steps(size, phase, coupled)
-        generator = rng(seed, f"batches/{purpose}/{phase.name}", client, round)
         epochs = -(-count * phase.batches // len(cuts))
-        drawn = np.full((epochs, len(cuts), width), -1, np.int32)
-        for epoch in range(epochs):
-            order = generator.permutation(size)
-            if cuts[-1] <= phase.batch_size:  # all batches full but perhaps the last
-                whole = size - size % phase.batch_size
-                if whole:
-                    drawn[epoch, : whole // phase.batch_size, : phase.batch_size] = order[
-                        :whole
-                    ].reshape(-1, phase.batch_size)
-                drawn[epoch, -1, : cuts[-1]] = order[size - cuts[-1] :]
-            else:
-                if len(cuts) > 1:
-                    drawn[epoch, :-1, : phase.batch_size] = order[: size - cuts[-1]].reshape(
-                        -1, phase.batch_size
-                    )
-                drawn[epoch, -1, : cuts[-1]] = order[size - cuts[-1] :]
-        rows[:count, place] = drawn.reshape(-1, width)[: count * phase.batches].reshape(
-            count, phase.batches, width
-        )
+        some = [clients[place] for place in places.tolist()]
+        orders = shuffles.permutations(seed, stream, some, round, size, epochs)
+        if orders is None:
+            orders = np.empty((len(some), epochs, size), np.int32)
+            for row, client in enumerate(some):
+                generator = rng(seed, stream, client, round)
+                for epoch in range(epochs):
+                    orders[row, epoch] = generator.permutation(size)
+        drawn = np.full((len(some), epochs, len(cuts), width), -1, np.int32)
+        whole = size - cuts[-1]  # all batches are full but perhaps the last
+        if len(cuts) > 1:
+            full = orders[:, :, :whole].reshape(len(some), epochs, -1, phase.batch_size)
+            drawn[:, :, :-1, : phase.batch_size] = full
+        drawn[:, :, -1, : cuts[-1]] = orders[:, :, whole:]
+        flat = drawn.reshape(len(some), -1, width)[:, : count * phase.batches]
+        rows[:count, places] = flat.reshape(len(some), count, phase.batches, width).swapaxes(0, 1)
     return rows
 
 
@@ -164,6 +163,18 @@ def noise_key(seed: int, stage: str, name: str, client: int, round: int) -> int:
     return int(rng(seed, f"noise/{stage}/{name}", client, round).integers(2**62))
 
 
+def noise_keys(
+    seed: int, stage: str, name: str, clients: Sequence[int], round: int
+) -> np.ndarray | list[int]:
+    """Return the keys of `noise_key` for some clients."""
+    found = None
+    if not name.startswith(SECRET):
+        found = shuffles.first_keys(seed, f"noise/{stage}/{name}", clients, round)
+    if found is not None:
+        return found
+    return [noise_key(seed, stage, name, client, round) for client in clients]
+
+
 def layers_key(seed: int, stage: str, client: int, round: int) -> int:
     """Return the key of the random layers of a network (dropout) for one client, round and stage;
     `chance.further_number` gives that of a step.
@@ -171,8 +182,13 @@ def layers_key(seed: int, stage: str, client: int, round: int) -> int:
     return int(rng(seed, f"layers/{stage}", client, round).integers(2**62))
 
 
-def layers_keys(seed: int, stage: str, clients: Sequence[int], round: int) -> list[int]:
+def layers_keys(
+    seed: int, stage: str, clients: Sequence[int], round: int
+) -> np.ndarray | list[int]:
     """Return the keys of `layers_key` for some clients."""
+    found = shuffles.first_keys(seed, f"layers/{stage}", clients, round)
+    if found is not None:
+        return found
     return [layers_key(seed, stage, client, round) for client in clients]
 
 

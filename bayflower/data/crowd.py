@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..stacked.chance import GAMMA, further, mixed, shifted
+from ..tree import upload
 from .batches import rng
 from .clients import ClientData, Federation
 from .parting import hold_out, parted, validated
@@ -95,7 +96,7 @@ class Crowd(Sequence[ClientData]):
 
     def samples(self, clients: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the inputs (C, size, 32), float32, and labels (C, size) of some clients."""
-        numbers = torch.as_tensor(np.asarray(clients, np.int64)).to(device)
+        numbers = upload(np.asarray(clients, np.int64), device)
         found = [made(self.key, some, self.size) for some in numbers.split(BLOCK)]
         return torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])
 

@@ -112,7 +112,7 @@ class StackedPhase:
         self.counts.copy_((rows >= 0).sum((2, 3)))
         stage = f"{self.purpose}/{self.phase.name}"
         for name, keys in self.keys.items():
-            drawn = [batches.noise_key(self.seed, stage, name, client, round) for client in chosen]
+            drawn = batches.noise_keys(self.seed, stage, name, chosen, round)
             keys.copy_(upload(drawn, keys.device))
         if self.half.model.draws is not False:
             drawn = batches.layers_keys(self.seed, stage, chosen, round)

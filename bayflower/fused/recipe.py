@@ -59,7 +59,7 @@ class StackedRecipe:
         return self.recipe.weights(counts.reshape(-1, classes)).to(self.weights.dtype)
 
     def load(
-        self, rows: Tensor, round: int, lengths: np.ndarray, key_of: Callable[[], list[int]]
+        self, rows: Tensor, round: int, lengths: np.ndarray, key_of: Callable[[], Any]
     ) -> None:
         """Fill the tensors for a round in which the clients at `rows` take `lengths` steps and have
         these keys for what is done to their samples.

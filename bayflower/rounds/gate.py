@@ -136,13 +136,16 @@ class Gate:
             clients = sorted(self.now)  # so that the order of arrival does not matter
             whole = np.stack([self.now[client] for client in clients])
             counts = np.array([client not in gone for client in clients])[:, None]
-            others = unit((whole * counts).sum(0) - whole * counts)
-            agreed = (whole * others).sum(1).tolist() if len(clients) >= CROWD else []
+            total, now = (whole if counts.all() else whole * counts).sum(0), short(whole)
+            agreed: list[float] = []
+            if len(clients) >= CROWD:
+                for begin in range(0, len(clients), BLOCK):
+                    part, counted = whole[begin : begin + BLOCK], counts[begin : begin + BLOCK]
+                    agreed += (part * unit(total - part * counted)).sum(1).tolist()
             for client, one in zip(clients, agreed, strict=bool(agreed)):
                 self.past[client] = [*self.past.get(client, []), one][-LAST:]
             for client, mine in self.itself.items():
                 self.steady[client] = [*self.steady.get(client, []), mine][-LAST:]
-            now = short(whole)
             before = unit(
                 np.stack([self.own.pop(c, one) for c, one in zip(clients, now, strict=True)])
             )
