@@ -59,7 +59,8 @@ class Settings:
         1.0, "share of the clients that train in a round, sampled anew in every round"
     )
     fraction_evaluate: float = setting(
-        1.0, "share of the clients that are tested after the last round, sampled"
+        1.0,
+        "share of the clients, new ones among them, that are tested after the last round, sampled",
     )
     min_replies: int = setting(1, "the run stops if a round has fewer valid replies than this")
     evaluate_every: int = setting(

@@ -192,3 +192,8 @@ def train_sizes(federation: Federation) -> Mapping[int, int]:
     if isinstance(federation.clients, Crowd):
         return federation.clients.sizes()
     return {data.client: len(data.y_train) for data in federation.clients}
+
+
+def numbers_of(clients: Sequence[ClientData]) -> Sequence[int]:
+    """Return the numbers of some clients."""
+    return clients.clients if isinstance(clients, Crowd) else [data.client for data in clients]

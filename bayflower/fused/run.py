@@ -15,7 +15,7 @@ import torch
 from ..config import Run
 from ..contract import Purpose
 from ..data import Federation
-from ..data.crowd import train_sizes
+from ..data.crowd import numbers_of, train_sizes
 from ..errors import BayflowerError
 from ..files.checkpoint import Checkpoint, make, server_state, write
 from ..files.journal import NO_REPLY
@@ -111,7 +111,8 @@ class FusedRun:
         self.refiner = refiner_of(run, halves, federation.input_shape)
         self.records: list[RoundRecord] = []
         self.faults: list[str] = []
-        self.tested: Sequence[int] = self.everyone  # after the last round
+        self.tested: Sequence[int] = ()  # after the last round
+        self.tested_new: Sequence[int] = ()  # of the new clients
         self.empty = 0  # rounds in a row without a valid reply
         self.prints: dict[str, Any] = {}  # of the clients' data
         if resume:
@@ -158,14 +159,13 @@ class FusedRun:
             if due and self.out is not None:
                 self.save(round)
         self.pending.flush()
-        self.tested = schedule.clients_tested(
-            last, self.everyone, self.settings.fraction_evaluate, seed=self.settings.seed
-        )
-        views = self.test(self.engine, self.tested, last, "finetune")
+        self._choose_tested(last)
+        views = self.test(self.engine, self.tested, last, "finetune") if self.tested else {}
         self.records[-1].update(curve_point(views, self.halves.model.task))
         newcomers = self.newcomers()
         new = self.test_new_clients(newcomers, last)
-        found = self.calibrate(newcomers, last) if self.run.data.calibrated else None
+        asked = self.run.data.calibrated and bool(self.tested)
+        found = self.calibrate(newcomers, last) if asked else None
         if newcomers:
             newcomers.close()
         if self.progress:
@@ -313,9 +313,17 @@ class FusedRun:
         with self.meter.time("evaluation"):
             return asked.tested(fused, chosen, self.broadcast_to, round, purpose)
 
+    def _choose_tested(self, last: int) -> None:
+        """Sample the clients that are tested after the last round, new ones among them."""
+        new = numbers_of(self.federation.new_clients)
+        share, seed = self.settings.fraction_evaluate, self.settings.seed
+        chosen = schedule.clients_tested(last, (*self.everyone, *new), share, seed=seed)
+        self.tested = [client for client in chosen if client in self.samples]
+        self.tested_new = [client for client in chosen if client not in self.samples]
+
     def newcomers(self) -> Fused | None:
         """Return the new clients, None if there are none."""
-        if not self.federation.new_clients:
+        if not self.tested_new:
             return None
         why = self.engine.one_by_one_because
         return Fused(self.halves, self.federation.new_clients, self.run, one_by_one_because=why)
@@ -324,8 +332,7 @@ class FusedRun:
         """Return the tallies of the new clients, adapted as the method defines."""
         if newcomers is None:
             return {}
-        chosen = sorted(data.client for data in self.federation.new_clients)
-        return self.test(newcomers, chosen, round, "new")
+        return self.test(newcomers, self.tested_new, round, "new")
 
     def calibrate(self, newcomers: Fused | None, round: int) -> Any:
         """Return the calibrated uncertainty of all clients after the last round."""
@@ -340,8 +347,7 @@ class FusedRun:
             clients, kinds = own.judge(total), own.uncertain.kinds
             others: dict[int, One] = {}
             if newcomers is not None:
-                chosen = sorted(newcomers.stack.clients)
-                new = self._calibration(newcomers, chosen, round, "new")
+                new = self._calibration(newcomers, self.tested_new, round, "new")
                 new.hold()
                 new.score(total)
                 others = new.judge(total)

@@ -21,6 +21,7 @@ class Running(Protocol):
 
     engine: Fused
     tested: Sequence[int]
+    tested_new: Sequence[int]
     run: Any
 
     def broadcast_to(self, chunk: list[int]) -> Any:
@@ -74,8 +75,7 @@ def calibrated_numbers(run: Running, newcomers: Fused | None, round: int) -> Cal
     total: Held = added(list(own.own.values()))
     others: dict[int, One] = {}
     if newcomers is not None:
-        chosen = sorted(newcomers.stack.clients)
-        new = Clients(newcomers, chosen, run.broadcast_to, round, "new")
+        new = Clients(newcomers, run.tested_new, run.broadcast_to, round, "new")
         others = new.judged(total, settings)
     found = own.judged(total, settings)
     return Calibrated(found, others, total, own.spread.kinds, own.spread.task)

@@ -60,7 +60,8 @@ class Replay:
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         try:
-            with torch.cuda.graph(graph, pool=self.graphs.pool):
+            # another thread may wait for the device meanwhile (`fused/disk.py`)
+            with torch.cuda.graph(graph, pool=self.graphs.pool, capture_error_mode="thread_local"):
                 gc.disable()  # freeing what belongs to the device would spoil the recording
                 self.body(size)
         except torch.OutOfMemoryError:

@@ -215,7 +215,7 @@ class WorkersRun(FusedRun):
 
     def newcomers(self) -> Any:
         """Return the new clients, None if there are none."""
-        if not self.federation.new_clients:
+        if not self.tested_new:
             return None
         made = self._herd("new", self.federation.new_clients)
         made.one_by_one_because = self.engine.one_by_one_because
