@@ -213,9 +213,6 @@ class DiskBank:
         block.copying()
         for other in self.reading:
             other.stale |= other.place.keys() & block.place.keys()
-        for older in self.writing[:-1]:
-            for client in older.place.keys() & block.place.keys():
-                del older.place[client]
         block.done = self.io.submit(self._write, list(chosen), block, round)
 
     def _write(self, clients: list[int], block: Block, round: int) -> None:

@@ -188,7 +188,7 @@ def test_any_state_survives_the_record():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_read_ahead_is_never_old(tmp_path, seed):
-    """Against a dictionary: rounds in chunks with overlapping clients, the next one always read
+    """Against a dictionary: rounds in chunks with overlapping clients, the next one mostly read
     ahead while the last chunk trains; some replies are lost; tests in between; a slow disk.
     """
     rng = random.Random(seed)
@@ -220,13 +220,15 @@ def test_what_is_read_ahead_is_never_old(tmp_path, seed):
             check(chosen)  # a test of the round's clients
         for chunk in chunks:
             check(chunk)
-            if chunk is chunks[-1]:
-                bank.ahead(coming, chunk)
+            if chunk is chunks[-1] and rng.random() < 0.8:
+                bank.ahead(coming, chunk if rng.random() < 0.8 else ())
             kept = [client for client in chunk if rng.random() < 0.9]
             if kept:
                 values = [100.0 * round + client for client in kept]
                 bank.put(kept, made(fresh, values), round)
                 now.update(zip(kept, values, strict=True))
+        if rng.random() < 0.3:
+            check(chosen)
         if rng.random() < 0.3:
             check(rng.sample(range(30), 4))  # in any order
         if rng.random() < 0.3:
