@@ -234,7 +234,7 @@ def cross_device(options: Options, say: Say) -> Iterator[dict[str, Any]]:
                         found = timed(prepared, WARM_UP, options.seconds, out=Path(folder)).row()
                         disk = sum(
                             path.stat().st_size
-                            for path in Path(folder, "states").glob("*.safetensors")
+                            for path in Path(folder, "states").glob("shard-*.bin")
                         )
                     row |= (
                         found
