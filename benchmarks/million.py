@@ -187,7 +187,11 @@ def main() -> None:
     asked.add_argument("--robust", default="gate")
     asked.add_argument("--states", default="disk", help="disk, device or auto")
     asked.add_argument("--device", default="auto")
-    asked.add_argument("--folder", type=Path, help="where to work; it is emptied at the end")
+    asked.add_argument(
+        "--folder",
+        type=Path,
+        help="where to work, an empty folder that is kept; else a temporary one",
+    )
     asked.add_argument("--kills", type=int, default=1, help="0 = no kill test")
     asked.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     asked.add_argument("--name", default="million", help="of the files in benchmarks/results")
@@ -240,6 +244,7 @@ def measured(given: argparse.Namespace, own: Path) -> dict[str, Any]:
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
+            "load": round_to(os.getloadavg()[0], 1),
             "python": platform.python_version(),
             "device": device_name(given.device),
         },
@@ -343,7 +348,8 @@ def page(found: dict[str, Any]) -> str:
         ]
     rows.append(("seconds of the whole benchmark", f"{found['total_seconds']:.0f}"))
     machine = found["machine"]
-    where = f"{machine['device']}, {machine['cores']} cores, Python {machine['python']}"
+    where = f"{machine['device']}, {machine['cores']} cores (load {machine['load']}), "
+    where += f"Python {machine['python']}"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
         f"# {found['clients']:,} clients with states on disk\n\n`benchmarks/million.py`, on "

@@ -16,10 +16,12 @@ Nothing here is safe for two threads at once: the owner calls from one thread (`
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -34,6 +36,13 @@ WORD = 8
 OLD = "round-*.safetensors"  # files of an earlier version
 ODD = 0x9E3779B97F4A7C15
 Rows = np.ndarray  # (records, words) uint64
+
+
+class View(NamedTuple):
+    """The records of a file, as memory."""
+
+    file: mmap.mmap
+    rows: Rows
 
 
 class Shards:
@@ -52,6 +61,7 @@ class Shards:
         self.round = np.zeros(clients, np.int64)  # after which its record was written
         self.top = 0  # slots in the files
         self.files: dict[int, int] = {}  # descriptors by shard
+        self.views: dict[int, View] = {}
         self.unsynced: set[int] = set()
         self.factors = factors(self.width - 1)
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,13 +84,18 @@ class Shards:
         slots = self.slot[clients]
         known = np.flatnonzero(slots >= 0)
         shards, places = np.divmod(slots[known], self.per_shard)
-        where = list(zip(known.tolist(), shards.tolist(), places.tolist(), strict=True))
-        size = self.record_bytes
-        for _, shard, place in where:  # so that the disk reads many at once
-            os.posix_fadvise(self._file(shard), place * size, size, os.POSIX_FADV_WILLNEED)
-        for row, shard, place in where:
-            if os.preadv(self._file(shard), [into[row]], place * size) != size:
-                self._damaged(int(clients[row]))
+        for shard in np.unique(shards).tolist():
+            here = np.flatnonzero(shards == shard)
+            view = self._view(shard, int(places[here].max()) + 1)
+            if view is None:  # the file is too short
+                self._damaged(int(clients[known[here[places[here].argmax()]]]))
+            size = self.record_bytes
+            for begin in np.sort(places[here] * size).tolist():  # the disk reads many at once
+                start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+                view.file.madvise(mmap.MADV_WILLNEED, start, begin - start + size)
+            # one call for all of them, in which other threads can work
+            into[known[here]] = np.take(view.rows, places[here], axis=0, mode="clip")
+            view.file.madvise(mmap.MADV_DONTNEED)  # what was read counts to this process no more
         found = into[: len(clients)] if len(known) == len(clients) else into[known]
         good = found[:, -1] == sums(found, self.factors)
         good &= found[:, -3] == clients[known].astype(np.uint64)
@@ -138,6 +153,7 @@ class Shards:
 
     def close(self) -> None:
         """Close the files."""
+        self.views.clear()
         for file in self.files.values():
             os.close(file)
         self.files.clear()
@@ -191,13 +207,29 @@ class Shards:
             sync_folder(self.folder)
         return self.files[shard]
 
+    def _view(self, shard: int, records: int) -> View | None:
+        """Return the records of a shard in memory that the system fills when it is looked at; None
+        if there are not so many.
+        """
+        size = os.fstat(self._file(shard)).st_size // self.record_bytes
+        if size < records:
+            return None
+        known = self.views.get(shard)
+        if known is None or len(known.rows) < records:
+            length = size * self.record_bytes
+            file = mmap.mmap(self._file(shard), length, prot=mmap.PROT_READ)
+            file.madvise(mmap.MADV_RANDOM)
+            rows = np.frombuffer(file, np.uint64).reshape(-1, self.width)
+            known = self.views[shard] = View(file, rows)
+        return known
+
     def _put(self, shard: int, place: int, rows: Rows) -> None:
         file, content, done = self._file(shard), rows.reshape(-1).view(np.uint8).data, 0
         self.unsynced.add(shard)
         while done < len(content):
             done += os.pwrite(file, content[done:], place * self.record_bytes + done)
 
-    def _damaged(self, client: int) -> None:
+    def _damaged(self, client: int) -> NoReturn:
         shard, place = divmod(int(self.slot[client]), self.per_shard)
         raise BayflowerError(
             f"the state of client {client} in {self.folder / f'shard-{shard:05d}.bin'} (record "
