@@ -207,9 +207,10 @@ def class_counts(run: Found, data_dir: str = "") -> list[list[int]] | None:
         federation = load_federation(settings.data, settings.settings.seed)
     except (BayflowerError, OSError, KeyError):
         return None
-    if [len(data.y_train) for data in federation.clients] != list(
-        run.result["partition"].get("train_sizes", [])
-    )[: len(federation.clients)]:
+    sizes = list(run.result["partition"].get("train_sizes", []))[: len(federation.clients)]
+    if len(sizes) < len(federation.clients):
+        return None  # other data under the same name, or too many clients to list
+    if [len(data.y_train) for data in federation.clients] != sizes:
         return None  # other data under the same name
     return [
         np.bincount(data.y_train, minlength=federation.num_classes).tolist()
