@@ -398,20 +398,3 @@ def test_published_runs_trust_their_clients():
     assert "robust" not in resolved(spec, 0)[0]  # so that cached runs stay valid
     assert parse("fedavg", {}).limits.robust == "gate"
     assert set(methods.METHODS) >= KINDS
-
-
-def test_the_past_of_very_many_clients_is_forgotten_but_for_those_left_out(monkeypatch):
-    monkeypatch.setattr(gate, "KEPT", 20)
-    rng, found = np.random.default_rng(0), opposed(np.random.default_rng(0), 12, 1, 5)
-    assert set(found.out) == {0}
-    for clients in (range(100, 115), range(200, 215)):
-        shared = rng.standard_normal(gate.SIZE)
-        found.now = {
-            one: gate.unit((shared + rng.standard_normal(gate.SIZE))[None])[0] for one in clients
-        }
-        found.close()
-    assert set(found.own) == {0, *range(111, 115), *range(200, 215)}
-    assert set(found.past) == set(found.means) == set(found.own)
-    again = Gate()
-    again.remember(found.memory())
-    assert list(again.own) == list(found.own)  # who is forgotten next is the same
