@@ -37,6 +37,7 @@ from .collected import Enough
 from .exchange import Request
 from .holding import INSIDE
 from .logs import Teller
+from .regions.joining import Joining
 from .roster import Change, Membership, Roster
 from .round import Round, RunFacts
 from .summing import ALONE, Plain, Summing
@@ -77,6 +78,7 @@ class Course:
     enough: Enough
     roster: Roster
     summing: Summing | None  # None: sums are not secure
+    joining: Joining | None = None  # None: no tree of aggregators
     buffering: Buffering | None  # None: a round waits for all of its clients
     budget: Budget | None = None
     privacy: Privacy
@@ -187,7 +189,7 @@ class Course:
         if self.buffering:
             found = self.buffering.collect(asked, incoming, keeps, self.records)
         else:
-            found = (self.summing or Plain()).collect(asked, incoming, keeps)
+            found = (self.joining or self.summing or Plain()).collect(asked, incoming, keeps)
         losses = found.losses
         if found.tested and self.records:
             self.records[-1].update(curve_point(found.tested, asked.expected().task))

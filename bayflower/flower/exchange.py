@@ -14,6 +14,7 @@ import logging
 import math
 import re
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -69,6 +70,21 @@ class Request(NamedTuple):
     order: str = ""  # to calibrate, and everyone's sums so far
     sums: Tensors = {}
     keep: bool = True  # a test: whether the clients save their personal models
+
+
+class Routed(Grid):
+    """A grid whose nodes are reached through others, which answer for several (`tree.py`)."""
+
+    @abstractmethod
+    def stream(
+        self,
+        nodes: Iterable[int],
+        ask: Ask,
+        timeout: float,
+        history: NodeHistory,
+        asked: dict[str, int],
+    ) -> Iterator[Message]:
+        """Yield one reply of each node, as the function `stream` does."""
 
 
 class NodeHistory:
@@ -171,7 +187,11 @@ def stream(
     is filled with the node of each message: Flower's synthetic error replies do not carry the node
     id. Errors of nodes that stay lost come last.
     """
-    talk = Exchange(grid, ask, time.monotonic() + timeout, history, {} if asked is None else asked)
+    asked = {} if asked is None else asked
+    if isinstance(grid, Routed):
+        yield from grid.stream(nodes, ask, timeout, history, asked)
+        return
+    talk = Exchange(grid, ask, time.monotonic() + timeout, history, asked)
     talk.push(list(nodes))
     talk.push([node for node in talk.last if node in history.behind])
     while (talk.sent or talk.revive()) and time.monotonic() < talk.deadline:

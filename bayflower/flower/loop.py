@@ -167,8 +167,11 @@ def run_loop(
     out: Path | None = None,
     resume: Checkpoint | None = None,
     store: Store | None = None,
+    made: Callable[[ClientApp, list[Context]], Grid] = InProcessGrid,
 ) -> Outcome:
-    """Return the outcome of all rounds and the final test; checkpoints go to `out`."""
+    """Return the outcome of all rounds and the final test; checkpoints go to `out`. `made` returns
+    the grid of some nodes.
+    """
     settings = run.settings
     memory = store or MemoryStore()
     data: dict[str, Any] = {}  # fingerprints, made with the first checkpoint
@@ -182,7 +185,7 @@ def run_loop(
             last = int(accepted.get(str(client), 0)) if resume.sent else resume.round
             memory.save(resume.run, client, Saved(last, "", state, {}, {}, {}))
     app = federation_app(run, federation, halves, memory)
-    grid = InProcessGrid(
+    grid = made(
         app, contexts(data.client for data in (*federation.clients, *federation.new_clients))
     )
 

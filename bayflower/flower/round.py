@@ -7,7 +7,7 @@ reported and ignored: no reply of a client can stop the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ..files.records import Views
 from ..methods import Method
 from ..rounds.calibrated import Calibrated
 from ..rounds.robust import Limiter
+from ..wire.continuity import Thread
 from ..wire.protocol import request_header
 from . import bounds, continuing, records, replies
 from .calibrating import Calibrator
@@ -226,16 +227,26 @@ class Round:
             for view, tally in accepted.tallies.items():
                 found.tested.setdefault(view, {})[client] = tally
             del accepted, reply  # frees the memory before the next reply
-        journal, roster = self.facts.journal, self.facts.roster
         held = arriving.settle(found.total)
-        self.settle(found)
-        for client in found.losses:
-            roster.continuity.accept(client, self.number, threads[client])
-        limiter.close()
+        self.conclude(found, threads)
         if moderates:
-            held = bounds.moderate(half, self.state, held, share, roster.moderated, journal)
+            known = (self.facts.roster.moderated, self.facts.journal)
+            held = bounds.moderate(half, self.state, held, share, *known)
         for client, update in held.items():
             found.total.add(half.statistic(self.state, client, update))
+        self.name_missing(found)
+        return found
+
+    def conclude(self, found: Collected, threads: Mapping[int, Thread | None]) -> None:
+        """End a round of which all replies are known; `threads` say how they continue."""
+        self.settle(found)
+        for client in found.losses:
+            self.facts.roster.continuity.accept(client, self.number, threads[client])
+        self.facts.limiter.close()
+
+    def name_missing(self, found: Collected) -> None:
+        """Report the clients of which nothing was used, if nothing else was said of them."""
+        journal = self.facts.journal
         for client in sorted(self.left_out(found)):
             journal.event(f"round {self.number}, client {client}: left out by aggregate_train")
         missing = set(self.sent) - set(found.losses) - journal.blamed - self.left_out(found)
@@ -245,7 +256,6 @@ class Round:
                 "this round",
                 client,
             )
-        return found
 
     def settle(self, found: Collected) -> None:
         """Report clients far beyond their limits and clients that are left out, drop replies that

@@ -35,6 +35,8 @@ from .collected import Enough
 from .course import Course, MetricsFn
 from .holding import asked_for
 from .logs import Teller
+from .regions import joining
+from .regions.grid import Tree
 from .roster import Membership, Roster
 from .spreading import calibrator_for
 from .summing import Summing
@@ -148,6 +150,9 @@ class BayflowerStrategy(Course, Strategy):
         budgeting.check(self.privacy, hooked)
         if self.buffering and hooked:
             raise ConfigError(HOOKED)
+        if isinstance(grid, Tree):
+            joining.check(self, hooked)
+            self.joining = joining.Joining(grid)
         memory = self.resume.roster if self.resume else None
         planned = (num_rounds, self.fraction_train, self.folder, memory)
         self.budget = Budget.of(self.privacy, *planned, self.training.local_epochs)
@@ -336,6 +341,8 @@ class BayflowerStrategy(Course, Strategy):
             self._now().further = {"noise": json.dumps(self.budget.mechanism(1.0))}
         if self.summing:
             self.summing.open(self._now(), grid, timeout, self.budget)
+        if self.joining:
+            self.joining.open(self._now(), timeout, self.retries)
         self._say_sampled("configure_train")
         if self.buffering:
             return self._aggregate(round, self.buffering.exchange(self._now(), grid, timeout))

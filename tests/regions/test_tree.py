@@ -1,0 +1,120 @@
+"""A tree of aggregators gives the bits of a flat federation: every additive method, with all that a
+round has: a part of the clients, tests, new clients, limits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from conftest import assert_same_bits, small_prepared, some
+from groves import Grove
+
+from bayflower import methods
+from bayflower.engines import Prepared
+from bayflower.errors import ConfigError
+from bayflower.flower.loop import run_loop
+from bayflower.rounds.result import result
+
+CHEAP = {"fedmap", "fedavg"}  # in the default run; `make test-all` has all methods
+WORK: dict[str, Any] = {
+    "num_clients": 7,
+    "new_clients": 1,
+    "rounds": 3,
+    "fraction_train": 0.8,
+    "evaluate_every": 2,
+    "local_epochs": 1,
+    "new_client_epochs": 1,
+}
+OTHER = ("seconds", "bytes_up", "bytes_down", "bytes", "usage")
+
+
+def ready(method: str, **changes: Any) -> Prepared:
+    return small_prepared(method, "loop", **{**WORK, **changes})
+
+
+def ran(prepared: Prepared, **more: Any) -> Any:
+    return run_loop(prepared.run, prepared.federation, prepared.halves, **more)
+
+
+def kind(content: Any) -> str:
+    return content["bayflower"]["tree"]
+
+
+def numbers(prepared: Prepared, outcome: Any) -> Any:
+    """Return all that a run's result says but for times and bytes."""
+
+    def kept(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {k: kept(v) for k, v in one.items() if not k.startswith(OTHER)}
+        return [kept(v) for v in one] if isinstance(one, list) else one
+
+    return kept(result(prepared.run, "loop", prepared.federation, prepared.halves, outcome))
+
+
+def assert_equal(prepared: Prepared, flat: Any, tree: Any) -> None:
+    assert_same_bits(flat.server_state, tree.server_state)
+    assert numbers(prepared, flat) == numbers(prepared, tree)
+
+
+ADDITIVE = [row.name for row in methods.ROWS if not row.additive]
+
+
+@pytest.mark.parametrize("method", some(ADDITIVE, CHEAP))
+def test_a_tree_has_the_bits_of_a_flat_federation(method):
+    prepared = ready(method)
+    assert_equal(prepared, ran(prepared), ran(prepared, made=Grove()))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "calibration": {"calibration": "shrunk"},
+    "no limits": {"robust": "off"},
+    "only cut": {"robust": "clip"},
+    "batch norm": {"model": "mlp-bn"},
+    "capped": {"max_share": 0.2},
+    "states that continue": {"continuity": "refuse"},
+}
+
+
+@pytest.mark.parametrize("variant", some(VARIANTS, {"calibration", "capped"}))
+def test_settings_of_all_kinds_give_the_bits_of_a_flat_federation(variant):
+    prepared = ready("fedavg", **{"rounds": 2, **VARIANTS[variant]})
+    assert_equal(prepared, ran(prepared), ran(prepared, made=Grove(3)))
+
+
+REFUSED = {
+    "metavd": ({}, "metavd cannot run in a tree of aggregators: it sends steps by client"),
+    "fedpac": ({}, "its server mixes the heads of single clients"),
+    "local": ({}, "it shares nothing"),
+    "fedavg": ({"robust": "krum"}, "robust=krum compares single updates"),
+    "fedprox": ({"secure": "sum"}, "secure sums and dp are made between one server and all"),
+    "pfedvmp": ({"max_share": 0.5}, "max_share compares single updates of pfedvmp"),
+    "fedavg-ft": ({"aggregation": "buffered"}, "aggregation=buffered needs single updates"),
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_what_a_tree_cannot_do_is_refused_before_anything_is_sent(method):
+    settings, why = REFUSED[method]
+    grove = Grove()
+    with pytest.raises(ConfigError, match=why):
+        ran(ready(method, **settings), made=grove)
+    assert grove.asked == []
+
+
+def test_a_region_sends_no_single_update_and_one_sum():
+    prepared, grove = ready("fedavg", rounds=1), Grove()
+    outcome = ran(prepared, made=grove)
+    summed = [said for asked, said in grove.asked if kind(asked) in ("see", "add")]
+    assert [kind(said) for said in summed] == ["see", "see", "add", "add"]
+    names = {name.split("/")[-1] for said in summed for name in said}
+    assert names == {"bayflower", "metrics", "sum"}
+    size = sum(leaf.numel() for leaf in outcome.server_state.params.values())
+    for said in summed[:2]:  # sizes and sketches of changes, no change itself
+        assert all(math.prod(array.shape) < size / 2 for array in said["sum"].values())
+    for said in summed[2:]:  # exact sums: two or three float64 numbers each, for any many clients
+        assert sum(math.prod(array.shape) for array in said["sum"].values()) < 4.5 * size
+    for asked, _ in grove.asked:  # the model goes down once
+        if kind(asked) != "roll" and "state" not in asked:
+            assert sum(name.endswith("/broadcast") for name in asked) <= 1
