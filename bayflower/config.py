@@ -231,7 +231,9 @@ def make_instructions(training: Training, options: Any) -> str:
 
 PRESET = "preset"  # the key that names a preset
 # keys of a run-config and of files beside settings
-TAKEN = (PRESET, "method", "out", "resume", "min_nodes", "wait", "timeout", "set")
+TAKEN = (
+    *(PRESET, "method", "out", "resume", "min_nodes", "wait", "timeout", "tree", "spool", "set"),
+)
 STRATEGY_GROUPS = (
     "training",
     "options",

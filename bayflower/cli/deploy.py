@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..deploy import folders, layout
+from ..deploy import branches, folders, layout
 from ..errors import BayflowerError, ConfigError
 from .deployed import hand_over, note, reach, warn_of_expiry
 from .options import Overwrite
@@ -60,6 +60,12 @@ def init(
         bool,
         typer.Option("--encrypt", help="clients encrypt states and personal models on their disk"),
     ] = False,
+    regions: Annotated[
+        int, typer.Option(help="aggregators between clients and server; 0 = none")
+    ] = 0,
+    region_hosts: Annotated[
+        str, typer.Option(help="with --hosts: a host of each region's server, separated by commas")
+    ] = "",
 ) -> None:
     """Create keys, certificates and compose files for one machine or, with --hosts, a folder for
     each machine.
@@ -67,17 +73,14 @@ def init(
     Example: `bayflower deploy init fed --clients 10 --hosts fl.example.org,192.0.2.7`
     """
     named = [host.strip() for host in hosts.split(",") if host.strip()]
-    made = folders.init(
-        folder,
-        clients=clients,
-        hosts=named,
-        port=port,
-        days=days,
-        image=image,
-        cpus=cpus,
-        memory=memory,
-        encrypt=encrypt,
-    )
+    known: dict[str, Any] = {"clients": clients, "hosts": named, "port": port, "days": days}
+    known |= {"image": image, "cpus": cpus, "memory": memory, "encrypt": encrypt}
+    if regions:
+        below = [host.strip() for host in region_hosts.split(",") if host.strip()]
+        branches.init(folder, regions=regions, region_hosts=below, **known)
+        print(f"made {folder}/upper and {regions} regions; see docs/deployment.md, Regions")
+        return
+    made = folders.init(folder, **known)
     print(
         f"certificates are valid until {made.expires}; renew them with: bayflower deploy renew "
         f"{folder}"
@@ -113,17 +116,18 @@ def up(
     """Start this machine's programs of the deployment that are not running; return when all are
     healthy.
     """
-    deployment = layout.read(folder)
-    warn_of_expiry(deployment)
-    if local:
-        from ..deploy.local import Local
+    for part in layout.parts(folder):
+        deployment = layout.read(part)
+        warn_of_expiry(deployment)
+        if local:
+            from ..deploy.local import Local
 
-        Local(deployment).up(note)
-    else:
-        from ..deploy import docker
+            Local(deployment).up(note)
+        else:
+            from ..deploy import docker
 
-        docker.up(deployment)
-    print(f"{deployment.name} is up; stop it with: bayflower deploy down {folder}")
+            docker.up(deployment)
+        print(f"{deployment.name} is up; stop it with: bayflower deploy down {folder}")
 
 
 @app.command()
@@ -134,7 +138,12 @@ def down(
     ] = False,
 ) -> None:
     """Stop this machine's programs of the deployment; states and results are kept."""
-    deployment = layout.read(folder)
+    for part in reversed(layout.parts(folder)):  # regions use the network of the server above
+        end(layout.read(part), volumes)
+
+
+def end(deployment: layout.Deployment, volumes: bool) -> None:
+    """Stop the programs of one deployment."""
     from ..deploy.local import local_of
 
     local = local_of(deployment)
@@ -349,6 +358,18 @@ def collect(
             f"{folder}"
         )
     print(f"written: {out / 'result.json'}")
+
+
+@app.command(hidden=True)
+def keep(
+    folder: Folder, spool: Annotated[Path, typer.Option(help="the folder of requests")]
+) -> None:
+    """Keep the runs of a region's own server going."""
+    server, _ = reach(folder)
+    assert server is not None
+    from ..deploy import keeper
+
+    keeper.keep(server, spool, note)
 
 
 @app.command(hidden=True)

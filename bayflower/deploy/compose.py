@@ -18,9 +18,18 @@ from .. import __version__ as __version__  # of the image
 from ..files.audit import VARIABLE
 from ..files.vault import VARIABLE as KEY_VARIABLE
 from . import keys
-from .layout import AUDIT, FILE, POLICY, STATE_KEY, Deployment
+from .layout import (
+    AUDIT,
+    FILE,
+    POLICY,
+    REGION,
+    RUNTIME_PORT,
+    STATE_KEY,
+    SUPERLINK_PORT,
+    Deployment,
+)
+from .regional import add_region
 
-SUPERLINK_PORT, RUNTIME_PORT = 9091, 9094
 HEAD = (
     "# Written by: bayflower deploy init. Start: bayflower deploy up DIR, or docker compose up "
     "-d --wait\n"
@@ -64,15 +73,9 @@ def content(
         volumes |= {"database": {}, "results": {}}
     if deployment.role == "client":
         networks["federation"] = {}  # for the connection to the server
-    clients = (
-        range(deployment.clients)
-        if deployment.role == "all"
-        else [deployment.client]
-        if deployment.role == "client"
-        else []
-    )
-    for client in clients:
-        assert client is not None
+    if deployment.kind == REGION and deployment.has_server():
+        add_region(maker, services, networks, volumes)
+    for client in deployment.client_folders():
         services |= maker.client(client)
         networks[f"client-{client}"] = {"internal": True}
         volumes |= {f"state-{client}": {}, f"audit-{client}": {}}
@@ -300,7 +303,7 @@ class Maker:
         name = f"supernode-{client}"
         address = f"{name}:{RUNTIME_PORT}"
         node = (
-            f"partition-id={client} num-partitions={self.deployment.clients} "
+            f"partition-id={client} num-partitions={self.deployment.everyone()} "
             'state-dir="/state" data-dir="/data" audit-dir="/audit"'
         )
         log = f"audit-{client}:/audit"

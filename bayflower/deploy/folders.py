@@ -7,7 +7,7 @@ import datetime
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,17 @@ from .. import __version__
 from ..errors import ConfigError
 from ..policy import rules
 from . import compose, keys
-from .layout import CONTAINER_USER, INNER_HOSTS, POLICY, PORT, STATE_KEY, Deployment, write
+from .layout import (
+    ABOVE,
+    CONTAINER_USER,
+    INNER_HOSTS,
+    POLICY,
+    PORT,
+    STATE_KEY,
+    UPPER,
+    Deployment,
+    write,
+)
 
 
 def init(
@@ -30,6 +40,7 @@ def init(
     cpus: float = 1.0,
     memory: str = "2g",
     encrypt: bool = False,
+    part: Mapping[str, Any] | None = None,
 ) -> Deployment:
     """Make a deployment's folder with keys, certificates and compose files; return it. Nothing is
     overwritten.
@@ -72,6 +83,7 @@ def init(
             memory,
             compose.write,
             encrypt,
+            dict(part or {}),
         )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete deployment is of no use
@@ -90,8 +102,9 @@ def fill(
     memory: str,
     write_compose: Any,
     encrypt: bool,
+    part: Mapping[str, Any],
 ) -> Deployment:
-    """Make everything below `folder`."""
+    """Make everything below `folder`; `part` says which part of a tree it is."""
     end = (datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)).strftime("%Y-%m-%d")
     uid, gid = (os.getuid(), os.getgid()) if os.getuid() else (CONTAINER_USER, CONTAINER_USER)
     whole = Deployment(
@@ -107,6 +120,7 @@ def fill(
         memory=memory,
         encrypt=encrypt,
         folder=folder,
+        **part,
     )
     machines = [
         dataclasses.replace(whole, name=f"{name}-server", role="server", folder=folder / "server")
@@ -115,7 +129,7 @@ def fill(
         dataclasses.replace(
             whole, name=f"{name}-client-{k}", role="client", client=k, folder=folder / f"client-{k}"
         )
-        for k in range(clients)
+        for k in whole.numbers()
     ]
     (folder / "ca").mkdir(mode=0o700)
     authority = keys.make_authority(folder / "ca", f"{name} authority", days)
@@ -123,7 +137,8 @@ def fill(
     keys.make_certificate(authority, folder / "server", "server", [*hosts, *INNER_HOSTS], days)
     outer = [host for host in INNER_HOSTS if host != "superlink"]  # it cannot pose as the SuperLink
     keys.make_certificate(authority, folder / "server", "gate", [*hosts, *outer], days)
-    for k in range(clients):
+    inner = [ABOVE] if whole.kind == UPPER else []  # what a region's SuperNode is called there
+    for k in whole.numbers():
         own = folder / f"client-{k}"
         (own / "data").mkdir(parents=True)
         keys.new_file(own / POLICY, rules.written().encode(), 0o644)
@@ -135,7 +150,7 @@ def fill(
             authority,
             own,
             "runtime",
-            [f"supernode-{k}", "supernode", "localhost", "127.0.0.1"],
+            [f"supernode-{k}", "supernode", *inner, "localhost", "127.0.0.1"],
             days,
         )
     for machine in machines:

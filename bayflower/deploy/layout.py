@@ -7,6 +7,11 @@ DIR/server/          what the server's machine needs: certificates and keys of S
 DIR/client-K/        what client K's machine needs: the authority's certificate, its own node key,
                      compose.yaml, data/ (only read), policy.toml (what its owner allows); its owner
                      may add peers.json (keys of the other clients, for secure sums)
+
+With regions, DIR holds a deployment for each part, and tree.json says which:
+DIR/upper/           the server, whose clients are the regions
+DIR/region-R/        a region, a server for its clients; server/above/ has its key for the server
+                     above
 """
 
 from __future__ import annotations
@@ -23,8 +28,12 @@ POLICY = "policy.toml"  # of a client
 PEERS = "peers.json"  # keys of the other clients, if its owner has put them there
 AUDIT = "audit.jsonl"  # the server's, beside the runs
 PORT = 9092
+SUPERLINK_PORT, RUNTIME_PORT = 9091, 9094  # inside
 # names inside one machine
 INNER_HOSTS = ("superlink", "gate", "localhost", "127.0.0.1", "::1")
+TREE = "tree.json"  # names the parts of a deployment with regions
+ABOVE = "above"  # in the folder of a region's server: what connects it to the server above
+UPPER, REGION = "upper", "region"  # kinds of parts
 STATE_KEY = "state.key"  # in a client's folder: with it states and personal models are encrypted
 CONTAINER_USER = 10001  # user of the containers if root made the folder
 
@@ -45,6 +54,13 @@ class Deployment:
     cpus: float = 1.0
     memory: str = "2g"
     encrypt: bool = False  # whether clients encrypt their states and personal models
+    kind: str = ""  # "upper" (its clients are regions), "region", or neither
+    first: int = 0  # number of its first client
+    total: int = 0  # clients of the whole tree; 0: there are no others
+    region: int = 0  # number of this region
+    regions: int = 0  # of the tree
+    above: str = ""  # a region: host:port of the server above
+    network: str = ""  # a region on the machine of the server above: the network of both
     folder: Path = dataclasses.field(default=Path(), compare=False)
 
     @property
@@ -69,10 +85,22 @@ class Deployment:
             assert self.client is not None
             return {self.client: self.folder}
         return (
-            {client: self.folder / f"client-{client}" for client in range(self.clients)}
-            if self.role == "all"
+            {client: self.folder / f"client-{client}" for client in self.numbers()}
+            if self.role == "all" and self.kind != UPPER
             else {}
         )
+
+    def numbers(self) -> range:
+        """Return the numbers of the clients, or of the regions."""
+        return range(self.first, self.first + self.clients)
+
+    def everyone(self) -> int:
+        """Return how many clients take part in a run."""
+        return self.total or self.clients
+
+    def called(self, name: str) -> str:
+        """Return what a registered node is called: the keys of regions are those of clients."""
+        return name.replace("client-", "region-") if self.kind == UPPER else name
 
     def has_server(self) -> bool:
         """Return whether the server is on this machine."""
@@ -86,6 +114,8 @@ class Deployment:
 
 def read(folder: Path) -> Deployment:
     """Return the deployment a folder belongs to."""
+    if (folder / TREE).exists():
+        folder = folder / UPPER
     path = folder / FILE
     try:
         facts = json.loads(path.read_text())
@@ -100,6 +130,16 @@ def read(folder: Path) -> Deployment:
         raise ConfigError(
             f"{path} cannot be read ({error}); restore it, or make a new deployment"
         ) from None
+
+
+def parts(folder: Path) -> list[Path]:
+    """Return the folders of a deployment's parts in the order in which they start."""
+    if not (folder / TREE).exists():
+        return [folder]
+    try:
+        return [folder / str(name) for name in json.loads((folder / TREE).read_text())["parts"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{folder / TREE} cannot be read ({error}); restore it") from None
 
 
 def write(deployment: Deployment) -> None:

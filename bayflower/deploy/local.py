@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..errors import BayflowerError
@@ -25,7 +26,8 @@ from ..files.atomic import read_json, write_json
 from ..files.audit import VARIABLE
 from ..files.vault import VARIABLE as KEY_VARIABLE
 from ..flower import processes
-from .layout import AUDIT, PEERS, POLICY, STATE_KEY, Deployment
+from . import regional
+from .layout import ABOVE, AUDIT, PEERS, POLICY, REGION, STATE_KEY, UPPER, Deployment
 from .server import Server, register, write_connection
 
 START_SECONDS = 300.0  # on a busy machine; a program that has died is reported at once
@@ -58,7 +60,12 @@ class Local:
     def names(self) -> list[str]:
         """Return the programs this machine should run, in the order of their start."""
         server = ["superlink", "gate"] if self.deployment.has_server() else []
-        return [*server, *(f"supernode-{client}" for client in self.deployment.client_folders())]
+        region = [ABOVE, "keeper"] if self.deployment.kind == REGION and server else []
+        return [
+            *server,
+            *region,
+            *(f"supernode-{client}" for client in self.deployment.client_folders()),
+        ]
 
     def alive(self, name: str) -> bool:
         """Return whether a program runs; an unrelated process that reuses its id does not count."""
@@ -86,11 +93,15 @@ class Local:
         self.folder.mkdir(exist_ok=True)
         if self.deployment.has_server():
             self.start_server(note)
+        for name in (ABOVE, "keeper"):
+            if name in self.names() and not self.alive(name):
+                note(f"starting the {'SuperNode' if name == ABOVE else 'keeper'} of this region")
+                self.start(name)
         for client in self.deployment.client_folders():
             if not self.alive(f"supernode-{client}"):
                 note(f"starting the SuperNode of client {client}")
                 self.start(f"supernode-{client}")
-        if self.deployment.role == "all":
+        if self.deployment.role == "all" and self.deployment.kind != UPPER:
             self.wait_for_nodes(note)
         elif self.deployment.role == "client":
             self.wait_for_welcome(note)
@@ -170,6 +181,13 @@ class Local:
                 "--authority",
                 str(own / "ca.crt"),
             ]
+        if name == "keeper":
+            words = ["deploy", "keep", str(self.deployment.folder), "--spool", str(self.spool)]
+            return [sys.executable, "-m", "bayflower", *words]
+        if name == ABOVE:
+            own, audit = self.deployment.server / ABOVE, self.folder / "audit"
+            node = regional.node_config(self.deployment, str(self.spool), str(audit))
+            return self.supernode(own, audit, self.above(), node)
         client = int(name.split("-")[1])
         own = self.deployment.client_folders()[client]
         address = (
@@ -178,12 +196,27 @@ class Local:
             else self.deployment.address()
         )
         node = (
-            f"partition-id={client} num-partitions={self.deployment.clients} "
+            f"partition-id={client} num-partitions={self.deployment.everyone()} "
             f'state-dir="{own / "state"}" data-dir="{own / "data"}" '
             f'audit-dir="{own / "audit"}" policy="{own / POLICY}"'
         )
         if (own / PEERS).exists():  # keys of the other sites, for secure sums
             node += f' peers="{own / PEERS}"'
+        return self.supernode(own, own / "audit", address, node)
+
+    @property
+    def spool(self) -> Path:
+        """The folder of a region's requests."""
+        return self.folder / "spool"
+
+    def above(self) -> str:
+        """Return the address of the server above: on the same machine it has a free port."""
+        beside = self.deployment.folder.parent / UPPER / "local" / "local.json"
+        port = read_json(beside).get("gate") if self.deployment.network else 0
+        return f"127.0.0.1:{port}" if port else self.deployment.above
+
+    def supernode(self, own: Path, audit: Path, address: str, node: str) -> list[str]:
+        """Return the command line of a SuperNode whose files are in `own`."""
         return [
             sys.executable,
             "-m",
@@ -191,7 +224,7 @@ class Local:
             "--policy",
             str(own / POLICY),
             "--audit-dir",
-            str(own / "audit"),
+            str(audit),
             "--superlink",
             address,
             "--root-certificates",

@@ -17,6 +17,7 @@ from ..errors import BayflowerError, ConfigError
 from ..files.atomic import read_json, write_json
 from ..flower import control, processes
 from ..flower.bundle import write_app
+from .layout import UPPER
 from .server import Server
 
 RECORD = "submission.json"
@@ -44,23 +45,28 @@ def config_of(
     """Return the run-config, the run's name, and the number of clients it needs; raise if a setting
     is invalid.
     """
+    from .. import methods
     from ..config import parse
     from ..files.place import usual_folder
     from ..flower.bundle import APP_KEYS
+    from ..flower.regions.joining import refuse
 
     ours = {key: value for key, value in given.items() if key in APP_KEYS}
     settings = {
-        "num_clients": server.deployment.clients,
+        "num_clients": server.deployment.everyone(),
         "device": "cpu",
         **{key: given[key] for key in given if key not in APP_KEYS},
     }
     run = parse(method, settings)
     needed = int(ours.get("min_nodes") or run.data.total_clients)
-    if needed > server.deployment.clients:
+    if needed > (there := server.deployment.everyone()):
         raise ConfigError(
-            f"the run needs {needed} clients, but the deployment has {server.deployment.clients}; "
-            "lower num_clients, or add clients"
+            f"the run needs {needed} clients, but the deployment has {there}; lower num_clients, "
+            "or add clients"
         )
+    if server.deployment.kind == UPPER:
+        refuse(methods.get(method), run.limits, run.privacy, run.aggregation.buffered)
+        ours["tree"] = True
     return {**settings, **ours, "method": method}, usual_folder(run).name, needed
 
 
@@ -68,14 +74,16 @@ def wait_for_clients(
     server: Server, needed: int, wait: float, note: Callable[[str], None], watch: Callable[[], None]
 ) -> None:
     """Return when enough clients are online; report which are missing."""
-    deadline = time.monotonic() + wait
+    deadline, what = time.monotonic() + wait, "clients"
+    if server.deployment.kind == UPPER:  # which of their clients are there, regions say in the run
+        needed, what = server.deployment.clients, "regions"
     said: list[str] = []
     while True:
-        missing = server.missing()
+        missing = [server.deployment.called(name) for name in server.missing()]
         present = server.deployment.clients - len(missing)
         if present >= needed:
             return
-        text = f"{present} of {needed} clients are online; missing: {', '.join(missing)}"
+        text = f"{present} of {needed} {what} are online; missing: {', '.join(missing)}"
         if time.monotonic() > deadline:
             raise BayflowerError(
                 f"{text}; start them on their machines (bayflower deploy up), or ask for fewer "
@@ -253,7 +261,8 @@ def overview(server: Server) -> dict[str, Any]:
     """Return the status of a deployment: which clients are online, and the state of the newest
     run.
     """
-    facts: dict[str, Any] = {"name": server.deployment.name, "clients": server.nodes(), "run": None}
+    nodes = {server.deployment.called(name): state for name, state in server.nodes().items()}
+    facts: dict[str, Any] = {"name": server.deployment.name, "clients": nodes, "run": None}
     try:
         folder = run_folder(server, "")
     except ConfigError:

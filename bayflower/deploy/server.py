@@ -67,7 +67,7 @@ class Server(NamedTuple):
             ]
         return [
             f"client-{k}"
-            for k in range(self.deployment.clients)
+            for k in self.deployment.numbers()
             if states.get(f"client-{k}") != "online"
         ]
 

@@ -52,6 +52,8 @@ from .bundle import APP_KEYS, USUAL
 from .client import Site
 from .guard import GUARD, raw_parts
 from .loop import make_strategy
+from .regions.grid import Tree
+from .regions.serving import serve_region
 from .roster import Membership, Roster
 from .strategy import BayflowerStrategy
 
@@ -97,7 +99,11 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
     `out`/METHOD/result.json for several.
     """
     with single_threaded():
-        serve_all(grid, config)
+        if config.get("spool"):
+            serve_region(grid, config)
+            return
+        in_tree = str(config.get("tree")).lower() == "true"
+        serve_all(Tree(grid) if in_tree else grid, config)
 
 
 def serve_all(grid: Grid, config: Mapping[str, Any]) -> None:

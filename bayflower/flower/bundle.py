@@ -31,6 +31,8 @@ APP_KEYS = {
     "min_nodes": "clients to wait for before the first round; default num_clients + new_clients",
     "wait": "timeout in seconds for these clients to connect",
     "timeout": "timeout in seconds for the replies of a round",
+    "tree": "true: the nodes are regions, each of which answers for its clients",
+    "spool": "of a region's own run: the folder of the requests that it answers",
     "set": "any other settings, as KEY=VALUE KEY=VALUE; see `bayflower settings METHOD`; "
     "preset=paper takes the values of each method's paper",
 }

@@ -36,6 +36,7 @@ from ..wire.protocol import reply_header, reply_numbers
 from . import calibrating, inputs, masking, records, spreading
 from .continuing import ending, thread_of
 from .guard import guarded, told
+from .regions.relay import relayed
 from .saved import flat_tallies, numbers_of_test, reply_records, test_records
 
 log = logging.getLogger("bayflower")
@@ -75,7 +76,7 @@ def client_app(site_of: Callable[[Context], Site], mods: Sequence[Any] = ()) -> 
     """Return the ClientApp that serves any method. `site_of` returns the site for Flower's context;
     `mods` are Flower mods around training.
     """
-    app = ClientApp(mods=[guarded])
+    app = ClientApp(mods=[guarded, relayed])
 
     @app.query()
     def query(message: Message, context: Context) -> Message:

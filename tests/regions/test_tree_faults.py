@@ -34,17 +34,17 @@ def test_a_region_that_is_restarted_before_every_request_gives_the_same_bits():
     assert_equal(prepared, ran(prepared), ran(prepared, made=Restarted()))
 
 
-def failing(number: int, how: Any) -> Any:
-    """Return what makes a flat grid, or that of a region, where the replies of one client to
-    requests to train are changed by `how`.
+def failing(clients: set[int], how: Any, first: int = 1) -> Any:
+    """Return what changes a grid: the replies of some clients to requests to train, from the round
+    `first` on, are changed by `how`.
     """
 
     def fail(grid: InProcessGrid, message: Message) -> Message | None:
         reply = grid.ask(message)
-        if (
-            message.metadata.message_type != "train"
-            or message.metadata.dst_node_id != 1000 + number
-        ):
+        there = message.metadata.dst_node_id - 1000 in clients
+        if message.metadata.message_type != "train" or not there:
+            return reply
+        if message.content["bayflower"]["round"] < first:
             return reply
         return how(reply)
 
@@ -93,10 +93,21 @@ def other_round(reply: Message) -> Message:
 @pytest.mark.parametrize("how", [too_many, far, other_round])
 def test_a_client_that_sends_nonsense_is_named_and_left_out_as_in_a_flat_federation(how):
     prepared = ready("fedavg", fraction_train=1.0, max_faults=2)
-    change = failing(4, how)
+    change = failing({4}, how)
     flat = ran(prepared, made=lambda app, nodes: change(InProcessGrid(app, nodes)))
     tree = ran(prepared, made=Faulty(change))
     assert "client 4" in str(flat.faults)
+    assert list(flat.faults) == list(tree.faults)
+    assert_equal(prepared, flat, tree)
+
+
+def test_what_a_majority_does_is_cut_and_used_as_in_a_flat_federation():
+    """Sums of suspects travel apart; whether they count is known when all regions have answered."""
+    prepared = ready("fedavg", fraction_train=1.0)
+    change = failing({0, 1, 3, 5}, far, 2)
+    flat = ran(prepared, made=lambda app, nodes: change(InProcessGrid(app, nodes)))
+    tree = ran(prepared, made=Faulty(change))
+    assert "a majority is never left out" in str(flat.faults)
     assert list(flat.faults) == list(tree.faults)
     assert_equal(prepared, flat, tree)
 

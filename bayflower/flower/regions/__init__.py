@@ -7,7 +7,8 @@ grid.py      the server's side: the clients of all regions as the nodes of one g
 joining.py   the server's side: a round whose sum comes in parts
 region.py    a region's side: one request to its clients, their replies, and their sum
 spool.py     requests and answers as files between the two programs of a region
-serving.py   the two programs: the ClientApp above, which hands requests on, and the ServerApp below
+relay.py     the ClientApp of a region, which hands requests on to its own server
+serving.py   the ServerApp of a region, which answers them
 
 Sums are exact, so a tree gives the bits of a flat federation.
 """

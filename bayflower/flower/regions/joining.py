@@ -20,10 +20,13 @@ from typing import Any
 import torch
 from flwr.app import Message, RecordDict
 
+from ...config import Limits
 from ...errors import ConfigError, WireError
 from ...files.records import Views
 from ...fused.workers.cargo import add_seen
 from ...maths.exact import Total
+from ...methods import Method
+from ...recipes.secrecy import Privacy
 from ...rounds.robust import HOLDING
 from ...rounds.suspects import Apart
 from ...tree import Tensors, flatten
@@ -44,16 +47,23 @@ HOOKED = (
 
 
 def check(strategy: Any, hooked: bool) -> None:
-    """Raise if a run cannot have a tree of aggregators."""
-    row, limits = strategy.row, strategy.limits
+    """Raise if a strategy cannot have a tree of aggregators."""
+    buffered = strategy.aggregation.buffered
+    refuse(strategy.row, strategy.limits, strategy.privacy, buffered)
+    if hooked:
+        raise ConfigError(HOOKED)
+
+
+def refuse(row: Method, limits: Limits, privacy: Privacy, buffered: bool) -> None:
+    """Raise if a run with these settings cannot have a tree of aggregators."""
     if why := row.additive:
         raise ConfigError(f"{row.name} cannot run in a tree of aggregators: {why}")
-    if strategy.privacy.on or strategy.privacy.private:
+    if privacy.on or privacy.private:
         raise ConfigError(
             "secure sums and dp are made between one server and all clients; leave them out in a "
             "tree of aggregators"
         )
-    if strategy.buffering:
+    if buffered:
         raise ConfigError("aggregation=buffered needs single updates; a tree has none")
     if limits.robust in HOLDING:
         raise ConfigError(
@@ -65,8 +75,6 @@ def check(strategy: Any, hooked: bool) -> None:
             f"max_share compares single updates of {row.name}, which stay in their regions; remove "
             "it in a tree of aggregators"
         )
-    if hooked:
-        raise ConfigError(HOOKED)
 
 
 class Taken:
