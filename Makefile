@@ -13,9 +13,9 @@ help:
 	@echo "make test-all  the same and the slow tests: every method on every network"
 	@echo "make flower  the tests that start Flower's own programs (about ten minutes)"
 	@echo "make image   the container image, bayflower:VERSION"
-	@echo "make containers  the tests that start containers (root and a Docker engine; about ten minutes)"
+	@echo "make containers  the tests that start containers (root and a Docker engine; about twenty minutes)"
 	@echo "make docs    the documentation as a site, in site/"
-	@echo "make deployed  bayflower deploy as processes over TLS, a Ray cluster, the examples in a fresh environment (about ten minutes)"
+	@echo "make deployed  bayflower deploy as processes over TLS, a Ray cluster, the examples in a fresh environment (about fifteen minutes)"
 	@echo "make flower-all  every method in Flower's simulation and as processes, with the bits of the loop (about ten minutes)"
 	@echo "make flower-next  the same strategies, messages and gate under the newest Flower that is supported (minutes)"
 	@echo "make hostile ten thousand mutated replies against every strategy, ten thousand requests against gate and SuperLink (minutes)"
@@ -52,7 +52,7 @@ flower-next: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(VENV)/next $(BIN)/python -m pytest -m flower tests/flower/test_flower.py -k as_a_user_types_it
 
 deployed: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/deploy/test_gate_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py tests/cli/test_docs.py -m flower
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/deploy/test_gate_processes.py tests/regions/test_tree_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py tests/cli/test_docs.py -m flower
 
 flower-all: $(READY)
 	BAYFLOWER_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py -m flower -k "bits_of_the_loop" -n 2
@@ -81,7 +81,7 @@ audit: $(READY)
 	  elif [ $$unknown != 0 ]; then echo "pip-audit: the advisory database that is reached from here does not know $$unknown packages"; else echo "$$said"; fi; fi
 
 containers: $(READY) image
-	$(BIN)/python -m pytest tests/deploy/test_containers.py -m containers $(CHOSEN)
+	$(BIN)/python -m pytest tests/deploy/test_containers.py tests/regions/test_tree_containers.py -m containers $(CHOSEN)
 
 lint: $(READY)
 	$(BIN)/ruff check .

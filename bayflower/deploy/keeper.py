@@ -26,7 +26,7 @@ POLL_SECONDS = 2.0
 # SuperLink is asked; one that should run, and has not done so for longer, is stopped
 QUIET_SECONDS, DEAD_SECONDS = 20.0, 120.0
 KEPT = 8  # folders of runs; older ones are removed
-RECORD, LEASE = "run.json", ".serving"
+CONFIG, RECORD, LEASE = "config.json", "run.json", ".serving"
 DROPPED = (
     "out",
     "resume",
@@ -53,7 +53,8 @@ def look(server: Server, spool: Path, note: Callable[[str], None]) -> None:
     """Start a run for each folder in which a request waits and no run answers."""
     spool.mkdir(parents=True, exist_ok=True)
     found = sorted(
-        (path.parent for path in spool.glob("*/config.json")), key=lambda one: one.stat().st_mtime
+        (path.parent for path in spool.glob(f"*/{CONFIG}")),
+        key=lambda folder: (folder / CONFIG).stat().st_mtime,
     )
     for folder in found[:-KEPT]:
         if not waits(folder):
@@ -97,7 +98,7 @@ def start(server: Server, folder: Path, note: Callable[[str], None]) -> None:
     """Start the region's run for the requests in a folder."""
     from ..flower.app import folded  # which imports torch
 
-    above = read_json(folder / "config.json")
+    above = read_json(folder / CONFIG)
     config: dict[str, Any] = {k: v for k, v in above.items() if k not in DROPPED}
     config |= {"spool": str(folder), "min_nodes": server.deployment.clients}
     work = Path(tempfile.mkdtemp(prefix="bayflower-app-"))

@@ -152,7 +152,7 @@ class BayflowerStrategy(Course, Strategy):
             raise ConfigError(HOOKED)
         if isinstance(grid, Tree):
             joining.check(self, hooked)
-            self.joining = joining.Joining(grid)
+            self.joining = joining.Joining(grid, self.limits.rejoin_seconds)
         memory = self.resume.roster if self.resume else None
         planned = (num_rounds, self.fraction_train, self.folder, memory)
         self.budget = Budget.of(self.privacy, *planned, self.training.local_epochs)

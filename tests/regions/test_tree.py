@@ -14,7 +14,8 @@ from groves import Grove
 from bayflower import methods
 from bayflower.engines import Prepared
 from bayflower.errors import ConfigError
-from bayflower.flower.loop import run_loop
+from bayflower.files import checkpoint
+from bayflower.flower.loop import InProcessGrid, run_loop
 from bayflower.rounds.result import result
 
 CHEAP = {"fedmap", "fedavg"}  # in the default run; `make test-all` has all methods
@@ -118,3 +119,14 @@ def test_a_region_sends_no_single_update_and_one_sum():
     for asked, _ in grove.asked:  # the model goes down once
         if kind(asked) != "roll" and "state" not in asked:
             assert sum(name.endswith("/broadcast") for name in asked) <= 1
+
+
+def test_a_tree_goes_on_from_the_checkpoint_of_a_flat_run_and_the_other_way_round(tmp_path):
+    prepared = ready("fedmap", checkpoint_every=1)
+    whole = ran(prepared)
+    halfway = ready("fedmap", checkpoint_every=1, rounds=2)
+    for name, before, after in (("a", Grove(), InProcessGrid), ("b", InProcessGrid, Grove())):
+        ran(halfway, out=tmp_path / name, made=before)
+        resume = checkpoint.to_resume(tmp_path / name, prepared.run)
+        assert resume.round == 2
+        assert_equal(prepared, whole, ran(prepared, resume=resume, made=after))

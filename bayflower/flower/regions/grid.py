@@ -22,6 +22,7 @@ from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 
+from ...config import Limits
 from ...errors import WireError
 from ...files.journal import one_line
 from .. import records
@@ -73,6 +74,7 @@ class Tree(Routed):
         self.sums: tuple[str, dict[str, Any], dict[str, Any]] | None = None
         self.answers: dict[str, Answer] = {}  # by message to a client
         self.up = self.down = 0  # bytes of bundles since someone set them to 0
+        self.rejoin = Limits().rejoin_seconds  # for which regions wait for a lost client
 
     # -- Flower's interface ------------------------------------------------------------------------
     def set_run(self, run: FlowerRun) -> None:
@@ -181,7 +183,8 @@ class Tree(Routed):
         def push(those: list[int], ttl: float) -> Iterator[Message]:
             for node in those:
                 if node not in sent:
-                    sent[node] = self.bundle(node, list(ask(share[node], ttl)), timeout)
+                    messages = list(ask(share[node], ttl))
+                    sent[node] = self.bundle(node, messages, timeout, history)
                 content, kind = records.copy_content(sent[node].content), sent[node].kind
                 self.down += records.num_bytes(content)
                 yield Message(content, dst_node_id=node, message_type=kind, ttl=ttl)
@@ -191,7 +194,9 @@ class Tree(Routed):
             if node in sent:
                 yield from self.opened(node, reply, sent[node], history.most_mb, asked)
 
-    def bundle(self, region: int, messages: list[Message], timeout: float) -> Sent:
+    def bundle(
+        self, region: int, messages: list[Message], timeout: float, history: NodeHistory
+    ) -> Sent:
         """Return one request to a region in place of those to its clients."""
         clients = [message.metadata.dst_node_id for message in messages]
         kind = messages[0].metadata.message_type
@@ -199,6 +204,7 @@ class Tree(Routed):
         below, seconds = self.sites[region].below, timeout - max(10.0, 0.05 * timeout)
         order: dict[str, Any] = {"nodes": [str(below[node]) for node in clients]}
         order |= {"index": index, "kind": kind, "seconds": max(seconds, 0.5 * timeout)}
+        order |= {"again": history.again, "most_mb": history.most_mb, "rejoin": self.rejoin}
         first: dict[str, Any] = dict(messages[0].content.get(records.HEADER) or {})  # type: ignore[arg-type]
         head = {name: first[name] for name in COPIED if name in first}
         head |= {TREE: RELAY, "nonce": uuid.uuid4().hex}

@@ -93,8 +93,8 @@ class Taken:
 class Joining:
     """The sums of one run's rounds, of which each region makes a part."""
 
-    def __init__(self, tree: Tree) -> None:
-        self.tree = tree
+    def __init__(self, tree: Tree, rejoin: float) -> None:
+        self.tree, tree.rejoin = tree, rejoin
         self.timeout, self.retries = 0.0, 0
 
     def open(self, asked: Round, timeout: float, retries: int) -> None:

@@ -49,7 +49,7 @@ class Region:
 
     def __init__(self, grid: Grid, expects: int = 0) -> None:
         self.grid, self.expects = grid, expects  # clients that the region has, 0 = unknown
-        self.history = NodeHistory(Limits().ask_again_seconds)
+        self.history, self.rejoin = NodeHistory(Limits().ask_again_seconds), 0.0
         self.held: tuple[str, dict[int, Any]] = ("", {})  # of the round with this token: replies
 
     def answer(self, content: RecordDict) -> RecordDict:
@@ -64,6 +64,8 @@ class Region:
         nodes = [int(node) for node in order["nodes"]]
         own = dict(zip(nodes, opened(content, order["index"], len(nodes)), strict=True))
         seconds, kind = float(order["seconds"]), str(order["kind"])
+        self.history.again, self.history.most_mb = float(order["again"]), int(order["most_mb"])
+        self.rejoin = float(order["rejoin"])
         if head[TREE] == RELAY:
             found = {node: reply for node, reply in self.replies(own, kind, seconds)}
             made, index = bundled([self.passed(found.get(node)) for node in nodes])
@@ -121,7 +123,7 @@ class Region:
                     yield node, bound(reply, owners.get(node))
             if not lost:
                 return
-            self.find(lost, min(deadline, time.monotonic() + Limits().rejoin_seconds))
+            self.find(lost, min(deadline, time.monotonic() + self.rejoin))
             todo = lost
 
     def find(self, lost: list[int], deadline: float) -> None:

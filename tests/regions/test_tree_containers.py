@@ -1,0 +1,100 @@
+"""Two levels in real containers: six clients in two regions, of which one is killed in the middle
+of a round and started again. The result has the bits of the flat federation.
+
+`make containers` runs it; root and a Docker engine are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from deployed import WORK, deploy, same_as
+
+from bayflower.config import parse
+from bayflower.deploy import docker as engine
+from bayflower.deploy import layout
+from bayflower.engines import execute, prepare
+from bayflower.errors import BayflowerError
+
+pytestmark = pytest.mark.containers
+ROUNDS = 3
+SETTINGS = {**WORK, "num_clients": 6, "rounds": ROUNDS, "calibration": "off"}
+# the aggregator: all of the region's containers but those of its clients
+AGGREGATOR = ("superlink", "gate", "serverapp", "above", "aboveapp", "keeper")
+
+
+@pytest.fixture(scope="module")
+def docker():
+    """The engine, or a skip with the reason."""
+    if os.getuid():
+        pytest.skip("needs root, as the other tests of containers")
+    try:
+        return engine.client()
+    except BayflowerError as error:
+        pytest.skip(str(error))
+
+
+def wait_for(what: Callable[[], Any], process: subprocess.Popen, seconds: float = 900.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := what():
+            return found
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.5)
+    raise AssertionError("it did not happen in time")
+
+
+def inside(made: layout.Deployment, service: str, command: str) -> str:
+    return engine.container(made, service).exec_run(["sh", "-c", command]).output.decode()
+
+
+def test_a_region_killed_in_the_middle_changes_no_bit(docker, tmp_path):
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(0o755)
+    folder = tmp_path / "fed"
+    done = deploy("init", folder, "--clients", 6, "--regions", 2)
+    assert done.returncode == 0, done.stderr
+    upper, victim = layout.read(folder), layout.read(folder / "region-1")
+    sets = [word for k, v in SETTINGS.items() for word in ("--set", f"{k}={v}")]
+    sets += ["--set", "rejoin_seconds=900", "--set", "ask_again_seconds=60"]
+    try:
+        done = deploy("up", folder, timeout=900)
+        assert done.returncode == 0, done.stderr
+        known = json.loads(deploy("status", folder, "--json").stdout)["clients"]
+        assert known == {"region-0": "online", "region-1": "online"}
+        words = ["submit", folder, "fedmap", *sets, "--name", "tree", "--wait", 300, "--json"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bayflower", "deploy", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        look = "grep -c '\"num_clients\"' /results/tree/status.json"
+        wait_for(lambda: inside(upper, "serverapp", look).strip() == "1", process)
+        look = "ls /spool/*/requests /spool/*/.serving"
+        wait_for(lambda: "safetensors" in inside(victim, "keeper", look), process)
+        killed = [engine.container(victim, service) for service in AGGREGATOR]
+        for one in killed:
+            one.kill("SIGKILL")
+        time.sleep(20)
+        for one in killed:
+            one.start()
+        out, err = process.communicate(timeout=1500)
+        assert process.returncode == 0, err
+        result = json.loads(out.strip().splitlines()[-1])
+        assert [one["num_clients"] for one in result["rounds"]] == [6] * ROUNDS, result["faults"]
+        assert deploy("collect", folder, tmp_path / "home", "--name", "tree").returncode == 0
+        same_as(execute(prepare(parse("fedmap", SETTINGS), "loop")), tmp_path / "home", ROUNDS)
+        said = engine.container(victim, "keeper").logs().decode()
+        assert said.count("of this region answers") == 2, said  # a second run after the death
+    finally:
+        deploy("down", folder, "--volumes")

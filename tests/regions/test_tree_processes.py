@@ -1,0 +1,73 @@
+"""Two levels as real processes over TLS with registered keys: the bits of the loop engine, also if
+a region's own server is killed in the middle of a round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from deployed import WORK, deploy, same_as
+
+from bayflower.config import parse
+from bayflower.engines import execute, prepare
+from bayflower.flower import processes
+
+pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("deploy")]
+ROUNDS = 2
+SETTINGS = {**WORK, "num_clients": 4, "rounds": ROUNDS, "calibration": "off", "evaluate_every": 0}
+
+
+def serving(mark: str, spool: Path) -> int | None:
+    """Return the process of a region's ServerApp, if it has a request to answer."""
+    for file in spool.glob("*/.serving"):
+        waits = list((file.parent / "requests").glob("*.safetensors"))
+        pid = json.loads(file.read_text() or "{}").get("pid")
+        if waits and pid in processes.marked(mark):
+            return int(pid)
+    return None
+
+
+def test_a_tree_has_the_bits_of_the_loop_though_a_region_dies(tmp_path):
+    folder = tmp_path / "fed"
+    assert deploy("init", folder, "--clients", 4, "--regions", 2).returncode == 0
+    sets = [word for k, v in SETTINGS.items() for word in ("--set", f"{k}={v}")]
+    try:
+        done = deploy("up", folder, "--local", timeout=900)
+        assert done.returncode == 0, done.stderr
+        done = deploy("submit", folder, "metavd", *sets)  # before anything starts
+        assert done.returncode == 2
+        assert "metavd cannot run in a tree of aggregators: it sends steps" in done.stderr
+        words = ["submit", folder, "fedmap", *sets, "--name", "tree", "--wait", 300, "--json"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bayflower", "deploy", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        local = folder / "region-1" / "local"
+        mark = json.loads((local / "local.json").read_text())["mark"]
+        status = folder / "upper" / "local" / "results" / "tree" / "status.json"
+        deadline = time.monotonic() + 900
+        while not (status.exists() and (victim := serving(mark, local / "spool"))):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        os.kill(victim, signal.SIGKILL)
+        out, err = process.communicate(timeout=1200)
+        assert process.returncode == 0, err
+        result = json.loads(out.strip().splitlines()[-1])
+        assert [one["num_clients"] for one in result["rounds"]] == [4] * ROUNDS, result["faults"]
+        assert deploy("collect", folder, tmp_path / "home", "--name", "tree").returncode == 0
+        same_as(execute(prepare(parse("fedmap", SETTINGS), "loop")), tmp_path / "home", ROUNDS)
+        said = (local / "logs" / "keeper.log").read_text()
+        assert said.count("of this region answers") == 2, said
+    finally:
+        deploy("down", folder)
