@@ -24,8 +24,8 @@ from bayflower.engines import execute, prepare
 from bayflower.errors import BayflowerError
 
 pytestmark = pytest.mark.containers
-ROUNDS = 3
-SETTINGS = {**WORK, "num_clients": 6, "rounds": ROUNDS, "calibration": "off"}
+ROUNDS = 2
+SETTINGS = {**WORK, "num_clients": 6, "rounds": ROUNDS, "calibration": "off", "evaluate_every": 0}
 # the aggregator: all of the region's containers but those of its clients
 AGGREGATOR = ("superlink", "gate", "serverapp", "above", "aboveapp", "keeper")
 

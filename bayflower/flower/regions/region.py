@@ -151,9 +151,9 @@ class Region:
         token, see = str(order["token"]), head[TREE] == SEE
         known = self.held[1] if self.held[0] == token else {}
         missing = {work.members[c].node: own[work.members[c].node] for c in work.members}
-        for client, held in known.items():
+        for client in known.keys() & work.members.keys():
             missing.pop(work.members[client].node, None)
-            work.took(client, held)
+            work.took(client, known[client])
         for node, reply in self.replies(missing, MessageType.TRAIN, seconds) if missing else ():
             work.take(node, reply)
         self.held = (token, work.held) if see else ("", {})
