@@ -161,11 +161,6 @@ class Shards:
     # -- inside ------------------------------------------------------------------------------------
     def _go_on(self, until: int) -> None:
         path = self.folder / index_name(until)
-        if not path.exists() and any(self.folder.glob(OLD)):
-            raise ConfigError(
-                f"{self.folder} was written by an earlier version of Bayflower; resume with that "
-                "version, or start a new run"
-            )
         if not path.exists():
             raise ConfigError(
                 f"the clients' states of round {until} are not in {self.folder}; bring the folder "

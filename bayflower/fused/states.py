@@ -19,6 +19,7 @@ from ..tree import flatten
 from .bank import Bank
 from .choice import free_memory
 from .disk import DiskBank
+from .earlier import is_earlier, renewed
 
 log = logging.getLogger("bayflower")
 SHARE = 0.25  # of free memory that the states of all clients may take
@@ -52,7 +53,11 @@ def bank_of(
     often = run.settings.checkpoint_every or rounds
     records = needed(len(clients), number_of(len(clients), share), rounds, often, there)
     check_space(home, (size + 4 * WORD) * records)
-    return DiskBank(home, fresh, device, done if there else None, max(clients) + 1, name)
+    number = max(clients) + 1
+    if there and is_earlier(home, done):
+        log.info("the clients' states of an earlier version in %s are made records", home)
+        renewed(home, fresh, done, number, name)
+    return DiskBank(home, fresh, device, done if there else None, number, name)
 
 
 def too_many(size: int, clients: Sequence[int], device: torch.device, out: Path | None) -> bool:

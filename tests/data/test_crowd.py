@@ -97,6 +97,7 @@ def test_a_million_clients_cost_nothing_until_they_are_asked_for():
     assert time.process_time() - begun < 5  # a loop over all clients takes minutes
 
 
+@pytest.mark.slow
 def test_the_fused_engine_has_the_bits_of_the_loop():
     """One by one; the fused engine has only the samples of the clients at work. Both sample the
     same clients for the test, and calibrate them.

@@ -45,6 +45,7 @@ CROWD = {
     "device": "cpu",
 }
 CPU = torch.device("cpu")
+SLOW = pytest.mark.slow
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -252,7 +253,9 @@ def test_an_error_while_writing_reaches_the_run(tmp_path):
 
 
 # -- runs ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("method", ["fedper", "ditto", "fedmap", "scaffold", "fedavg"])
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(m, marks=SLOW) for m in ("fedper", "fedmap", "scaffold")), "ditto"]
+)
 def test_states_on_disk_give_the_bits_of_states_in_memory(tmp_path, method):
     """FedAvg's clients have no state; SCAFFOLD's is not personal; chunks of two clients."""
     settings = {**FEW, "max_fused": 2}
@@ -270,7 +273,7 @@ def test_states_on_disk_give_the_bits_of_states_in_memory(tmp_path, method):
     bank.shut()
 
 
-@pytest.mark.parametrize("robust", ["gate", "off"])
+@pytest.mark.parametrize("robust", ["gate", pytest.param("off", marks=SLOW)])
 def test_a_crowd_on_disk_gives_the_bits_of_one_in_memory(tmp_path, robust):
     runs = {}
     for where in ("device", "disk"):
@@ -319,18 +322,6 @@ def test_auto_keeps_states_on_disk_if_they_would_take_too_much_memory(tmp_path, 
     execute(prepared, out=tmp_path / "large")
     assert (tmp_path / "large" / "states").exists()
     execute(prepared)  # nowhere to write
-
-
-def test_a_folder_of_an_earlier_version_is_refused(tmp_path):
-    run = {**FEW, "client_states": "disk"}
-    prepared = small_prepared("fedper", "fused", **run)
-    execute(prepared, out=tmp_path)
-    saved = to_resume(tmp_path, prepared.run)
-    for path in (tmp_path / "states").iterdir():
-        path.unlink()
-    (tmp_path / "states" / "round-00000004-0000.safetensors").touch()
-    with pytest.raises(ConfigError, match="by an earlier version of Bayflower"):
-        execute(prepared, None, tmp_path, saved)
 
 
 KILLED = """
