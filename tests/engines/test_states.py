@@ -254,7 +254,8 @@ def test_an_error_while_writing_reaches_the_run(tmp_path):
 
 # -- runs ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "method", [*(pytest.param(m, marks=SLOW) for m in ("fedper", "fedmap", "scaffold")), "ditto"]
+    "method",
+    [*(pytest.param(m, marks=SLOW) for m in ("fedper", "fedmap", "scaffold", "fedavg")), "ditto"],
 )
 def test_states_on_disk_give_the_bits_of_states_in_memory(tmp_path, method):
     """FedAvg's clients have no state; SCAFFOLD's is not personal; chunks of two clients."""
