@@ -130,3 +130,12 @@ def test_a_tree_goes_on_from_the_checkpoint_of_a_flat_run_and_the_other_way_roun
         resume = checkpoint.to_resume(tmp_path / name, prepared.run)
         assert resume.round == 2
         assert_equal(prepared, whole, ran(prepared, resume=resume, made=after))
+
+
+@pytest.mark.parametrize("robust", ["gate", "clip", "off"])
+def test_a_sketch_of_a_change_goes_up_only_under_the_gate(robust):
+    grove = Grove()
+    ran(ready("fedavg", rounds=2, robust=robust), made=grove)
+    names = {name for _, said in grove.asked if "sum" in said for name in said["sum"]}
+    assert ("sketches" in names) == (robust == "gate")
+    assert any(name.startswith("seen/") for name in names) == (robust != "off")
