@@ -72,6 +72,7 @@ def typed_run(folder: Path) -> None:
     command(*typed.split())
 
 
+@pytest.mark.slow
 def test_a_run_from_python_is_the_run_of_the_command_line(tmp_path, monkeypatch):
     """The same numbers, bit for bit, and a folder that other commands read."""
     monkeypatch.chdir(tmp_path)

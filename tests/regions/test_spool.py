@@ -13,7 +13,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from groves import Grove
-from test_tree import assert_equal, ran, ready
+from test_regions import assert_equal, ran, ready
 
 from bayflower.errors import BayflowerError
 from bayflower.flower import records

@@ -13,7 +13,7 @@ import torch
 from conftest import some
 from flwr.app import ConfigRecord, Message, RecordDict
 from groves import Grove
-from test_tree import assert_equal, kind, ran, ready
+from test_regions import assert_equal, kind, ran, ready
 
 from bayflower.flower import records
 from bayflower.flower.loop import InProcessGrid
