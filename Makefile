@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE # tests start many processes: none should compi
 .PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean audit soak flower-all flower-next deployed
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
-	@echo "make test    style, types and tests (six and a half minutes on two cores)"
+	@echo "make test    style, types and tests (seven minutes on two cores)"
 	@echo "make test-all  the same and the slow tests: every method on every network"
 	@echo "make flower  the tests that start Flower's own programs (about ten minutes)"
 	@echo "make image   the container image, bayflower:VERSION"
