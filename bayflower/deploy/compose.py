@@ -21,6 +21,7 @@ from . import keys
 from .layout import (
     AUDIT,
     FILE,
+    NODE_FILES,
     POLICY,
     REGION,
     RUNTIME_PORT,
@@ -340,21 +341,15 @@ class Maker:
                 after={name: "service_healthy"},
             )
             return {name: supernode, f"clientapp-{client}": executor}
-        files = {
-            "--root-certificates": "ca.crt",
-            "--auth-supernode-private-key": "node.key",
-            "--ssl-ca-certfile": "ca.crt",
-            "--ssl-certfile": "runtime.crt",
-            "--ssl-keyfile": "runtime.key",
-            "--superexec-auth-secret-file": "executor.secret",
-        }
-        command += [word for option in files for word in (option, f"/client/{files[option]}")]
+        command += [
+            word for option, file in NODE_FILES.items() for word in (option, f"/client/{file}")
+        ]
         after = (
             {"gate": "service_healthy", "register": "service_completed_successfully"}
             if self.deployment.role == "all"
             else None
         )
-        needed = dict.fromkeys([*files.values(), POLICY])
+        needed = dict.fromkeys([*NODE_FILES.values(), POLICY])
         mounts = [f"{own}/{file}:/client/{file}:ro" for file in needed]
         supernode = self.service(
             command,

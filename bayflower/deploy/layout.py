@@ -25,6 +25,14 @@ from . import keys
 
 FILE = "deployment.json"
 POLICY = "policy.toml"  # of a client
+NODE_FILES = {  # of a SuperNode: options and the files that they name
+    "--root-certificates": "ca.crt",
+    "--auth-supernode-private-key": "node.key",
+    "--ssl-ca-certfile": "ca.crt",
+    "--ssl-certfile": "runtime.crt",
+    "--ssl-keyfile": "runtime.key",
+    "--superexec-auth-secret-file": "executor.secret",
+}
 PEERS = "peers.json"  # keys of the other clients, if its owner has put them there
 AUDIT = "audit.jsonl"  # the server's, beside the runs
 PORT = 9092

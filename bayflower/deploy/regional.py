@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layout import ABOVE, POLICY, RUNTIME_PORT, SUPERLINK_PORT, Deployment
+from .layout import ABOVE, NODE_FILES, POLICY, RUNTIME_PORT, SUPERLINK_PORT, Deployment
 
 SPOOL = "/spool"
 
@@ -32,21 +32,13 @@ def add_region(
     deployment = maker.deployment
     server = maker.base if deployment.role == "server" else f"{maker.base}/server"
     own, address = f"{server}/{ABOVE}", f"above:{RUNTIME_PORT}"
-    files = {
-        "--root-certificates": "ca.crt",
-        "--auth-supernode-private-key": "node.key",
-        "--ssl-ca-certfile": "ca.crt",
-        "--ssl-certfile": "runtime.crt",
-        "--ssl-keyfile": "runtime.key",
-        "--superexec-auth-secret-file": "executor.secret",
-    }
     command = ["python", "-m", "bayflower.deploy.supernode", "--audit-dir", "/audit"]
     command += ["--policy", f"/client/{POLICY}", "--superlink", deployment.above]
     command += ["--node-config", node_config(deployment, SPOOL, "/audit")]
     command += ["--isolation", "process", "--host", "0.0.0.0"]
     command += ["--port", str(RUNTIME_PORT)]
-    command += [word for option in files for word in (option, f"/client/{files[option]}")]
-    mounts = [f"{own}/{file}:/client/{file}:ro" for file in {**dict.fromkeys(files.values())}]
+    command += [word for option, file in NODE_FILES.items() for word in (option, f"/client/{file}")]
+    mounts = [f"{own}/{file}:/client/{file}:ro" for file in dict.fromkeys(NODE_FILES.values())]
     log, spool = "audit-above:/audit", f"spool:{SPOOL}"
     services["above"] = maker.service(
         command,

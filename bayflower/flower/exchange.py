@@ -73,7 +73,9 @@ class Request(NamedTuple):
 
 
 class Routed(Grid):
-    """A grid whose nodes are reached through others, which answer for several (`tree.py`)."""
+    """A grid whose nodes are reached through others, which answer for several
+    (`regions/grid.py`).
+    """
 
     @abstractmethod
     def stream(

@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from deployed import WORK, deploy, same_as
+from deployed import WORK, deploy, ends_with_the_bits_of_the_loop, submitted
 
-from bayflower.config import parse
 from bayflower.deploy import docker as engine
 from bayflower.deploy import layout
-from bayflower.engines import execute, prepare
 from bayflower.errors import BayflowerError
 
 pytestmark = pytest.mark.containers
@@ -70,14 +67,7 @@ def test_a_region_killed_in_the_middle_changes_no_bit(docker, tmp_path):
         assert done.returncode == 0, done.stderr
         known = json.loads(deploy("status", folder, "--json").stdout)["clients"]
         assert known == {"region-0": "online", "region-1": "online"}
-        words = ["submit", folder, "fedmap", *sets, "--name", "tree", "--wait", 300, "--json"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bayflower", "deploy", *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
+        process = submitted(folder, "fedmap", *sets)
         look = "grep -c '\"num_clients\"' /results/tree/status.json"
         wait_for(lambda: inside(upper, "serverapp", look).strip() == "1", process)
         look = "ls /spool/*/requests /spool/*/.serving"
@@ -88,12 +78,7 @@ def test_a_region_killed_in_the_middle_changes_no_bit(docker, tmp_path):
         time.sleep(20)
         for one in killed:
             one.start()
-        out, err = process.communicate(timeout=1500)
-        assert process.returncode == 0, err
-        result = json.loads(out.strip().splitlines()[-1])
-        assert [one["num_clients"] for one in result["rounds"]] == [6] * ROUNDS, result["faults"]
-        assert deploy("collect", folder, tmp_path / "home", "--name", "tree").returncode == 0
-        same_as(execute(prepare(parse("fedmap", SETTINGS), "loop")), tmp_path / "home", ROUNDS)
+        ends_with_the_bits_of_the_loop(process, folder, tmp_path / "home", SETTINGS, 1500)
         said = engine.container(victim, "keeper").logs().decode()
         assert said.count("of this region answers") == 2, said  # a second run after the death
     finally:

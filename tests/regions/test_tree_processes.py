@@ -7,16 +7,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from deployed import WORK, deploy, same_as
+from deployed import WORK, deploy, ends_with_the_bits_of_the_loop, submitted
 
-from bayflower.config import parse
-from bayflower.engines import execute, prepare
 from bayflower.flower import processes
 
 pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("deploy")]
@@ -44,14 +40,7 @@ def test_a_tree_has_the_bits_of_the_loop_though_a_region_dies(tmp_path):
         done = deploy("submit", folder, "metavd", *sets)  # before anything starts
         assert done.returncode == 2
         assert "metavd cannot run in a tree of aggregators: it sends steps" in done.stderr
-        words = ["submit", folder, "fedmap", *sets, "--name", "tree", "--wait", 300, "--json"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bayflower", "deploy", *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
+        process = submitted(folder, "fedmap", *sets)
         local = folder / "region-1" / "local"
         mark = json.loads((local / "local.json").read_text())["mark"]
         status = folder / "upper" / "local" / "results" / "tree" / "status.json"
@@ -61,12 +50,7 @@ def test_a_tree_has_the_bits_of_the_loop_though_a_region_dies(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.2)
         os.kill(victim, signal.SIGKILL)
-        out, err = process.communicate(timeout=1200)
-        assert process.returncode == 0, err
-        result = json.loads(out.strip().splitlines()[-1])
-        assert [one["num_clients"] for one in result["rounds"]] == [4] * ROUNDS, result["faults"]
-        assert deploy("collect", folder, tmp_path / "home", "--name", "tree").returncode == 0
-        same_as(execute(prepare(parse("fedmap", SETTINGS), "loop")), tmp_path / "home", ROUNDS)
+        ends_with_the_bits_of_the_loop(process, folder, tmp_path / "home", SETTINGS, 1200)
         said = (local / "logs" / "keeper.log").read_text()
         assert said.count("of this region answers") == 2, said
     finally:

@@ -39,6 +39,31 @@ def deploy(*words: object, timeout: float = 400) -> subprocess.CompletedProcess:
     )
 
 
+def submitted(folder: Path, *words: object) -> subprocess.Popen:
+    """Return a `deploy submit` of the run "tree" that is under way."""
+    given = ["submit", folder, *words, "--name", "tree", "--wait", 300, "--json"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "bayflower", "deploy", *map(str, given)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+
+
+def ends_with_the_bits_of_the_loop(
+    process: subprocess.Popen, folder: Path, home: Path, settings: dict, seconds: float
+) -> None:
+    """What `submitted` returned ends well, with every client in every round."""
+    out, err = process.communicate(timeout=seconds)
+    assert process.returncode == 0, err
+    result, rounds = json.loads(out.strip().splitlines()[-1]), settings["rounds"]
+    wanted = [settings["num_clients"]] * rounds
+    assert [one["num_clients"] for one in result["rounds"]] == wanted, result["faults"]
+    assert deploy("collect", folder, home, "--name", "tree").returncode == 0
+    same_as(execute(prepare(parse("fedmap", settings), "loop")), home, rounds)
+
+
 def reference(rounds: int):
     return execute(prepare(parse("fedmap", {**WORK, "rounds": rounds}), "loop"))
 
