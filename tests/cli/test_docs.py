@@ -70,8 +70,9 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def commands(block: str) -> list[str]:
-    """Return the lines of a bash block that are ours to run."""
-    return [line for line in block.splitlines() if line.startswith("bayflower ")]
+    """Return the commands of a bash block that are ours to run, each on one line."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("bayflower ")]
 
 
 def files(page: str, outside: bool = False) -> dict[str, str]:
@@ -155,16 +156,19 @@ def spelled_out(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_that_need_more_than_a_test_has_are_understood(page):
-    """Plain blocks show what needs hours, a GPU or several machines: their commands and options
-    exist and take those values.
+def test_every_command_is_understood(page):
+    """Commands and options exist and take those values: those of bash blocks, which only `make
+    slow` runs, and those of plain blocks, which need hours, a GPU or several machines.
     """
     from typer.main import get_command
 
     from bayflower.cli import app
 
     for language, text in blocks(page):
-        for words in spelled_out(text) if not language else []:
+        shown = spelled_out(text) if not language else []
+        if language == "bash":
+            shown = [shlex.split(line, comments=True)[1:] for line in commands(text)]
+        for words in shown:
             command, rest = get_command(app), words
             context = command.make_context("bayflower", [], resilient_parsing=True)
             while hasattr(command, "commands"):
@@ -177,6 +181,7 @@ def test_the_parser_of_plain_blocks_can_fail():
         ["reproduce", "a", "--part", "$k/2"]
     ]
     assert spelled_out("RAY_ADDRESS=a:1 bayflower run fedmap  # words") == [["run", "fedmap"]]
+    assert commands("bayflower run a \\\n --rounds 2\nmake x\n") == ["bayflower run a   --rounds 2"]
 
 
 def test_every_command_that_is_named_exists():
