@@ -113,8 +113,11 @@ def execute(
     progress: Progress | None = None,
     out: Path | None = None,
     resume: Checkpoint | None = None,
+    seat: Any = None,
 ) -> Outcome:
-    """Return the outcome of a prepared run; checkpoints go to `out`."""
+    """Return the outcome of a prepared run; checkpoints go to `out`. A `seat` (`fused/beside.py`)
+    lets runs of the fused engine train side by side.
+    """
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     if prepared.engine not in ("fused", "loop"):
         raise ConfigError(
@@ -130,7 +133,7 @@ def execute(
                 return run_workers(run, federation, halves, progress, out, resume)
             from .fused.run import run_fused
 
-            return run_fused(run, federation, halves, progress, out, resume)
+            return run_fused(run, federation, halves, progress, out, resume, seat)
         except torch.linalg.LinAlgError as error:
             raise BayflowerError(
                 f"training diverged: a matrix has no decomposition "
@@ -147,6 +150,7 @@ def run_to_result(
     progress: Progress | None = None,
     resume: Checkpoint | None = None,
     overwrite: bool = False,
+    seat: Any = None,
 ) -> dict[str, Any]:
     """Return result.json's content, written to `out`/result.json if given. A folder that holds a
     run is refused unless the run is resumed or to be replaced.
@@ -158,7 +162,7 @@ def run_to_result(
             f"{out} holds a run; give another folder, the checkpoint to resume from, or "
             "overwrite=True"
         )
-    outcome = execute(prepared, progress, out, resume)
+    outcome = execute(prepared, progress, out, resume, seat)
     content = result(prepared.run, prepared.engine, prepared.federation, prepared.halves, outcome)
     if out is not None:
         if outcome.calibrated:

@@ -52,6 +52,7 @@ def compare(
     monitor: str = "accuracy",
     out: str | Path | None = None,
     jobs: int | None = None,
+    together: bool | None = None,
     overwrite: bool = False,
     progress: Shown = "auto",
     verbose: bool = False,
@@ -75,6 +76,7 @@ def compare(
     out        folder; runs go to OUT/LABEL/seed-SEED, and those that are there are not done again
     jobs       runs at a time, each in a process of its own; None = one a core for several seeds on
                a CPU, else one. A network that cannot be imported is trained in this process
+    together   fused engine: train the seeds of a method side by side in one stack; None = on a GPU
     settings   go to the methods that have them
     """
     with spoken(verbose):
@@ -110,7 +112,7 @@ def compare(
             alone = bool(functions) or (known is not None and bool(known.only_here))
             entries = tuple(entry_of(one, given) for one in chosen)
             numbers = seeds_of(seeds, seed)
-            study = Study(entries, numbers, folder, engine, 1 if alone else jobs or 0)
+            study = Study(entries, numbers, folder, engine, 1 if alone else jobs or 0, together)
             if patience is not None:
                 limit = Patience(patience, monitor, float(share))  # type: ignore[arg-type]
                 found = [stopped(one, numbers[0], limit, study, hidden, port) for one in entries]

@@ -33,6 +33,7 @@ from .options import (
     Target,
     TensorBoardFiles,
     Test,
+    Together,
     Verbose,
     WandbProject,
 )
@@ -79,6 +80,7 @@ def compare(
         "runs/compare"
     ),
     jobs: Jobs = None,
+    together: Together = None,
     overwrite: Overwrite = False,
     port: Port = 0,
     app: Annotated[
@@ -115,7 +117,8 @@ def compare(
         preset=preset,
     )
     first = int(given.pop("seed", 0)) if seed is None else seed
-    study = Study(of_methods(methods, given), seeds_of(seeds, first), out, engine, jobs or 0)
+    entries, numbers = of_methods(methods, given), seeds_of(seeds, first)
+    study = Study(entries, numbers, out, engine, jobs or 0, together)
     trackers = wanted(tensorboard, mlflow, wandb, out.name)
     done = carried_out(study, overwrite, port, app, as_json, trackers)
     if as_json:
@@ -130,6 +133,7 @@ def study(
         Path | None, typer.Option(help="folder; runs go to OUT/NAME/seed-SEED [as the file says]")
     ] = None,
     jobs: Jobs = None,
+    together: Together = None,
     overwrite: Overwrite = False,
     port: Port = 0,
     tensorboard: TensorBoardFiles = False,
@@ -150,6 +154,8 @@ def study(
     quiet_logs(verbose)
     found = read(file)
     found = replace(found, out=out or found.out, jobs=found.jobs if jobs is None else jobs)
+    if together is not None:
+        found = replace(found, together=together)
     trackers = wanted(tensorboard, mlflow, wandb, found.out.name)
     done = carried_out(found, overwrite, port, None, as_json, trackers)
     if as_json:

@@ -139,3 +139,12 @@ WandbProject = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="replace a run that is in the folder already")
 ]
+Together = Annotated[
+    bool | None,
+    typer.Option(
+        "--together/--apart",
+        help="fused engine: train the seeds of a method side by side in one stack, or one after "
+        "another [together on a GPU]",
+        show_default=False,
+    ),
+]

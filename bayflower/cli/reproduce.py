@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import BayflowerError, ConfigError
-from .options import AsJson, DataDir, Device
+from .options import AsJson, DataDir, Device, Together
 
 
 def reproduce(
@@ -36,6 +36,7 @@ def reproduce(
         int, typer.Option(min=0, help="rounds of training; 0 = the table's own number")
     ] = 0,
     engine: Annotated[str, typer.Option(help="fused or loop")] = "fused",
+    together: Together = None,
     data_dir: DataDir = "data",
     device: Device = "auto",
     minutes: Annotated[
@@ -138,6 +139,7 @@ def reproduce(
         parts(part),
         only,
         str(keep or ""),
+        together,
     )
     cache = Cache(results or default_folder(), say)
     chosen = (

@@ -82,6 +82,7 @@ class Fused:
         self.failed: dict[int, str] = {}  # clients of this round whose training failed, and why
         self.stacked_phases: dict[Any, StackedPhase] = {}
         self.stacked_passes: dict[Any, StackedPass] = {}
+        self.trainer: Callable[..., Any] = self.phase_of  # `beside.py` puts several runs together
 
     def chunks(self, chosen: Sequence[int], sent: Callable[[list[int]], Any]) -> list[list[int]]:
         """Return `chosen` in chunks that fit into memory, largest clients first, so that clients of
@@ -327,9 +328,8 @@ class Fused:
         seen = np.zeros(len(chosen))
         for phase in self.half.phases(purpose):
             work = vmap(lambda one, phase=phase: solo.fresh_optimizer(phase, one))(work)
-            work, losses, count = self.phase_of(phase, purpose, len(chosen)).run(
-                work, chosen, round
-            )
+            trainer = self.trainer(phase, purpose, len(chosen))
+            work, losses, count = trainer.run(work, chosen, round)
             total += losses
             seen += count
         return work, total / upload(np.maximum(seen, 1), self.device)

@@ -71,7 +71,7 @@ class StackedPhase:
         }
         self.layer_keys = torch.zeros(number, dtype=torch.int64, device=device)  # of random layers
         every = stack.train
-        labels = (every.y, every.size, stack.moving)
+        labels = (every.y, every.start, every.size, stack.moving)
         self.recipe = StackedRecipe(half, purpose, shape[:2], stack.dtype, *labels)
         self.sizes = allowed_sizes(number)
         self.work: Fixed | None = None
@@ -99,6 +99,10 @@ class StackedPhase:
             )
         return self.plan[1]
 
+    def keys_of(self, draw: Callable[..., Any], *known: Any, round: int) -> Any:
+        """Return the keys of clients' noise."""
+        return draw(self.seed, *known, round)
+
     def run(self, work: Work, chosen: Sequence[int], round: int) -> tuple[Work, Tensor, np.ndarray]:
         """Return (the stacked work after the phase, in the phase's own tensors; each client's
         summed loss; the samples each has seen).
@@ -112,12 +116,13 @@ class StackedPhase:
         self.counts.copy_((rows >= 0).sum((2, 3)))
         stage = f"{self.purpose}/{self.phase.name}"
         for name, keys in self.keys.items():
-            drawn = batches.noise_keys(self.seed, stage, name, chosen, round)
+            drawn = self.keys_of(batches.noise_keys, stage, name, chosen, round=round)
             keys.copy_(upload(drawn, keys.device))
         if self.half.model.draws is not False:
-            drawn = batches.layers_keys(self.seed, stage, chosen, round)
+            drawn = self.keys_of(batches.layers_keys, stage, chosen, round=round)
             self.layer_keys.copy_(upload(drawn, self.layer_keys.device))
-        own = partial(batches.layers_keys, self.seed, f"augment/{stage}", chosen, round)
+        draw, augment = batches.layers_keys, f"augment/{stage}"
+        own = partial(self.keys_of, draw, augment, chosen, round=round)
         self.recipe.load(self.stack.index(chosen), round, lengths, own)
         self.at.zero_()
         self.losses.zero_()

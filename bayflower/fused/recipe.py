@@ -21,8 +21,8 @@ from ..tree import upload
 class StackedRecipe:
     """What is done around the steps of one phase of `number` clients; what is off has no tensor.
 
-    `labels` are the training labels of all clients, one after another, `sizes` how many each has.
-    With `moving` they are those of other clients in every round.
+    `labels` are the training labels of all clients, `starts` where those of each begin, and `sizes`
+    how many each has. With `moving` they are those of other clients in every round.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class StackedRecipe:
         shape: tuple[int, int],
         dtype: torch.dtype,
         labels: Tensor,
+        starts: Tensor,
         sizes: Tensor,
         moving: bool = False,
     ) -> None:
@@ -45,7 +46,7 @@ class StackedRecipe:
             self.keys = torch.zeros(shape[1], dtype=torch.int64, device=device)
         self.weights: Tensor | None = None  # of the classes, by (client, class)
         if self.recipe.weighs:
-            self.labels, self.sizes, self.moving = labels, sizes, moving
+            self.labels, self.starts, self.sizes, self.moving = labels, starts, sizes, moving
             self.weights = torch.ones(shape[1], self.recipe.classes, dtype=dtype, device=device)
             self.known = self._known()
 
@@ -54,7 +55,9 @@ class StackedRecipe:
         assert self.weights is not None
         classes, labels, sizes = self.recipe.classes, self.labels, self.sizes
         owner = torch.repeat_interleave(torch.arange(len(sizes), device=labels.device), sizes)
-        places = owner * classes + labels[: len(owner)]
+        shift = self.starts - (sizes.cumsum(0) - sizes)  # from the place in order of the clients
+        own = torch.arange(len(owner), device=labels.device) + shift[owner]
+        places = owner * classes + labels[own]
         counts = torch.bincount(places, minlength=len(sizes) * classes)
         return self.recipe.weights(counts.reshape(-1, classes)).to(self.weights.dtype)
 

@@ -29,6 +29,7 @@ from ..rounds.refine import refiner_of
 from ..rounds.robust import Limiter, changed
 from ..tree import Tensors, flatten, stack, to, unflatten
 from . import asked, secure, states, traffic
+from .beside import Seat
 from .calibrate import Calibration
 from .disk import DiskBank
 from .engine import Fused
@@ -51,17 +52,23 @@ def run_fused(
     progress: Progress | None = None,
     out: Path | None = None,
     resume: Checkpoint | None = None,
+    seat: Seat | None = None,
 ) -> Outcome:
-    """Return the outcome of all rounds and the final test; checkpoints go to `out`."""
+    """Return the outcome of all rounds and the final test; checkpoints go to `out`. With a `seat`
+    the run trains side by side with others.
+    """
     small = halves.model.num_parameters < SMALL_MODEL and torch.get_num_threads() > 1
     if small and run.settings.torch_device().type == "cpu":
         with solo.one_thread():
-            return run_fused(run, federation, halves, progress, out, resume)
+            return run_fused(run, federation, halves, progress, out, resume, seat)
     one = FusedRun(run, federation, halves, progress=progress, out=out, resume=resume)
+    if seat is not None:
+        seat.take(one.engine, run, one.broadcast_to)
     try:
-        return one.execute()
+        outcome = one.execute()
     finally:
         one.engine.bank.shut()
+    return seat.noted(outcome) if seat is not None else outcome
 
 
 class FusedRun:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +75,14 @@ class Plan:
     # only runs that have these settings; method and seed count as settings
     where: tuple[tuple[str, str], ...] = ()
     keep: str = ""  # a folder for the folders of runs
+    together: bool | None = None  # train seeds of a setting side by side; None = on a GPU
+
+    @property
+    def side_by_side(self) -> bool:
+        """Return whether seeds of a setting are trained side by side."""
+        if self.together is not None:
+            return self.together and self.engine == "fused"
+        return self.engine == "fused" and named_device(self.device).type == "cuda"
 
     def wants(self, job: RunJob) -> bool:
         """Return whether a run is among those that are to be done."""
@@ -182,36 +191,86 @@ def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
     )
     end = time.monotonic() + 60 * plan.minutes if plan.minutes else math.inf
     failed = 0
-    for number, job in enumerate(todo, 1):
-        values = job.spec.values()
-        words = f"{number}/{len(todo)} {job.spec.method} " + " ".join(
-            f"{key}={values[key]}"
-            for key in ("dataset", "scenario", "beta", "num_clients", "rounds")
-            if key in values
-        )
-        words += f" seed={job.seed}"
-        guess = expected(job, cache.everything(), plan.device)
-        if time.monotonic() + (guess or 0) > end:
-            say(f"{words}: not started, the limit of {plan.minutes:g} minutes is nearly reached")
+    number = 0
+    for some in groups(todo, plan):
+        named = {}
+        for job in some:
+            number += 1
+            named[job] = f"{number}/{len(todo)} {told(job)}"
+        guess = len(some) * (expected(some[0], cache.everything(), plan.device) or 0)
+        if time.monotonic() + guess > end:
+            for words in named.values():
+                say(
+                    f"{words}: not started, the limit of {plan.minutes:g} minutes is nearly reached"
+                )
             continue
-        try:
-            result, samples = run_one(job, plan, words, say, end)
-        except OutOfTimeError:
-            say(f"{words}: stopped, the limit of {plan.minutes:g} minutes is reached")
-            return failed
-        except BayflowerError as error:  # the other runs may still go
-            say(f"{words}: failed: {error}")
-            failed += 1
-            continue
-        cache.put(job.spec, job.seed, result, samples)
-        say(f"{words}: done, {result['seconds']:.1f} s")
+        for job, found in run_some(named, plan, say, end):
+            words = named[job]
+            if isinstance(found, OutOfTimeError):
+                say(f"{words}: stopped, the limit of {plan.minutes:g} minutes is reached")
+                end = -math.inf
+            elif isinstance(found, BayflowerError):  # the other runs may still go
+                say(f"{words}: failed: {found}")
+                failed += 1
+            elif isinstance(found, Exception):
+                raise found
+            else:
+                cache.put(job.spec, job.seed, *found)
+                say(f"{words}: done, {found[0]['seconds']:.1f} s")
+        if end == -math.inf:
+            break
     return failed
 
 
+def told(job: RunJob) -> str:
+    """Return a run in words."""
+    values = job.spec.values()
+    keys = ("dataset", "scenario", "beta", "num_clients", "rounds")
+    said = " ".join(f"{key}={values[key]}" for key in keys if key in values)
+    return f"{job.spec.method} {said} seed={job.seed}"
+
+
+def groups(todo: Iterable[RunJob], plan: Plan) -> list[list[RunJob]]:
+    """Return the runs in groups that are trained side by side: the seeds of one setting."""
+    if not plan.side_by_side:
+        return [[job] for job in todo]
+    found: dict[Any, list[RunJob]] = {}
+    for job in todo:
+        alone = job.seed if job.spec.runner == "toy" else None
+        found.setdefault((job.spec, alone), []).append(job)
+    return list(found.values())
+
+
+def run_some(
+    named: Mapping[RunJob, str], plan: Plan, say: Say, end: float
+) -> Iterable[tuple[RunJob, Any]]:
+    """Return each run with what `run_one` returns of it, or with its error."""
+    if len(named) == 1:
+        ((job, words),) = named.items()
+        try:
+            return [(job, run_one(job, plan, words, say, end))]
+        except BayflowerError as error:
+            return [(job, error)]
+    from ..fused.beside import side_by_side
+
+    one = partial(run_one, plan=plan, say=say, end=end, share=len(named))
+    calls = [partial(one, job, words=words) for job, words in named.items()]
+    asked = [lambda seat, call=call: call(seat=seat) for call in calls]
+    return zip(named, side_by_side(asked), strict=True)
+
+
 def run_one(
-    job: RunJob, plan: Plan, words: str, say: Say, end: float = math.inf
+    job: RunJob,
+    plan: Plan,
+    words: str,
+    say: Say,
+    end: float = math.inf,
+    seat: Any = None,
+    share: int = 1,
 ) -> tuple[dict[str, Any], int]:
-    """Return what the tables need of a run, and how many samples the data set has here."""
+    """Return what the tables need of a run, and how many samples the data set has here. Of `share`
+    runs side by side each counts an equal part of the time.
+    """
     if job.spec.runner == "toy":
         from .toy import run_toy
 
@@ -237,12 +296,13 @@ def run_one(
             out,
             speaker(words, chosen.settings.rounds, say, end),
             overwrite=True,  # the folder's name has the settings: it is the same run
+            seat=seat,
         )
     finally:
         gc.collect()
         free_device()
     samples = pooled(job.spec.values().get("dataset", "digits"), plan.data_dir) or 0
-    return condensed(result, time.monotonic() - started), samples
+    return condensed(result, (time.monotonic() - started) / share), samples
 
 
 def speaker(words: str, rounds: int, say: Say, end: float) -> Callable[[list[Any]], None]:

@@ -16,7 +16,7 @@ from ..config import ENGINES, PRESET, Run, names, parse
 from ..errors import ConfigError
 from ..files import place
 
-KEYS = ("methods", "seeds", "out", "engine", "jobs", "preset", "tuned", "settings")
+KEYS = ("methods", "seeds", "out", "engine", "jobs", "together", "preset", "tuned", "settings")
 OWN = ("method", "tuned")  # keys of a method's table besides settings
 
 
@@ -42,12 +42,18 @@ class Study:
     out: Path
     engine: str = "fused"
     jobs: int = 0  # 0 = by the machine
+    together: bool | None = None  # train the seeds of an entry side by side; None = by the machine
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
         if self.jobs < 0:
             raise ConfigError(f"jobs must be at least 0, got {self.jobs}; 0 = by the machine")
+        if self.together and (self.engine != "fused" or self.jobs > 1):
+            raise ConfigError(
+                f"together trains seeds side by side in one process of the fused engine, got "
+                f"engine {self.engine} and {self.jobs} jobs; leave it out"
+            )
         labels = [place.plain(entry.label) for entry in self.entries]
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
             raise ConfigError(f"{twice[0]} is there twice; give each entry a name of its own")
@@ -137,11 +143,19 @@ def read(path: Path) -> Study:
             Path(str(content.get("out", Path("runs") / path.stem))),
             str(content.get("engine", "fused")),
             int(content.get("jobs", 0)),
+            truth(content.get("together")),
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be used ({error}); docs/studies.md has an example"
         ) from None
+
+
+def truth(given: Any) -> bool | None:
+    """Return true, false or None as it was given."""
+    if given is not None and not isinstance(given, bool):
+        raise ValueError(f"together must be true or false, got {given!r}")
+    return given
 
 
 def entries(path: Path, content: Mapping[str, Any], shared: Mapping[str, Any]) -> tuple[Entry, ...]:

@@ -1,5 +1,6 @@
-"""The runs of a study that are missing: one after another in this process, or several processes at
-a time on a CPU. Runs that were killed go on from their checkpoints; finished ones are not touched.
+"""The runs of a study that are missing: one after another in this process, several processes at a
+time on a CPU, or the seeds of a method side by side on a GPU. Runs that were killed go on from
+their checkpoints; finished ones are not touched.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def jobs_of(study: Study, missing: Sequence[Planned]) -> int:
     with workers and for Flower's engines; else one a core, as far as there are 2 GB of free memory
     for each.
     """
-    if study.engine not in ("fused", "loop") or not missing:
+    if study.engine not in ("fused", "loop") or not missing or study.together:
         return 1
     if study.jobs:
         return min(study.jobs, len(missing))
@@ -47,6 +48,18 @@ def jobs_of(study: Study, missing: Sequence[Planned]) -> int:
     if on_gpu or shared or len(study.seeds) == 1:
         return 1
     return max(1, min(len(missing), cores(), free_memory() // MEMORY))
+
+
+def together(study: Study, missing: Sequence[Planned], tracked: bool) -> bool:
+    """Return whether the seeds of an entry are trained side by side. Unless the study says: on a
+    GPU, which one run seldom fills, but not where trackers look on.
+    """
+    if study.together is not None:
+        return study.together
+    if study.engine != "fused" or study.jobs or tracked:
+        return False
+    settings = [one.run.settings for one in missing]
+    return any(one.torch_device().type == "cuda" and not one.on_workers for one in settings)
 
 
 def cores() -> int:
@@ -96,6 +109,9 @@ def carry_out(
     elif jobs > 1:
         say(f"{len(missing)} runs, {jobs} at a time")
         side_by_side(missing, study.engine, jobs, say, words)
+    elif together(study, missing, bool(words)):
+        for some in by_entry(missing):
+            beside_each_other(some, ready, watch, say)
     else:
         in_turn(missing, study.engine, ready, watch, say)
     return [(one, json.loads((one.folder / place.RESULT).read_text())) for one in plan]
@@ -132,6 +148,47 @@ def in_turn(
             told_of = True
             waiting.append(one)
             time.sleep(POLL_SECONDS)
+
+
+def by_entry(missing: Sequence[Planned]) -> list[list[Planned]]:
+    """Return the runs of each entry."""
+    found: dict[str, list[Planned]] = {}
+    for one in missing:
+        found.setdefault(one.entry.label, []).append(one)
+    return list(found.values())
+
+
+def beside_each_other(
+    some: Sequence[Planned], ready: dict[Path, Prepared], watch: Watch, say: Say
+) -> None:
+    """Train runs that differ by their seed side by side in this process. One that fails does not
+    end the others; those that another process is doing come last.
+    """
+    from ..fused.beside import Seat, side_by_side
+
+    mine: list[Planned] = []
+    with ExitStack() as held:
+        for one in some:
+            with suppress(place.BusyError):
+                held.enter_context(place.making(one.folder))
+                mine += [] if is_done(one) else [one]
+        lengths = {title(one): one.run.settings.rounds for one in mine}
+        progress = held.enter_context(watch(lengths))
+
+        def run(one: Planned, seat: Seat) -> None:
+            prepared = ready.pop(one.folder, None) or prepare(one.run, "fused")
+            told = partial(progress, title(one))
+            run_to_result(prepared, one.folder, told, resumed(one), seat=seat)
+
+        if len(mine) > 1:
+            say(f"{mine[0].entry.label}: {len(mine)} seeds side by side")
+        found = side_by_side([partial(run, one) for one in mine])
+    failed = [(one, why) for one, why in zip(mine, found, strict=True) if why is not None]
+    for one, why in failed[1:]:
+        say(f"{title(one)} failed: {why}")
+    if failed:
+        raise failed[0][1]
+    in_turn([one for one in some if not is_done(one)], "fused", ready, watch, say)
 
 
 def is_done(one: Planned) -> bool:

@@ -157,11 +157,14 @@ def test_balanced_weights_are_scikit_learns():
 def test_a_stack_knows_every_clients_weights():
     half = small_prepared("fedavg", class_weights="client").halves.client
     y = torch.tensor([0, 0, 1, 2, 2, 2, 5, 9])
-    recipe = StackedRecipe(half, "train", (3, 2), torch.float64, y, torch.tensor([3, 5]))
-    recipe.load(torch.tensor([1, 0]), 1, np.array([3, 2]), list)
-    assert recipe.weights is not None
-    for row, labels in enumerate((y[3:], y[:3])):
-        assert torch.equal(recipe.weights[row], balanced(counted(labels, 10)))
+    for starts, sizes in (([0, 3], [3, 5]), ([3, 0], [5, 3])):  # in any order
+        parts = (torch.tensor(starts), torch.tensor(sizes))
+        recipe = StackedRecipe(half, "train", (3, 2), torch.float64, y, *parts)
+        recipe.load(torch.tensor([1, 0]), 1, np.array([3, 2]), list)
+        assert recipe.weights is not None
+        for row, own in enumerate((1, 0)):
+            labels = y[starts[own] : starts[own] + sizes[own]]
+            assert torch.equal(recipe.weights[row], balanced(counted(labels, 10)))
 
 
 @pytest.mark.parametrize("text", ["1,x", "-1,2", "0,0", "nan,1", "", "balanced"])
