@@ -13,7 +13,7 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from deployed import deploy
+from prefork import bayflower
 from typer.testing import CliRunner
 
 from bayflower import cli
@@ -143,7 +143,7 @@ def test_nothing_is_overwritten(several):
     ],
 )
 def test_init_refuses_with_a_remedy_and_leaves_nothing(tmp_path, words, text):
-    done = deploy("init", tmp_path / "fed", *words)
+    done = bayflower("deploy", "init", str(tmp_path / "fed"), *words, cwd="/")
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert text in done.stderr
@@ -151,7 +151,8 @@ def test_init_refuses_with_a_remedy_and_leaves_nothing(tmp_path, words, text):
 
 
 def test_init_tells_the_expiry_and_what_comes_next(tmp_path):
-    done = deploy("init", tmp_path / "fed", "--clients", 1, "--days", 30)
+    given = ("init", str(tmp_path / "fed"), "--clients", "1", "--days", "30")
+    done = bayflower("deploy", *given, cwd="/")
     assert done.returncode == 0, done.stderr
     assert (
         f"valid until {keys.expiry(tmp_path / 'fed' / 'server' / 'server.crt'):%Y-%m-%d}"

@@ -178,6 +178,7 @@ def test_cpu_engines_beside_loop_and_no_ray(monkeypatch):
     assert "not measured: ray" in shown(content)
 
 
+@pytest.mark.slow
 def test_scaling_in_chunks_and_at_once():
     rows = measured("scaling", clients=(1, 2), methods=("local",))["rows"]
     assert [(row["clients"], row["max_fused"]) for row in rows] == [(1, 0), (2, 0), (2, 1)]

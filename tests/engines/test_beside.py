@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_same_bits, small_prepared
+from conftest import assert_same_bits, small_prepared, some
 from prefork import bayflower
 from torch import nn
 
@@ -24,9 +24,7 @@ from bayflower.testing.runs import same_outcome
 from bayflower.tree import flatten
 
 MORE = {"rounds": 2, "evaluate_every": 0, "dtype": "float64", "new_clients": 0}
-# one of each kind: a plain mean, weights of clients, states, a broadcast to each client with noise,
-# two phases, fine-tuning before the test
-SOME = ("fedavg", "fedmap", "scaffold", "metavd", "fedrep", "fedavg-ft")
+SOME = ("fedmap", "metavd")  # weights of clients; a broadcast to each client, with noise
 # torch's softplus and sigmoid give the last numbers of a tensor other last bits than the rest
 ROUNDED = ("pvi", "fednp", "pfedgp", "pfedbayes", "fedivon", "fedep", "fedep-ft", "fedsep", "fedcp")
 
@@ -77,9 +75,7 @@ def side(*jobs):
     return found, seen[0].together
 
 
-@pytest.mark.parametrize(
-    "method", [m if m in SOME else pytest.param(m, marks=pytest.mark.slow) for m in METHODS]
-)
+@pytest.mark.parametrize("method", some(METHODS, SOME))
 def test_seeds_side_by_side_have_the_bits_of_seeds_alone(method):
     alone = [execute(made(method, seed)) for seed in range(3)]
     found, most = side(*(made(method, seed) for seed in range(3)))
@@ -249,6 +245,7 @@ def test_when_seeds_are_put_together(monkeypatch, tmp_path):
             asked(engine, jobs, True)
 
 
+@pytest.mark.slow
 def test_a_table_side_by_side_has_the_numbers_of_one_run_after_another(tmp_path):
     """`reproduce`: the same numbers, and a line for each run."""
     said, numbers = {}, {}

@@ -30,11 +30,8 @@ from bayflower.tree import flatten
 ON = {"calibration": "shrunk", "keep": 0.25, "local_epochs": 1, "evaluate_every": 0}
 ON |= {"num_clients": 3, "new_clients": 1}
 FIRST = {"fedbps", "fedmap", "metavd", "pfedvmp"}  # posteriors of four kinds
-EVERY = [
-    pytest.param(method, marks=() if method in FIRST else pytest.mark.slow)
-    for method in sorted(METHODS)
-    if METHODS[method].client.one_network
-]
+PLAIN = [method for method in sorted(METHODS) if METHODS[method].client.one_network]
+EVERY = some(PLAIN, FIRST)
 
 
 @functools.cache
@@ -52,7 +49,7 @@ def numbers(found: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("method", some(PLAIN, {"fedmap", "metavd"}))
 def test_a_stack_and_messages_give_the_same_uncertainty(method: str) -> None:
     stacked = outcome(method, "fused").calibrated
     alone = outcome(method, "loop").calibrated

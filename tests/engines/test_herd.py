@@ -184,7 +184,7 @@ def test_a_worker_that_dies_changes_nothing(peace, when):
 
 
 @pytest.mark.parametrize("when", some(DEATHS, {"in the last round"}))
-@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("folder", some([True, False], {True}))
 def test_a_machine_that_dies_takes_the_run_back_and_changes_nothing(peace, tmp_path, when, folder):
     """The states that its workers returned are gone. Without a folder: back to the start."""
     prepared, wanted = peace

@@ -56,7 +56,8 @@ def timeless(result: dict) -> dict:
     return {key: value for key, value in result.items() if key not in ("config", "usage")}
 
 
-@pytest.mark.parametrize("engine", [pytest.param("loop", marks=pytest.mark.slow), "fused"])
+@pytest.mark.slow  # tests/cli/test_study.py kills a run, too
+@pytest.mark.parametrize("engine", ["loop", "fused"])
 def test_kill_after_round_3_and_resume_gives_the_same_bits(tmp_path, engine):
     """SIGKILL to the real process once round 3 is on disk; then --resume; against a run left in
     peace.

@@ -227,7 +227,7 @@ def test_methods_that_drop_weights_lose_no_round_and_no_client(method):
     compare(loop, fused, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("engine", ["loop", "fused"])
+@pytest.mark.parametrize("engine", [pytest.param("loop", marks=pytest.mark.slow), "fused"])
 def test_a_learned_prior_is_exact_whatever_clients_weigh(engine):
     """One client with far more samples than all others: gate has the bits of off."""
     given = {"prior": "learned", "model": "linear", "rounds": 3, "num_clients": 6}

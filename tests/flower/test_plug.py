@@ -29,7 +29,7 @@ X = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
 
 
-@pytest.mark.parametrize("method", FIVE)
+@pytest.mark.parametrize("method", some(FIVE, {"fednp", "pfedvmp", "fedmap"}))
 def test_all_five_methods_on_a_users_network(method, tmp_path):
     strategy = run(
         make_client_app(method, model=Net, data=load, state=tmp_path),
