@@ -26,6 +26,10 @@ SMALL = {**USERS, "keep": 0.15, "new_client_epochs": 2}
 NEEDED = {"fedbn": {"model": "mlp-bn"}, "fedproto": {"min_count": 1}, "fedpac": {"min_count": 1}}
 # methods of which `make test` has few promises on one engine; `make test-all` has them all
 LATER = {
+    "vd",
+    "ensemblevd",
+    "pfedvmp-avg",
+    "perfedavg",
     "moon-ft",
     "fedpa-ft",
     "ditto",
