@@ -124,7 +124,7 @@ def events(data_dir: Path) -> None:
         part.replace(made)
 
 
-def measure(job: Job, data_dir: Path, device: str) -> dict[str, Any]:
+def measure(job: Job, data_dir: Path, device: str, seat: Any = None) -> dict[str, Any]:
     """Do a run and return its line."""
     import torch
 
@@ -135,7 +135,7 @@ def measure(job: Job, data_dir: Path, device: str) -> dict[str, Any]:
     started = time.monotonic()
     run = parse(job.method, settings_of(job, data_dir, device))
     prepared = prepare(run, "fused")
-    outcome = execute(prepared)
+    outcome = execute(prepared, seat=seat)
     result = result_of(run, "fused", prepared.federation, prepared.halves, outcome)
     final = result["final"]["personal"]
     elsewhere = len(prepared.federation.input_shape) == 1  # tables
@@ -175,22 +175,45 @@ def run_missing(todo: list[Any], options: argparse.Namespace, do: Any = measure)
     failed = 0
     options.results.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that are started below
+    groups: dict[Any, list[Any]] = {}
+    for job in todo:
+        groups.setdefault(job._replace(seed=0) if options.together else job, []).append(job)
+    number = 0
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(do, job, options.data_dir, options.device): job for job in todo}
-        for number, future in enumerate(as_completed(waiting), 1):
-            job = waiting[future]
-            words = f"{number}/{len(todo)} {' '.join(map(str, job))}"
+        given = (do, options.data_dir, options.device)
+        waiting = {pool.submit(measured, some, *given): some for some in groups.values()}
+        for future in as_completed(waiting):
+            some = waiting[future]
             try:
-                line = future.result()
-            except Exception as error:  # the other runs may still go
-                failed += 1
-                kind = "" if isinstance(error, BayflowerError) else f"{type(error).__name__}: "
-                print(f"{words}: failed: {kind}{error}", flush=True)
-                continue
-            with options.results.open("a") as file:
-                file.write(json.dumps(short(line)) + "\n")
-            print(f"{words}: done in {line['seconds']:.0f} s", flush=True)
+                found: list[Any] = future.result()
+            except Exception as error:  # a process that was killed: the other runs may still go
+                found = [error] * len(some)
+            for job, line in zip(some, found, strict=True):
+                number += 1
+                words = f"{number}/{len(todo)} {' '.join(map(str, job))}"
+                if isinstance(line, Exception):
+                    failed += 1
+                    kind = "" if isinstance(line, BayflowerError) else f"{type(line).__name__}: "
+                    print(f"{words}: failed: {kind}{line}", flush=True)
+                    continue
+                with options.results.open("a") as file:
+                    file.write(json.dumps(short(line)) + "\n")
+                print(f"{words}: done in {line['seconds']:.0f} s", flush=True)
     return failed
+
+
+def measured(jobs: list[Any], do: Any, data_dir: Path, device: str) -> list[Any]:
+    """Return the lines of runs that go side by side in this process, or why they failed. Each
+    counts an equal part of the time.
+    """
+    from bayflower.fused.beside import side_by_side
+
+    calls = [lambda seat, job=job: do(job, data_dir, device, seat) for job in jobs]
+    found = side_by_side(calls)
+    for line in found:
+        if isinstance(line, dict):
+            line["seconds"] = round(line["seconds"] / len(jobs), 2)
+    return found
 
 
 def short(value: Any) -> Any:
@@ -325,6 +348,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=0, help="0 = those of each data set")
     parser.add_argument("--device", default="auto", help="of the sets of images")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--together", action="store_true", help="seeds of a method side by side")
     parser.add_argument("--results", type=Path, default=HERE / "defaults.jsonl")
     parser.add_argument("--page", type=Path, default=HERE / "defaults.md")
     parser.add_argument("--no-run", action="store_true", help="only write the page")

@@ -1,7 +1,7 @@
 """All methods on Fashion-MNIST with 50 clients, beside FedAvg with fine-tuning: accuracy,
 calibration on training and new clients, and seconds a round.
 
-    python benchmarks/personal_methods.py --data-dir DATA --device cuda --jobs 4
+    python benchmarks/personal_methods.py --data-dir DATA --device cuda --jobs 4 --together
     python benchmarks/personal_methods.py --data-dir DATA --device cuda --clock
     python benchmarks/personal_methods.py --no-run
 
@@ -62,7 +62,7 @@ def about(job: Job) -> str:
     return defaults.hashed(job.method, settings_of(job, Path(), "cpu"))
 
 
-def measure(job: Job, data_dir: Path, device: str) -> Line:
+def measure(job: Job, data_dir: Path, device: str, seat: Any = None) -> Line:
     """Do a run and return its line."""
     import torch
 
@@ -73,7 +73,8 @@ def measure(job: Job, data_dir: Path, device: str) -> Line:
     started = time.monotonic()
     run = parse(job.method, settings_of(job, data_dir, device))
     prepared = prepare(run, "fused")
-    result = result_of(run, "fused", prepared.federation, prepared.halves, execute(prepared))
+    outcome = execute(prepared, seat=seat)
+    result = result_of(run, "fused", prepared.federation, prepared.halves, outcome)
     final, said = result["final"], result["uncertainty"]
     line = {
         **job._asdict(),
@@ -231,6 +232,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--together", action="store_true", help="seeds of a method side by side")
     parser.add_argument("--clock", action="store_true", help="measure seconds a round instead")
     parser.add_argument("--results", type=Path, default=HERE / "personal_methods.jsonl")
     parser.add_argument("--page", type=Path, default=HERE / "personal_methods.md")
