@@ -185,6 +185,14 @@ FORMS = {
 }
 
 
+def who_uses(used: int, number: int) -> str:
+    """Return in words how many clients use a posterior."""
+    if used == number:
+        return f"a posterior is used by all {number} clients"
+    others = "withheld from the others" if used else "withheld from all"
+    return f"a posterior is used by {used} of {number} clients, {others} because it would not help"
+
+
 def uncertainty_table(result: dict[str, Any]) -> Table | None:
     """Return the uncertainty of the personal models: a row a form; None without calibration."""
     said = result.get("uncertainty")
@@ -196,9 +204,8 @@ def uncertainty_table(result: dict[str, Any]) -> Table | None:
     used = sum(row["posterior"] is not None for row in rows)
     grid = bare_table(
         f"uncertainty, calibrated on {said['rows']} held-out samples ({said['calibration']})",
-        f"a posterior is used by {used} of {len(rows)} clients, withheld from the others because "
-        f"it would not help; sets promise {promise:.0f} %; set: classes in one; AUROC: how "
-        "well doubt finds errors",
+        f"{who_uses(used, len(rows))}; sets promise {promise:.0f} %; set: classes in one; AUROC: "
+        "how well doubt finds errors",
     )
     heads = ("form", "acc.", "NLL", "Brier", "ECE", "AUROC", "covered", "set")
     for column in heads:

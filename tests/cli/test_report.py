@@ -23,7 +23,7 @@ from bayflower.errors import ConfigError
 from bayflower.report import write_report
 from bayflower.report.collect import group, read
 from bayflower.report.svg import Chart, around, label, ticks
-from bayflower.report.text import result_table
+from bayflower.report.text import result_table, who_uses
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -59,6 +59,12 @@ def html(runs, tmp_path_factory):
     file = tmp_path_factory.mktemp("page") / "report.html"
     assert write_report([runs], file) == 8
     return file
+
+
+def test_a_line_names_no_clients_that_are_not_there():
+    assert who_uses(9, 9) == "a posterior is used by all 9 clients"
+    assert "withheld from the others because" in who_uses(4, 9)
+    assert "0 of 9 clients, withheld from all because" in who_uses(0, 9)
 
 
 def test_seeds_become_one_line(runs):
