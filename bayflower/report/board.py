@@ -123,6 +123,9 @@ def cost(group: Group) -> str:
     number = statistics.fmean(sum(record["num_clients"] for record in some) for some in rounds)
     each = f", {size((up + down) / number)} a site and round" if number else ""
     time = f"{seconds:.1f} s for {many(len(rounds[0]), 'round')} on {group.first['device']}"
+    if all("simulated_seconds" in record for some in rounds for record in some):
+        waited = (sum(record["simulated_seconds"] for record in some) for some in rounds)
+        time += f" ({statistics.fmean(waited):.1f} s by the clients' simulated clock)"
     return f"{group.title}: {time}; {size(up)} from the sites, {size(down)} to them{each}."
 
 

@@ -112,6 +112,8 @@ def of_runs(runs: Sequence[Found]) -> list[Row]:
             "bytes_down": sum(record["bytes_down"] for record in rounds),
             "seconds": sum(record["seconds"] for record in rounds),
         }
+        if any("simulated_seconds" in record for run in runs for record in run.result["rounds"]):
+            cost["simulated_seconds"] = sum(one.get("simulated_seconds", 0.0) for one in rounds)
         for view, block in run.result["final"].items():
             if block and view != "after":
                 numbers = {key: block.get(key) for key in columns}

@@ -14,8 +14,9 @@ import pytest
 from bayflower.config import parse
 from bayflower.engines import prepare, run_to_result
 from bayflower.report import made
-from bayflower.report.board import caveats, section
+from bayflower.report.board import caveats, cost, section
 from bayflower.report.collect import Found, group, unequal
+from bayflower.report.flat import of_runs
 from bayflower.report.numbers import summary
 from bayflower.report.twoclass import Z, delong, net_benefit, numbers, wilson
 from bayflower.report.uncertainty import honest, trusted
@@ -218,3 +219,17 @@ def test_a_navigation_stays_short(base):
     top = text.partition("<nav>")[2].partition("</nav>")[0]
     assert "<details><summary>15 data sets</summary>" in top
     assert top.partition("</details>")[2].count("<a ") == 2
+
+
+def test_simulated_seconds_are_shown_where_every_round_has_them(base):
+    """The cost of a run on the loop engine with `client_seconds`; a mean over seeds."""
+    plain = [run(base["fedmap"], seed) for seed in (0, 1)]
+    timed = copy.deepcopy(plain)
+    for number, one in enumerate(timed):
+        for record in one.result["rounds"]:
+            record["simulated_seconds"] = 10.0 + number
+    (before,), (after,) = group(plain), group(timed)
+    assert "simulated" not in cost(before)
+    assert "(10.5 s by the clients' simulated clock)" in cost(after)
+    assert "simulated_seconds" not in of_runs(plain)[0]
+    assert of_runs(timed)[0]["simulated_seconds"] == 10.0
