@@ -88,6 +88,20 @@ def test_seeds_side_by_side_have_the_bits_of_seeds_alone(method):
         near_run(alone[0], found[1])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("method", ["fedmap", "pfedvmp", "metavd", "fednp", "scaffold", "fedrep"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_gpu_gives_each_seed_its_numbers(method, graphs):
+    """Several rounds, so that steps are recorded and replayed."""
+    more = {"device": "cuda", "cuda_graphs": graphs, "rounds": 4}
+    alone = [execute(made(method, seed, **more)) for seed in range(3)]
+    found, most = side(*(made(method, seed, **more) for seed in range(3)))
+    assert most == 3
+    for one, two in zip(alone, found, strict=True):
+        near_run(one, two)
+
+
 @pytest.mark.parametrize(
     ("more", "most"),
     [
