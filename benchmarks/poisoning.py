@@ -1,9 +1,9 @@
 """What malicious clients do to every method, and what `robust=gate` leaves of it.
 
-    python -m benchmarks.poisoning --out FILE      table of all methods, an hour on one core;
-                                                   started again, it goes on where FILE ends
-    python -m benchmarks.poisoning --seeds 3       twenty rounds of attack, all of digits (--bad 1)
-    python -m benchmarks.poisoning --cost          what the defence costs honest federations
+    python -m benchmarks.poisoning --out FILE      all methods, one and three attackers, three
+                                                   seeds: hours on one core; started again, it goes
+                                                   on where FILE ends
+    python -m benchmarks.poisoning_cost            what the defence costs honest federations
     python -m benchmarks.poisoning_page FILES      take printed rows over, and write the page
 
 Ten clients on digits; one or three of them attack, in the last of twenty rounds or in all of them.
@@ -11,6 +11,9 @@ The clients of the fused engine train honestly; the attackers' updates are chang
 the server, as `tests/engines/test_robust.py` does on the loop engine. Displacement: how far the
 shared model after the attack is from the one without it, in steps of that round (the norm of its
 change without an attack). Accuracy: of the honest clients' personal models.
+
+Clients that start a round from the same bits train to the same bits, so each such round is trained
+once, whatever the attack (`Trained`).
 """
 
 from __future__ import annotations
@@ -19,12 +22,10 @@ import argparse
 import copy
 import json
 import math
-import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from bayflower.flower import bounds
 from bayflower.fused.run import FusedRun
 from bayflower.methods import METHODS
 from bayflower.rounds.parts import named, with_leaves
-from bayflower.tree import map_tree, take
+from bayflower.tree import digest, map_tree, take
 
 ABSENT = "absent"  # no attack: the attackers do not take part
 ATTACKS = ("random", "flip", "scaled", "count", "certainty")
@@ -48,34 +49,12 @@ DIGITS = {
     "local_epochs": 1,
     "batch_size": 32,
     "lr": 0.02,
-    "keep": 0.5,
     "evaluate_every": 0,
     "checkpoint_every": 0,
     "calibration": "off",
     "device": "cpu",
 }
-HONEST = {  # federations without an attacker
-    "digits, Dir(0.1)": {**DIGITS, "partition": "dirichlet", "beta": 0.1, "keep": 1.0},
-    "heart": {
-        **DIGITS,
-        "dataset": "heart",
-        "data_dir": os.environ.get("BAYFLOWER_DATA", "data"),
-        "num_clients": 4,
-        "keep": 1.0,
-        "partition": "natural",
-    },
-    "Fashion-MNIST, Dir(0.1)": {
-        **DIGITS,
-        "dataset": "fmnist",
-        "data_dir": os.environ.get("BAYFLOWER_DATA", "data"),
-        "partition": "dirichlet",
-        "beta": 0.1,
-        "keep": 0.03,
-        "model": "mlp",
-    },
-}
-SEEDS = 5
-VERSION = 4  # of the gate, in each row: 4 = groups of clients that oppose the others
+VERSION = 5  # of the gate, in each row: 5 = clients that oppose the others must stand apart
 
 
 def attacked(half: Any, state: Any, updates: Any, rows: Sequence[int], attack: str) -> Any:
@@ -127,22 +106,41 @@ def poison(attack: str, step: torch.Tensor, draw: torch.Generator) -> torch.Tens
     return -step  # flip; lies about counts and certainties come with it
 
 
+class Trained:
+    """What clients gave back, by all that their training starts from."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, engine: Any, chosen: list[int], broadcast: Any, round: int) -> Any:
+        """Return what `chosen` give back in a round, trained once."""
+        key = (round, tuple(chosen), digest(broadcast), digest(engine.bank.take(chosen)))
+        if key not in self.known:
+            got = type(engine).train(engine, chosen, broadcast, round)
+            self.known[key] = copied(got)
+        return copied(self.known[key])
+
+
+def copied(got: Any) -> Any:
+    """Return a copy of what clients gave back, which nobody writes to."""
+    states, updates = (map_tree(torch.clone, one) for one in (got.states, got.updates))
+    return got._replace(states=states, updates=updates, losses=got.losses.clone())
+
+
 class Poisoned(FusedRun):
     """A run some of whose clients attack in some rounds."""
 
     attack = ""
     bad: tuple[int, ...] = ()
     rounds: tuple[int, ...] = ()
-    before: Any = None
-    clean: Any = None
+    trained = Trained()
+    gone = 0  # of the attackers' updates, how many were left out
 
     def round(self, round: int) -> None:
         """Do a round as usual, but for the attackers' updates."""
-        train = type(self.engine).train
-        self.before = self.state
 
         def changed(chosen: list[int], broadcast: Any, number: int) -> Any:
-            got = train(self.engine, chosen, broadcast, number)
+            got = self.trained(self.engine, chosen, broadcast, number)
             there, updates = got.clients, got.updates
             rows = [there.index(client) for client in self.bad if client in there]
             if round in self.rounds and self.attack and rows:
@@ -153,6 +151,7 @@ class Poisoned(FusedRun):
 
         self.engine.train = changed  # type: ignore
         super().round(round)
+        self.gone += len(self.limiter.left & set(self.bad))
 
     def clients_of(self, round: int) -> list[int]:
         """Return the clients that train in a round; attackers may stay away."""
@@ -184,13 +183,10 @@ def mixed(rows: Sequence[int], honest: torch.Tensor, lie: torch.Tensor) -> torch
 class Measured:
     """A method under a rule: its clean run, and attacks on it."""
 
-    def __init__(
-        self, method: str, robust: str, bad: int, data: Any = None, clean: bool = True
-    ) -> None:
+    def __init__(self, method: str, robust: str, bad: int, data: Any = None) -> None:
         self.method, self.robust, self.bad, self.data = method, robust, bad, data or DIGITS
         self.last = ROUNDS
-        if not clean:
-            return
+        self.trained = Trained()
         self.job = self.make()
         for round in range(1, self.last):
             self.job.round(round)
@@ -204,6 +200,7 @@ class Measured:
         run = parse(self.method, {**self.data, "robust": self.robust})
         prepared = prepare(run, "fused")
         job = Poisoned(prepared.run, prepared.federation, prepared.halves)
+        job.trained = self.trained
         sizes = {client: job.engine.stack.size(client) for client in job.everyone}
         job.bad = tuple(sorted(sizes, key=lambda one: -sizes[one])[: self.bad])  # the largest
         return job
@@ -232,16 +229,27 @@ class Measured:
                 total += float(away.sum())
         return math.sqrt(total)
 
-    def always(self, attack: str) -> float:
-        """Return the accuracy of honest clients after an attack in every round."""
+    def always(self, attack: str) -> tuple[float, int]:
+        """Return the accuracy of honest clients after an attack in every round, and how many of the
+        attackers' updates were left out.
+        """
         job = self.make()
         job.attack, job.rounds = attack, tuple(range(1, self.last + 1))
         try:
             for round in job.rounds:
                 job.round(round)
-            return self.accuracy(job)
+            return self.accuracy(job), job.gone
         except (BayflowerError, ArithmeticError, ValueError):  # numbers that are none
-            return 0.0
+            return 0.0, job.gone
+
+    def same_as_flip(self) -> bool:
+        """Return whether no field of an update is a certainty, so that there is none to lie of."""
+        chosen, state = self.job.clients_of(self.last), self.job.state
+        got = self.trained(self.job.engine, chosen, self.job.broadcast_to(chosen), self.last)
+        lies = (
+            attacked(self.job.server, state, got.updates, [0], a) for a in ("flip", "certainty")
+        )
+        return digest(next(lies)) == digest(next(lies))
 
     def accuracy(self, job: Poisoned) -> float:
         """Return the accuracy of the honest clients' personal models."""
@@ -251,37 +259,29 @@ class Measured:
 
 
 def table(
-    names: Sequence[str],
-    bads: Sequence[int],
-    rules: Sequence[str],
-    every: Sequence[str],
-    out: Path | None,
+    names: Sequence[str], bad: int, rules: Sequence[str], seed: int, out: Path | None
 ) -> None:
-    """Measure one row a method, rule, number of attackers and attack; `every` names the attacks
-    that are also made in every round.
-    """
-    done = known(out, "method", "robust", "attackers", "attack")
-    for method in names:
-        for rule in rules:
-            for bad in bads:
-                if (method, rule, bad, ABSENT) in done:
-                    continue
-                one = Measured(method, rule, bad)
-                step = one.apart(one.end, one.start)
-                for attack in (*ATTACKS, ABSENT):
-                    accuracy, moved = one.once(attack)
-                    row = {
-                        "method": method,
-                        "robust": rule,
-                        "attackers": bad,
-                        "attack": attack,
-                        "version": VERSION,
-                        "clean": one.clean,
-                        "moved": one.apart(moved, one.end) / step if step else 0.0,
-                        "once": accuracy,
-                        **({"always": one.always(attack)} if attack in every else {}),
-                    }
-                    told(row, out)
+    """Measure one row a method, rule and attack."""
+    done = known(out, "method", "robust", "attackers", "attack", "seed")
+    for method, rule in product(names, rules):
+        if (method, rule, bad, ABSENT, seed) in done:
+            continue
+        one = Measured(method, rule, bad, {**DIGITS, "seed": seed})
+        step = one.apart(one.end, one.start)
+        rows: dict[str, dict[str, Any]] = {}
+        for attack in (*ATTACKS, ABSENT):
+            row = {"method": method, "robust": rule, "attackers": bad, "attack": attack}
+            row |= {"seed": seed, "version": VERSION, "clean": one.clean}
+            if attack == "certainty" and one.same_as_flip():
+                row = {**rows["flip"], **row, "same": "flip"}
+            else:
+                accuracy, moved = one.once(attack)
+                always, gone = one.always(attack)
+                row |= {"moved": one.apart(moved, one.end) / step if step else 0.0}
+                row |= {"once": accuracy, "always": always, "out": gone}
+            rows[attack] = row
+        for row in rows.values():
+            told(row, out)
 
 
 def told(row: dict[str, Any], out: Path | None) -> None:
@@ -298,69 +298,23 @@ def known(out: Path | None, *names: str) -> set[tuple[Any, ...]]:
     return {tuple(json.loads(line).get(name) for name in names) for line in lines}
 
 
-def cost(names: Sequence[str], datas: Sequence[str], out: Path | None) -> None:
-    """Measure what `gate` costs honest clients: accuracy without and with it, and the standard
-    error of the difference over seeds.
-    """
-    done = known(out, "method", "data")
-    for data in datas:
-        for method in (name for name in names if (name, data) not in done):
-            row: dict[str, Any] = {"method": method, "data": data}
-            seeds = {
-                rule: [
-                    Measured(method, rule, 0, {**HONEST[data], "seed": seed}).clean
-                    for seed in range(SEEDS)
-                ]
-                for rule in ("off", "gate")
-            }
-            row |= {rule: fmean(values) for rule, values in seeds.items()}
-            apart = [new - old for old, new in zip(seeds["off"], seeds["gate"], strict=True)]
-            row |= {"error": stdev(apart) / math.sqrt(SEEDS), "seeds": SEEDS}
-            told(row, out)
-
-
-def lasting(names: Sequence[str], bads: Sequence[int], seeds: int, out: Path | None) -> None:
-    """Measure twenty rounds of attack on all of digits, the mean over some seeds."""
-    done = known(out, "method", "lasting", "attackers")
-    for method in names:
-        for attack, bad in product(("", "random", "flip", "count", ABSENT), bads):
-            if (method, attack or "clean", bad) in done:
-                continue
-            found = [
-                Measured(method, "gate", bad, {**DIGITS, "keep": 1.0, "seed": seed}, False)
-                for seed in range(seeds)
-            ]
-            values = [one.always(attack) for one in found]
-            row = {"method": method, "lasting": attack or "clean", "seeds": seeds}
-            more = {"attackers": bad, "version": VERSION, "accuracy": fmean(values)}
-            told({**row, **more}, out)
-
-
 def main() -> None:
     """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", default="")
     parser.add_argument("--bad", default="1,3")
-    parser.add_argument("--rules", default="off,gate")
-    parser.add_argument("--every", default=",".join((*ATTACKS, ABSENT)), help="in every round")
-    parser.add_argument("--cost", action="store_true", help="what honest federations pay")
-    parser.add_argument("--seeds", type=int, default=0, help="twenty rounds, mean over seeds")
-    parser.add_argument("--data", default=";".join(HONEST), help="of --cost, with ; between")
+    parser.add_argument("--rules", default="gate")
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument(
         "--out", default="", help="a file for JSON lines; rows that it has are skipped"
     )
     given = parser.parse_args()
+    torch.set_num_threads(1)
     shared = sorted(name for name in METHODS if not METHODS[name].server.shares_nothing)
     names = given.methods.split(",") if given.methods else shared
-    bads = [int(one) for one in given.bad.split(",")]
-    rules, every = given.rules.split(","), given.every.split(",")
     out = Path(given.out) if given.out else None
-    if given.seeds:
-        lasting(names, bads, given.seeds, out)
-    elif given.cost:
-        cost(names, given.data.split(";"), out)
-    else:
-        table(names, bads, rules, every, out)
+    for bad, seed in product(given.bad.split(","), given.seeds.split(",")):
+        table(names, int(bad), given.rules.split(","), int(seed), out)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,24 @@ clients. After more rounds less is enough, if most clients are near each other.
     u_k     the client's change, of length 1
     a_k     mean over the last LAST rounds of cos(u_k, Σ_{j≠k} u_j), over the clients that count
     m, s    median of the a_k, and median of |a_k − m|
-    left out if   a_k < EARLY and m − a_k > AWAY                          after two rounds
+    suspect if    a_k < EARLY and m − a_k > AWAY                          after two rounds
     or if         a_k < AGAINST and m − a_k > APART                       after LEAST rounds
     or if         a_k < BELOW and m − a_k > max(NEAR, TIMES s)            after LATER rounds
     counts again if a_k > min(AGAIN, m − BACK)
 
-Several clients that oppose the others together lower the median and widen s. So the lowest a_k,
-two to (K − 1) // 3 of them, are also looked at as a group. After LEAST rounds it is left out if all
-of it is below UNDER, and the gap to the next client is above GAP and above WIDER times every gap
-between the clients above it. Honest clients that oppose the sum are spread, and no such group.
+A suspect is left out only if it stands apart. In a model of few numbers, honest clients with unlike
+data oppose each other (radon: four numbers, counties above and below the mean), and their a_k have
+every value from −0.7 to 0.7. A client stands apart
+
+    below a gap    it is one of the lowest a_k, at most (K − 1) // 3 of them, and the gap to the
+                   next client is above GAP and above WIDER times every gap between those above
+    or far down    m − a_k > TAIL (m − q), with q the lower quartile of the a_k
+
+and goes on doing so below a gap of STILL, or with TAIL_STILL in place of TAIL.
+
+Several clients that oppose the others together lower the median and widen s. So two or more of the
+lowest a_k are also looked at as a group: after LEAST rounds they are left out if all of them are
+below UNDER and below a gap.
 
 A client pulls the model towards its own optimum, so that its changes resemble those that it sent
 before. One that suddenly sends the opposite is left out of that round, before anything is added:
@@ -42,6 +51,7 @@ out at that time: a run with a million clients would not fit into memory.
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -65,6 +75,8 @@ AGAINST, APART = -0.3, 0.4
 LATER, BELOW, NEAR, TIMES = 5, -0.15, 0.3, 5.0
 AGAIN, BACK = -0.1, 0.25
 UNDER, GAP, WIDER = -0.12, 0.2, 1.5
+STILL = 0.15
+TAIL, TAIL_STILL = 4.0, 3.0
 MEMORY = 0.3
 TURNED = -0.15
 STEADY = 0.2
@@ -183,10 +195,16 @@ class Gate:
             | ((rounds >= LEAST) & (means < AGAINST) & (below > APART))
             | ((rounds >= LATER) & (means < BELOW) & (below > max(NEAR, TIMES * spread)))
         )
+        wide = middle - float(np.quantile(means, 0.25))
+        apart = np.isin(clients, list(low_group(clients, means, 1, math.inf)))
+        opposed &= apart | (below > TAIL * wide)
         before = np.isin(clients, list(self.out))
-        opposed = np.where(before, (means < AGAIN) & (below > BACK), opposed)
+        if before.any():
+            still = np.isin(clients, list(low_group(clients, means, 1, math.inf, STILL, 0.0)))
+            still |= below > TAIL_STILL * wide
+            opposed = np.where(before, (means < AGAIN) & (below > BACK) & still, opposed)
         enough = rounds >= LEAST
-        group = low_group(dict(zip(clients[enough].tolist(), means[enough].tolist(), strict=True)))
+        group = low_group(clients[enough], means[enough])
         opposed |= np.isin(clients, list(group))
         self.out = {one: self.means[one][1] for one in clients[opposed].tolist()}
 
@@ -230,19 +248,26 @@ class Gate:
         self.judge()
 
 
-def low_group(means: Mapping[int, float]) -> set[int]:
-    """Return the largest group of at least two clients that stands apart below the others."""
-    clients = np.fromiter(means, np.int64, len(means))
-    values = np.fromiter(means.values(), np.float64, len(means))
+def low_group(
+    clients: Vector,
+    values: Vector,
+    least: int = 2,
+    under: float = UNDER,
+    gap: float = GAP,
+    wider: float = WIDER,
+) -> set[int]:
+    """Return the largest group of at least `least` clients, all below `under`, that stands apart
+    below the others.
+    """
     order = np.lexsort((clients, values))
     clients, values = clients[order], values[order]
     gaps = np.diff(values)
-    sizes = np.arange(2, (len(clients) - 1) // 3 + 1)
+    sizes = np.arange(least, (len(clients) - 1) // 3 + 1)
     if not len(sizes):
         return set()
     above = np.maximum.accumulate(gaps[::-1])[::-1]  # the widest gap from each place on
-    wide = np.maximum(GAP, WIDER * above[sizes])
-    found = sizes[(values[sizes - 1] < UNDER) & (gaps[sizes - 1] > wide)]
+    wide = np.maximum(gap, wider * above[sizes])
+    found = sizes[(values[sizes - 1] < under) & (gaps[sizes - 1] > wide)]
     return set(clients[: found[-1]].tolist()) if len(found) else set()
 
 
