@@ -151,6 +151,8 @@ class Gate:
             return said(413, f"{call} may have {most} bytes at most")
         if request.headers.get("content-type", "").partition(";")[0].strip() != PROTOBUF:
             return said(415, f"a request must have the content type {PROTOBUF}")
+        if not all(name.isascii() and value.isascii() for name, value in passed_on(request)):
+            return said(400, "a header must be ASCII")
         try:
             async with self.places.hold(caller.name, int(size)):
                 return await self.judged(request, call, caller, int(size))
@@ -208,10 +210,8 @@ class Gate:
         """Return the request for the SuperLink: one header of each name, and a body that was
         written anew.
         """
-        names = {*KEPT, *(name for name in request.headers if name.startswith("flwr-"))}
-        headers = {name: request.headers[name] for name in names if name in request.headers}
         return self.client.build_request(
-            "POST", f"/v1/fleet/{call}", headers=headers, content=asked.body
+            "POST", f"/v1/fleet/{call}", headers=dict(passed_on(request)), content=asked.body
         )
 
     async def whole(self, call: str, sent: httpx.Request) -> Response:
@@ -287,6 +287,12 @@ class Gate:
             ],
             lifespan=self.lifespan,
         )
+
+
+def passed_on(request: Request) -> list[tuple[str, str]]:
+    """Return the headers that the SuperLink gets: one of each name."""
+    names = {*KEPT, *(name for name in request.headers if name.startswith("flwr-"))}
+    return [(name, request.headers[name]) for name in names if name in request.headers]
 
 
 def said(code: int, text: str) -> Response:

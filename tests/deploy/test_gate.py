@@ -103,6 +103,21 @@ def test_what_is_no_fault_of_the_moment_stays_as_it_is(gated):
     assert ask(address, client) == ANY.SerializeToString()
 
 
+@pytest.mark.parametrize("name", [b"flwr-other", b"accept"])
+def test_a_header_that_cannot_be_passed_on_is_the_callers_fault(gated, name):
+    """A byte beyond ASCII: found by mutation as an error 500 of the gate's own."""
+    address, _, client = gated
+    Superlink.busy = 0
+    sent = {key.encode(): value.encode() for key, value in client.headers().items()}
+    for value, code in ((b"\xa0", 400), (b"x", 200)):
+        answer = httpx.post(
+            f"http://{address}/v1/fleet/get-run",
+            content=ANY.SerializeToString(),
+            headers={**sent, name: value},
+        )
+        assert answer.status_code == code
+
+
 def test_a_part_of_a_reply_that_is_sent_twice_gets_the_first_answer(gated, monkeypatch):
     """Flower's SuperLink takes a part once. A SuperNode that did not hear so, because its network
     failed, sends it again.
