@@ -37,7 +37,7 @@ from bayflower.flower import bounds
 from bayflower.fused.run import FusedRun
 from bayflower.methods import METHODS
 from bayflower.rounds.parts import named, with_leaves
-from bayflower.tree import digest, map_tree, take
+from bayflower.tree import digest, flatten, map_tree, take
 
 ABSENT = "absent"  # no attack: the attackers do not take part
 ATTACKS = ("random", "flip", "scaled", "count", "certainty")
@@ -61,6 +61,7 @@ def attacked(half: Any, state: Any, updates: Any, rows: Sequence[int], attack: s
     """Return stacked updates with those of the attackers' rows changed."""
     fields, kinds, known = {}, half.update_fields, state._asdict()
     draw = torch.Generator().manual_seed(7)
+    coded = any(leaf.dtype == torch.int16 for leaf in flatten(updates).values())
     for field, value in updates._asdict().items():
         leaves = {n: leaf.clone() for n, leaf in named(value).items()}
         kind = kinds.get(field, "other")
@@ -70,7 +71,12 @@ def attacked(half: Any, state: Any, updates: Any, rows: Sequence[int], attack: s
             for row in rows:
                 if field == "num_examples" and attack == "count":
                     leaf[row] = 100_000_000
+                if leaf.dtype == torch.int16:  # a change in few bits, whose size comes beside it
+                    leaf[row] = recoded(attack, leaf[row], draw)
                 if not leaf.is_floating_point() or not leaf.numel():
+                    continue
+                if coded:
+                    leaf[row] *= 100 if kind != "buffers" and attack in ("random", "scaled") else 1
                     continue
                 zero = torch.zeros_like(leaf[row])
                 base = sent.get(name, zero) if kind in ("model", "buffers") else zero
@@ -104,6 +110,17 @@ def poison(attack: str, step: torch.Tensor, draw: torch.Generator) -> torch.Tens
     if attack == "scaled":
         return 100 * step
     return -step  # flip; lies about counts and certainties come with it
+
+
+def recoded(attack: str, codes: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Return the quantised change that an attacker sends; `random`: its numbers in another order,
+    with other signs.
+    """
+    if attack == "random":
+        order = torch.randperm(codes.numel(), generator=draw)
+        signs = 2 * torch.randint(2, (codes.numel(),), generator=draw) - 1
+        return (codes.flatten()[order] * signs).to(codes.dtype).reshape(codes.shape)
+    return codes if attack == "scaled" else -codes
 
 
 class Trained:

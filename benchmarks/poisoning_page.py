@@ -1,4 +1,5 @@
-"""Write benchmarks/results/poisoning.md from the rows that benchmarks/poisoning.py measured.
+"""Write benchmarks/results/poisoning.md from the rows that benchmarks/poisoning.py and
+benchmarks/poisoning_cost.py measured; benchmarks/results/poisoning_reading.md is put behind them.
 
 python -m benchmarks.poisoning_page                  write the page
 python -m benchmarks.poisoning_page FILE [FILE ...]  take rows over first, in place of older ones
@@ -7,24 +8,32 @@ python -m benchmarks.poisoning_page FILE [FILE ...]  take rows over first, in pl
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
+
+from scipy import stats
 
 HERE = Path(__file__).parent / "results"
 ROWS, PAGE = HERE / "poisoning.jsonl", HERE / "poisoning.md"
+READING = HERE / "poisoning_reading.md"
 NAMES = {"scaled": "×100"}
 ATTACKS = ("random", "flip", "scaled", "count", "certainty", "absent")
-KEYS = ("method", "robust", "attackers", "attack", "data", "lasting")
+KEYS = ("method", "robust", "attackers", "attack", "data", "seed")
+WORDS = {1: "One attacker", 3: "Three attackers"}
+LEAST = 3  # seeds from which an interval is given
 Row = dict[str, Any]
 
 INTRO = """# Poisoning
 
 Written by `python -m benchmarks.poisoning_page` from `poisoning.jsonl`, which
-`benchmarks/poisoning.py` measured. Ten clients on half of digits, 20 rounds, seed 0, about 150 test
-samples: differences of three points are noise. The attackers are the one or three clients with the
-most data, up to 18 % of all samples each. Their updates go through the server's checks first; a
+`benchmarks/poisoning.py` and `benchmarks/poisoning_cost.py` measured. Ten clients on all of digits,
+the default partition, `robust=gate`, 20 rounds; figures are those after the last round, mean over
+seeds. All methods but `local`, which has no server. The attackers are the one or three clients with
+the most data, up to 18 % of all samples each. Their updates go through the server's checks first; a
 refused one counts as honest.
 
 * random: a random direction of 100 times the norm, always the same one
@@ -32,90 +41,22 @@ refused one counts as honest.
 * ×100: the change times 100
 * count: flip, and a count of 10⁸
 * certainty: flip, and a certainty of 10⁴ times (FedMAP: the largest log weight; MetaVD: a lower
-  log α)
+  log α); "= flip" where updates have no certainty, so that both are the same bits
 * absent: no attack; the attackers do not take part. No rule can do better than this against a
   client that sends nothing of use
 
-Displacement is the distance of the shared model from the one without an attack, in honest steps: a
-step is the norm of that round's change without an attack. FedBPS: over the entries that are shared
-in both; the rows of robust=off were measured over all entries.
-"""
-READING = """## Reading
-
-* **One round.** The attacker was honest for nineteen rounds. A change of a hundred times the usual
-  size is left out, and one that is the opposite of the client's own past as well. What remains is
-  the absence of one client in one round. FedDyn's and PVI's clients are not steady enough for the
-  second rule; there a flip counts, within one honest step. FedCP, FedDC and FedPer miss an aim by
-  the absence alone: their attacked rounds have the figures of the column *absent*.
-* **FedDC** is fragile by itself: where one client is absent in one round, it loses 24 points, with
-  and without an attacker. Its honest clients on Dir(0.1) digits sometimes oppose the others and are
-  left out.
-* **Twenty rounds.** A flip of honest size passes every limit on sizes. In a skewed federation it is
-  worse than a slower mean: the attacker's own classes are unlearned, its loss and its change grow,
-  and the others pull back. This pull is what the gate sees, after two to eight rounds. Twenty
-  rounds of one epoch are far from the end of training, so each of these rounds costs.
-* What then remains is the absence of the attacker's data. The largest client holds 18 % of all
-  samples, and without it FedAvg loses ten points on half of digits. There the aim "five points
-  below the clean run" is met by no rule; the column *absent* says where. On all of digits the mean
-  over seeds is within three points of the clean run, for every method in that table. So most of
-  what the list above names is one seed, 150 test samples and the absent data.
-* **SCAFFOLD** must hold the mean of what its clients hold; a control variate that is cut on the
-  server alone leaves a difference for good. With a limit of 4 times the median SCAFFOLD lost 13
-  points (standard error 7) on Dir(0.1) Fashion-MNIST; with 10 times, the limit now, 5 points
-  (standard error 5). SCAFFOLD swings by twenty points from seed to seed there, with and without
-  limits, so that half a point cannot be shown. The loss of 1.1
-  points on digits that an earlier page had was noise: with ten seeds and all of digits it was +1.2
-  (standard error 1.3).
-* **PVI** is limited by its own round: its changes shrink by 10 to 100 times from the first round
-  to the third, and limits of the rounds before let an attacker through (15 % after twenty rounds
-  of a random direction; 76 % now).
-* **FedMAP resists attacks by size by itself.** A log weight above that of a perfect fit at this
-  distance from γ is refused, and that bound falls with the square of the distance: an update far
-  away has no weight. A flip is near, so it keeps its weight. In one round its own past tells it; in
-  all rounds nothing does, because at FedMAP's fixed point every honest client opposes the sum of
-  the others (median cosine −0.27). The personal models lose little.
-* **FedNP and PVI** cannot drop an update, because server and client count the changes of a factor
-  alike. A client that is left out changes nothing and counts for one sample there.
-* **Other rules**: `trimmed` and `median` cost honest clients far more than an attacker does. On
-  digits, seeds 0 and 1, the clean accuracy of FedAvg falls from 90 to 74 and from 81 to 73
-  (default partition), from 65 to 54 and 59 to 59 (Dir(0.1)): rare classes are what they cut.
-* **What an attacker that knows the rules can do**: a change of 1.75 times the median norm in any
-  direction that does not oppose the others, in every round; changes just below ten times the
-  limit, which are cut and not left out; flips in the first two rounds, then honest ones.
-* The factors and thresholds were chosen on digits (both partitions, three seeds, fifteen methods),
-  so these tables are no independent test of them.
-* **FedIvon under a random direction** in all rounds lost 14 points more than by the absence (56 and
-  70 %), although its attacker was left out in every round. The attacker still counted among the
-  others with whom directions are compared, and honest clients were left out for opposing it: two
-  from round 3 on, one in the last two rounds. Who is left out no longer counts there: 71 % now.
-  FedIvon's honest clients oppose each other more than those of other methods do. Without any
-  attacker three of ten are left out in some rounds. On Dir(0.1) digits (five seeds) this costs 0.6
-  points with a standard error of 4.
-* **Three attackers** hold nearly half of all samples, and 90 test samples are left: a point is one
-  sample. In one round all three are left out in most methods, and the displacement is that of their
-  absence. In all rounds a random direction is left out each time, but the medians that make the
-  limits contain the attackers' sizes, so the run is not that of their absence. A flip counts until
-  it is seen. None of three flips stands out by itself: they lower the median, and they widen the
-  median deviation (FedPer: −0.34, −0.24 and −0.16 after three rounds, honest clients 0.04 to 0.35).
-  Their gap to the others does, so groups are looked at: FedPer's and MOON's attackers are left out
-  from round 4 on (without groups from round 5 on, and one of FedPer's never). The mean over three
-  seeds on all of digits is within three points of their absence; one seed and 90 test samples, as
-  in the table above, say little. Without an attacker no group was found in any round of 32 runs
-  (eight methods, half of digits, default partition and Dir(0.1), seeds 0 and 1), so what honest
-  federations pay, measured before, is not changed by this rule there.
-* **FedIvon does not hold three flips** (45 % and 70 % without them). In the first eight rounds
-  nothing tells them: after five, an honest client opposes the others as much as one attacker does
-  (−0.28 both), and the other two attackers agree with a sum that is nearly half theirs (0.05 and
-  0.11). From round 9 on their cosines are −0.6 to −0.8 and they are left out in rounds 12 and 13.
-  FedIvon is far from the end of its training then, and eight rounds do not mend it.
-* Not measured: methods and cells that are missing above.
+*clean* is the accuracy of the honest clients' personal models without an attack, in %. Every other
+accuracy is the difference from it in points, paired by seed. ± is half the 95 % interval over seeds
+(Student's t), given from three seeds on. *Displacement* is the distance of the shared model from
+the one without an attack, in honest steps: a step is the norm of that round's change without an
+attack (FedBPS: over the entries that are shared in both).
 """
 
 
 def load() -> list[Row]:
-    """Return the rows."""
+    """Return the rows that count: of `gate` those of the last rules."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines() if line]
-    return [{"attackers": 1, **row} if "lasting" in row else row for row in rows]
+    return [row for row in rows if row.get("robust") == "off" or row.get("version", 0) >= 5]
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -129,55 +70,122 @@ def taken(rows: list[Row], files: Iterable[str]) -> list[Row]:
     for file in files:
         for line in Path(file).read_text().splitlines():
             row = json.loads(line)
-            old = {} if "always" in row else lasted(found.get(key(row), {}))
-            found[key(row)] = {**old, **row}
+            found[key(row)] = row
     return sorted(found.values(), key=lambda row: [str(one) for one in key(row)])
 
 
-def lasted(row: Row) -> Row:
-    """Return what an older row says of all rounds, with the clean run it was compared with."""
-    if "always" not in row:
-        return {}
-    return {
-        "always": row["always"],
-        "always_clean": row.get("always_clean", row["clean"]),
-        "always_version": row.get("always_version", row.get("version", 2)),
-    }
+def interval(values: Sequence[float]) -> float | None:
+    """Return half the 95 % interval of a mean; None with too few values."""
+    if len(values) < LEAST:
+        return None
+    wide: float = stats.t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return wide
 
 
-def measured(row: Row) -> Row:
-    """Return a row that says itself all that it says of all rounds."""
-    if "always" not in row or row.get("always_clean") is not None:
-        return row
-    return {**row, "always_clean": row["clean"], "always_version": row.get("version", 2)}
+def with_interval(values: Sequence[float], digits: int = 1, sign: bool = True) -> str:
+    """Return a mean and half its interval."""
+    wide = interval(values)
+    text = f"{fmean(values):{'+' if sign else ''}.{digits}f}"
+    return text if wide is None else f"{text} ± {wide:.{digits}f}"
 
 
-def cell(row: Row | None, what: str) -> str:
-    """Return a cell of a table."""
-    if row is None or what not in row:
-        return "–"
-    if what == "always":
-        return f"{100 * row['always']:.0f}"
-    far = row["moved"]
-    return f"{far:.{0 if far >= 10 else 2}f} · {100 * row['once']:.0f}"
+class Case:
+    """All rows of one rule and number of attackers."""
 
+    def __init__(self, rows: Sequence[Row], bad: int, rule: str = "gate") -> None:
+        self.bad, self.rule = bad, rule
+        self.of: dict[tuple[str, str], dict[int, Row]] = {}
+        for row in rows:
+            if row.get("attackers") == bad and row.get("robust") == rule:
+                self.of.setdefault((row["method"], row["attack"]), {})[row.get("seed", 0)] = row
+        self.methods = sorted({method for method, _ in self.of})
 
-def table(rows: Sequence[Row], bad: int, rule: str, what: str) -> list[str]:
-    """Return one table: a line a method, a column an attack."""
-    mine = [row for row in rows if row.get("attackers") == bad and row.get("robust") == rule]
-    mine = [row for row in mine if what in row]
-    if not mine:
-        return []
-    when = "one round: displacement · accuracy in %" if what == "moved" else "all twenty rounds: %"
-    heads = " | ".join(NAMES.get(one, one) for one in ATTACKS)
-    lines = [f"## {bad} of ten, robust={rule}, {when}", ""]
-    lines += [f"| method | clean | {heads} |", "|---" * (len(ATTACKS) + 2) + "|"]
-    for method in sorted({row["method"] for row in mine}):
-        own = {row["attack"]: row for row in mine if row["method"] == method}
-        clean = 100 * next(iter(own.values()))["always_clean" if what == "always" else "clean"]
-        cells = " | ".join(cell(own.get(attack), what) for attack in ATTACKS)
-        lines.append(f"| {method} | {clean:.0f} | {cells} |")
-    return [*lines, ""]
+    def seeds(self, method: str) -> list[int]:
+        """Return the seeds that are there."""
+        return sorted(self.of.get((method, "absent"), self.of.get((method, "flip"), {})))
+
+    def lost(self, method: str, attack: str, what: str, against: str = "clean") -> list[float]:
+        """Return by how many points an attack differs from the clean run, or from the run without
+        the attackers, seed by seed.
+        """
+        found, gone = self.of.get((method, attack), {}), self.of.get((method, "absent"), {})
+        if against == "clean":
+            return [100 * (row[what] - row["clean"]) for row in found.values()]
+        return [100 * (row[what] - gone[seed][what]) for seed, row in found.items() if seed in gone]
+
+    def moved(self, method: str, attack: str) -> list[float]:
+        """Return the displacements."""
+        return [row["moved"] for row in self.of.get((method, attack), {}).values()]
+
+    def clean(self, method: str) -> str:
+        """Return the accuracy without an attack."""
+        some = self.of.get((method, "absent")) or self.of[method, "flip"]
+        return f"{100 * fmean(row['clean'] for row in some.values()):.1f}"
+
+    def cell(self, method: str, attack: str, what: str) -> str:
+        """Return a cell of a table."""
+        rows = self.of.get((method, attack))
+        if not rows:
+            return "–"
+        if all("same" in row for row in rows.values()):
+            return "= flip"
+        change = with_interval(self.lost(method, attack, what))
+        if what == "always":
+            return change
+        far = fmean(self.moved(method, attack))
+        return f"{far:.{0 if far >= 10 else 2}f} · {change}"
+
+    def table(self, what: str) -> list[str]:
+        """Return one table: a line a method, a column an attack."""
+        when = (
+            "in the last round alone: displacement · points from clean"
+            if what == "once"
+            else "in all twenty rounds: points from clean"
+        )
+        heads = " | ".join(NAMES.get(one, one) for one in ATTACKS)
+        lines = [f"## {WORDS[self.bad]} of ten, robust={self.rule}, {when}", ""]
+        if self.rule == "off":
+            lines += [
+                "Before there was a rule; half of digits, seed 0, about 150 test samples.",
+                "",
+            ]
+        lines += [f"| method | seeds | clean | {heads} |", "|---" * (len(ATTACKS) + 3) + "|"]
+        for method in self.methods:
+            cells = " | ".join(self.cell(method, attack, what) for attack in ATTACKS)
+            number = len(self.seeds(method))
+            lines.append(f"| {method} | {number} | {self.clean(method)} | {cells} |")
+        return [*lines, ""]
+
+    def where(self, meets: Callable[[str, str], str]) -> str:
+        """Return the methods and attacks of which `meets` says something; copies are left out."""
+        found = []
+        for method in self.methods:
+            for attack in ATTACKS[:-1]:
+                rows = self.of.get((method, attack), {})
+                if rows and not all("same" in row for row in rows.values()):
+                    said = meets(method, attack)
+                    found += [f"{method} ({NAMES.get(attack, attack)} {said})"] if said else []
+        return ", ".join(found) or "none"
+
+    def below(self, what: str, against: str) -> str:
+        """Return where an attack costs more than five points."""
+
+        def one(method: str, attack: str) -> str:
+            points = self.lost(method, attack, what, against)
+            return with_interval(points) if points and fmean(points) < -5 else ""
+
+        return self.where(one)
+
+    def far(self) -> str:
+        """Return where the shared model is displaced by more than one honest step."""
+
+        def one(method: str, attack: str) -> str:
+            far = self.moved(method, attack)
+            gone = self.moved(method, "absent")
+            more = f"; absence alone {fmean(gone):.2f}" if gone else ""
+            return f"{fmean(far):.2f}{more}" if fmean(far) > 1 else ""
+
+        return self.where(one)
 
 
 def cost(rows: Sequence[Row]) -> list[str]:
@@ -185,110 +193,69 @@ def cost(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## What honest federations pay",
         "",
-        "Accuracy in %, no attacker, mean of five seeds. The error is the standard error of the "
-        "difference. Fashion-MNIST: 3 % of the images, a small network.",
+        "No attacker. Accuracy in % and differences in points; on radon the negative",
+        "log-likelihood in nats, where more is worse. Runs are paired by seed. Fashion-MNIST: 3 %",
+        "of the images, a small network. Radon: 66 counties, each of which trains on a few homes.",
+        "Heart has four clients, so that nobody is ever left out.",
+        "",
+        "| data | method | seeds | off | gate | difference |",
+        "|---|---|---|---|---|---|",
     ]
-    heads = "| data | method | off | gate | difference | error |"
-    lines += ["", heads, "|---|---|---|---|---|---|"]
-    for row in rows:
-        if "data" in row and "gate" in row:
-            off, on = 100 * row["off"], 100 * row["gate"]
-            what = f"{row['data']} | {row['method']}"
-            error = f"{100 * row['error']:.1f}" if "error" in row else "–"
-            lines.append(f"| {what} | {off:.1f} | {on:.1f} | {on - off:+.1f} | {error} |")
+    for row in sorted((r for r in rows if "data" in r), key=lambda r: (r["data"], r["method"])):
+        scale, digits = (1, 3) if nats(row) else (100, 1)
+        off, on = ([scale * one for one in row[rule]] for rule in ("off", "gate"))
+        shown = with_interval([b - a for a, b in zip(off, on, strict=True)], digits)
+        means = f"{fmean(off):.{digits}f} | {fmean(on):.{digits}f}"
+        lines.append(f"| {row['data']} | {row['method']} | {len(off)} | {means} | {shown} |")
     return [*lines, ""]
 
 
+def nats(row: Row) -> bool:
+    """Return whether a row of costs has log-likelihoods."""
+    return bool(row["data"].startswith("radon"))
+
+
+def paid(rows: Sequence[Row]) -> str:
+    """Return who pays more than half a point, or 0.005 nats."""
+    found = []
+    for row in (one for one in rows if "data" in one):
+        apart = [b - a for a, b in zip(row["off"], row["gate"], strict=True)]
+        worse = fmean(apart) > 0.005 if nats(row) else fmean(apart) < -0.005
+        if worse:
+            many = apart if nats(row) else [100 * one for one in apart]
+            said = with_interval(many, 3 if nats(row) else 1)
+            found.append(f"{row['method']} on {row['data']} ({said})")
+    return ", ".join(found) or "none"
+
+
 def aims(rows: Sequence[Row]) -> list[str]:
-    """Return where the aims are missed, with one attacker and `gate`."""
-    mine = [r for r in rows if r.get("attackers") == 1 and r.get("robust") == "gate"]
-    bad = [row for row in mine if row["attack"] != "absent"]
-    gone = {r["method"]: r["always"] for r in mine if r["attack"] == "absent" and "always" in r}
-
-    def named(found: Iterable[Row]) -> str:
-        return ", ".join(f"{one['method']} ({one['attack']})" for one in found) or "none"
-
-    long = [row for row in bad if "always" in row]
-    far = [row for row in bad if row["moved"] > 1]
-    once = [row for row in bad if row["once"] < row["clean"] - 0.05]
-    always = [row for row in long if row["always"] < row["always_clean"] - 0.05]
-    still = [row for row in always if row["always"] < gone.get(row["method"], 1) - 0.05]
-    paid = [r for r in rows if "gate" in r and r["gate"] < r["off"] - 0.005]
-    costs = ", ".join(
-        f"{r['method']} on {r['data']} ({100 * (r['gate'] - r['off']):+.1f})" for r in paid
-    )
-    return [
-        "## Where the aims are missed (one attacker, robust=gate)",
+    """Return where the aims are missed."""
+    one, three = Case(rows, 1), Case(rows, 3)
+    lines = [
+        "## Where the aims are missed",
         "",
-        f"* Displacement above one honest step: {named(far)}.",
-        f"* More than five points below the clean run after one round: {named(once)}.",
-        f"* The same after twenty rounds: {named(always)}.",
-        f"* Of these, also five points below the run without the attacker: {named(still)}.",
-        f"* More than half a point paid by honest federations: {costs or 'none'}.",
+        "A cell is named where the mean over seeds is beyond the aim; the number is that mean.",
+        "",
+        "One attacker:",
+        "",
+        f"* Displacement above one honest step: {one.far()}.",
+        f"* One round, more than five points below clean: {one.below('once', 'clean')}.",
+        f"* One round, more than five below the attacker's absence: {one.below('once', 'absent')}.",
+        f"* Twenty rounds, more than five points below clean: {one.below('always', 'clean')}.",
+        "* Twenty rounds, more than five points below the attacker's absence: "
+        f"{one.below('always', 'absent')}.",
+        "",
+        f"More than half a point, or 0.005 nats, paid without an attacker: {paid(rows)}.",
         "",
     ]
-
-
-def lasting(rows: Sequence[Row], bad: int) -> list[str]:
-    """Return the table of twenty rounds of attack over several seeds."""
-    mine = [row for row in rows if "lasting" in row and row["attackers"] == bad]
-    if not mine:
-        return []
-    kinds = ("clean", "random", "flip", "count", "absent")
-    what = "robust=gate, all twenty rounds, all of digits: mean over seeds, %"
-    lines = [f"## {bad} of ten, {what}", ""]
-    lines += [f"| method | seeds | {' | '.join(kinds)} |", "|---" * (len(kinds) + 2) + "|"]
-    for method in sorted({row["method"] for row in mine}):
-        own = {row["lasting"]: row for row in mine if row["method"] == method}
-        cells = [f"{100 * own[one]['accuracy']:.1f}" if one in own else "–" for one in kinds]
-        seeds = next(iter(own.values()))["seeds"]
-        lines.append(f"| {method} | {seeds} | {' | '.join(cells)} |")
-    missed = [
-        f"{row['method']} ({row['lasting']})"
-        for row in mine
-        for clean in mine
-        if clean["lasting"] == "clean" and clean["method"] == row["method"]
-        if row["lasting"] not in ("clean", "absent")
-        if row["accuracy"] < clean["accuracy"] - 0.05
-    ]
-    if bad > 1:
-        return [*lines, ""]
-    return [*lines, "", f"More than five points below clean: {', '.join(missed) or 'none'}.", ""]
-
-
-def earlier(rows: Sequence[Row]) -> list[str]:
-    """Return lines on methods that were measured before the last changes of the rules."""
-    gate = [row for row in rows if row.get("robust") == "gate" and "attackers" in row]
-    long = [row for row in gate if "always" in row]
-    first = sorted({row["method"] for row in long if row["always_version"] == 1})
-    second = sorted(
-        {f"{row['method']} ({row['attackers']})" for row in long if row["always_version"] < 3}
-    )
-    third = sorted(
-        {f"{row['method']} ({row['attackers']})" for row in long if row["always_version"] == 3}
-    )
-    once = sorted(
-        {f"{row['method']} ({row['attackers']})" for row in gate if row.get("version", 2) < 4}
-    )
-    lines = []
-    if third:
+    if three.methods:
         lines += [
-            "All rounds, measured before groups of clients were looked at (attackers): "
-            f"{', '.join(third)}.",
+            "Three attackers, for which no aim was set:",
             "",
-        ]
-    if once:
-        lines += [f"One round, measured before that (attackers): {', '.join(once)}.", ""]
-    if first:
-        lines += [
-            "All rounds, measured before the gate judged clients after two rounds (it waited for "
-            f"three): {', '.join(first)}.",
-            "",
-        ]
-    if second:
-        lines += [
-            "All rounds, measured while clients that are left out for their size still counted "
-            f"among the others with whom directions are compared (attackers): {', '.join(second)}.",
+            "* One round, more than five points below their absence: "
+            f"{three.below('once', 'absent')}.",
+            "* Twenty rounds, more than five points below their absence: "
+            f"{three.below('always', 'absent')}.",
             "",
         ]
     return lines
@@ -296,27 +263,17 @@ def earlier(rows: Sequence[Row]) -> list[str]:
 
 def main() -> None:
     """Take rows over, and write the page."""
-    rows = [measured(row) for row in taken(load(), sys.argv[1:])]
+    rows = taken(load(), sys.argv[1:])
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [INTRO]
-    for bad, rule, what in (
-        (1, "gate", "moved"),
-        (1, "gate", "always"),
-        (3, "gate", "moved"),
-        (3, "gate", "always"),
-        (1, "off", "moved"),
-        (3, "off", "moved"),
-    ):
-        lines += table(rows, bad, rule, what)
-    lines += [
-        *lasting(rows, 1),
-        *lasting(rows, 3),
-        *cost(rows),
-        *aims(rows),
-        *earlier(rows),
-        READING,
-    ]
-    PAGE.write_text("\n".join(lines))
+    for bad in (1, 3):
+        case = Case(rows, bad)
+        if case.methods:
+            lines += [*case.table("once"), *case.table("always")]
+    lines += [*cost(rows), *aims(rows), READING.read_text()]
+    for bad in (1, 3):
+        lines += Case(rows, bad, "off").table("once")
+    PAGE.write_text("\n".join(lines).rstrip("\n") + "\n")
 
 
 if __name__ == "__main__":
