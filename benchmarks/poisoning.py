@@ -96,7 +96,7 @@ def certain(kind: str, name: str, value: torch.Tensor) -> torch.Tensor:
     """Return a certainty that counts for far more than it should."""
     if kind == "log_weight":
         return torch.zeros_like(value)
-    if kind == "other":  # MetaVD: log alpha falls, so the weight rises
+    if kind == "other" and not bool((value > 0).all()):  # MetaVD: log alpha falls, the weight rises
         return torch.full_like(value, -5.0)
     lies = kind != "claimed" or name in ("weight", "precision")
     return value * 1e4 if lies else value
