@@ -30,6 +30,7 @@ from torch import Tensor
 from .maths.gradients import grad_and_value
 from .maths.laplace import Posterior as Posterior  # part of the contract
 from .maths.laplace import Seen, fitted, last_weights
+from .maths.portions import Portions
 from .networks.model import Anatomy, Batch
 from .shown import Heading, Picture
 from .tree import Shapes, Tensors, flatten, map_tree, matching, shapes, stack, unflatten
@@ -50,11 +51,10 @@ Held = Literal["slope", "factor", "exact"]  # what a client keeps as well
 Kind = Literal["model", "root", "buffers", "count", "rows", "other"] | Held | Weight
 
 
-class ServerHalf(ABC):
+class ServerHalf(Portions, ABC):
     """The server half of a method.
 
-    A method needs `init`, `broadcast`, `statistic` and `finalise`, and says with `expects` what an
-    update looks like. Everything else is optional.
+    A method needs `init`, `broadcast`, `statistic`, `finalise` and `expects`; all else is optional.
     """
 
     state_type: ClassVar[type]

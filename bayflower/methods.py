@@ -21,7 +21,7 @@ from .plugins import Method as Method  # a row
 # why statistics cannot be added behind masks, or bounded
 CLASSES = "it sums counts and matrices of classes, of which a client has some and not others"
 STEPS = "it sends steps by client, which a sum would not keep apart"
-SQUARES = "its sums have squares of a client's numbers"
+SQUARES = "it ranks by squares of a client's numbers, which noise would hide"
 ROWS = (
     Method(
         "fedmap",
@@ -41,7 +41,6 @@ ROWS = (
         "PFedVMP",
         "Personalized Federated Learning via Variational Message Passing",
         "shared base, private head, Gaussian messages about each class's features",
-        private=CLASSES,
     ),
     Method(
         "pfedvmp-avg",
@@ -50,7 +49,6 @@ ROWS = (
         "the same, ablation",
         "pFedVMP whose class centroids are plain means over clients",
         {"centroid": "mean"},
-        private=CLASSES,
     ),
     Method(
         "fedbps",
@@ -59,7 +57,7 @@ ROWS = (
         "Luo and Kuruoglu 2024, arXiv 2402.16091",
         "the most uncertain weights are personal, the others averaged; uncertainty by Laplace "
         "approximations",
-        private=SQUARES,
+        private_unless={"ranking=balanced": SQUARES},
     ),
     Method(
         "metavd",

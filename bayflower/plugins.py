@@ -184,8 +184,9 @@ class Method:
     additive: str = ""
     unless: Mapping[str, str] = field(default_factory=dict)  # "setting=value": why it then cannot
     # why one client's part in the sums cannot be bounded, though they add; "" = it can: `statistic`
-    # is affine in the real numbers of an update
+    # is affine in the real numbers of an update, or the server half has portions
     private: str = ""
+    private_unless: Mapping[str, str] = field(default_factory=dict)  # "setting=value": why not then
     # whether clients use their samples in `loss` alone, and train in one phase: then single samples
     # can be hidden
     in_loss_alone: bool = False

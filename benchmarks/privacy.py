@@ -2,12 +2,13 @@
 
 python benchmarks/privacy.py [--dataset digits] [--methods fedavg,fedmap] [--epsilons 4,8,16,64]
                              [--clips 0.1,0.3,1] [--clients 100] [--rounds 20] [--dp client]
-                             [--seeds 0,1,2]
+                             [--seeds 0,1,2] [--kinds plain,clip,noise]
 
 Every ε is run with every clipping norm, and the table shows all of them: nothing is chosen on test
-data. Numbers are those of the last round. Writes a JSON line a run to --out. `--tables` prints the
-tables of the runs in --out; of several seeds it shows the mean and the half width of a 95 %
-interval (Student's t). `--against` prints, paired by seed, what noise costs at each ε.
+data. Of the kinds, `plain` has no privacy, `clip` cuts and adds no noise, `noise` does both.
+Numbers are those of the last round. Writes a JSON line a run to --out. `--tables` prints the tables
+of the runs in --out; of several seeds it shows the mean and the half width of a 95 % interval
+(Student's t). `--against` prints, paired by seed, what clipping and noise cost at each ε.
 """
 
 from __future__ import annotations
@@ -24,45 +25,67 @@ from scipy import stats
 
 from bayflower.config import parse
 from bayflower.engines import prepare, run_to_result
+from bayflower.privacy.noisy import Mechanism, private_half
+
+ALONE = 0.01  # clipping alone: changes are counted in units of this noise, and it is not added
+Row = dict[str, Any]
 
 
-def carried(method: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a run."""
+def carried(method: str, given: Row, clip: float | None = None) -> Row:
+    """Return what is kept of a run; with `clip` changes are cut to that norm, without noise."""
     trusted = {"robust": "off", **given}  # with and without noise, nothing else differs
-    result = run_to_result(prepare(parse(method, trusted), "fused"))
+    ready = prepare(parse(method, trusted), "fused")
+    if clip is not None:
+        mechanism = Mechanism(clip, ALONE, float(len(ready.federation.clients)))
+        half = private_half(ready.halves.server, mechanism, None)
+        ready = ready._replace(halves=ready.halves._replace(server=half))
+    result = run_to_result(ready)
     personal, spent = result["final"]["personal"], result["privacy"] or {}
     shared = result["final"].get("global") or personal
     return {
         "method": method,
         "epsilon": spent.get("epsilon"),
         "noise": spent.get("noise"),
-        "clip": spent.get("clip"),
+        "clip": spent.get("clip", clip),
         **{key: personal[key] for key in ("accuracy", "nll", "ece")},
         "global_accuracy": shared["accuracy"],
         "seconds": sum(one["seconds"] for one in result["rounds"]),
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def key_of(row: Row) -> tuple[str, str, float, float]:
+    """Return what tells runs apart that differ by more than their seed, in the tables' order."""
+    budget = row["asked"] or (1e9 if row["clip"] else 1e10)
+    return row.get("model", "linear"), row["method"], budget, row["clip"] or 0.0
+
+
+def said(row: Row) -> str:
+    """Return the budget of a run in words."""
+    if row["asked"]:
+        return f"{row['asked']:g}"
+    return "∞, clipping alone" if row["clip"] else "∞"
+
+
+def table(rows: list[Row]) -> str:
     """Return every run, in Markdown; runs that differ by their seed alone in one line."""
     lines = [
-        "| method | ε | noise | clip | seeds | accuracy, % | NLL | ECE, % |",
-        "|---|" + "---|" * 7,
+        "| model | method | ε | noise | clip | seeds | accuracy, % | NLL | ECE, % |",
+        "|---|" + "---|" * 8,
     ]
-    groups: dict[Any, list[dict[str, Any]]] = {}
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        key = (row["method"], row["asked"] or 1e9, row["clip"] or 0)
-        groups.setdefault(key, []).append(row)
+        groups.setdefault(key_of(row), []).append(row)
     for key in sorted(groups):
         same = groups[key]
-        noise = f"{same[0]['noise']:.2f} | {same[0]['clip']:g}" if same[0]["noise"] else "– | –"
-        said = f"{same[0]['asked']:g}" if same[0]["asked"] else "∞"
+        noise = f"{same[0]['noise']:.2f}" if same[0]["noise"] else "–"
+        clip = f"{same[0]['clip']:g}" if same[0]["clip"] else "–"
         numbers = [
             shown([100 * row["accuracy"] for row in same], 1),
             shown([row["nll"] for row in same], 3),
             shown([100 * row["ece"] for row in same], 1),
         ]
-        lines.append(f"| {key[0]} | {said} | {noise} | {len(same)} | {' | '.join(numbers)} |")
+        first = f"{key[0]} | {key[1]} | {said(same[0])} | {noise} | {clip} | {len(same)}"
+        lines.append(f"| {first} | {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 
@@ -75,33 +98,41 @@ def shown(values: list[float], digits: int) -> str:
 
 
 def against(path: Path) -> str:
-    """Return what noise costs: the run without noise less that with, paired by seed."""
+    """Return what privacy costs, paired by seed: the run without it less that with it, and of that
+    the part of the noise, the run with clipping alone less that with both.
+    """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     lines = [
-        "| data | method | ε | clip | seeds | accuracy lost, % | NLL more | ECE more, % |",
-        "|---|---|" + "---|" * 6,
+        "| data | model | method | ε | clip | seeds | accuracy lost, % | of that by noise, % "
+        "| NLL more | ECE more, % |",
+        "|---|---|" + "---|" * 8,
     ]
-    calm = {
-        (row["dp"], row["dataset"], row["method"], row["seed"]): row
-        for row in rows
-        if not row["asked"]
-    }
-    groups: dict[Any, list[tuple[Any, Any]]] = {}
+
+    def same(row: Row) -> tuple[Any, ...]:
+        return row["dp"], row["dataset"], row.get("model", "linear"), row["method"], row["seed"]
+
+    calm = {same(row): row for row in rows if not row["asked"] and not row["clip"]}
+    cut = {(*same(row), row["clip"]): row for row in rows if not row["asked"] and row["clip"]}
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        other = calm.get((row["dp"], row["dataset"], row["method"], row["seed"]))
-        if row["asked"] and other:
-            key = (row["dp"], row["dataset"], row["method"], row["asked"], row["clip"])
-            groups.setdefault(key, []).append((row, other))
+        if row["clip"] and same(row) in calm:
+            groups.setdefault((row["dp"], row["dataset"], *key_of(row)), []).append(row)
     for key, pairs in sorted(groups.items()):
         if len(pairs) < 2:
             continue
-        lost = [100 * (calm["accuracy"] - row["accuracy"]) for row, calm in pairs]
-        nll = [row["nll"] - calm["nll"] for row, calm in pairs]
-        ece = [100 * (row["ece"] - calm["ece"]) for row, calm in pairs]
-        numbers = " | ".join((shown(lost, 1), shown(nll, 3), shown(ece, 1)))
-        lines.append(
-            f"| {key[1]} | {key[2]} | {key[3]:g} | {key[4]:g} | {len(pairs)} | {numbers} |"
-        )
+        lost = [100 * (calm[same(row)]["accuracy"] - row["accuracy"]) for row in pairs]
+        nll = [row["nll"] - calm[same(row)]["nll"] for row in pairs]
+        ece = [100 * (row["ece"] - calm[same(row)]["ece"]) for row in pairs]
+        clipped = [cut.get((*same(row), row["clip"])) for row in pairs]
+        noise = [
+            100 * (other["accuracy"] - row["accuracy"])
+            for row, other in zip(pairs, clipped, strict=True)
+            if other and row["asked"]
+        ]
+        by = shown(noise, 1) if len(noise) == len(pairs) else "–"
+        numbers = " | ".join((shown(lost, 1), by, shown(nll, 3), shown(ece, 1)))
+        first = f"{key[1]} | {key[2]} | {key[3]} | {said(pairs[0])} | {key[5]:g} | {len(pairs)}"
+        lines.append(f"| {first} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -130,6 +161,7 @@ def main() -> None:
     asks.add_argument("--set", action="append", default=[], help="KEY=VALUE, a further setting")
     asks.add_argument("--out", type=Path, default=Path("benchmarks/results/privacy.jsonl"))
     asks.add_argument("--seeds", default="0")
+    asks.add_argument("--kinds", default="plain,noise")
     asks.add_argument("--tables", action="store_true")
     asks.add_argument("--against", action="store_true")
     chosen = asks.parse_args()
@@ -153,17 +185,20 @@ def main() -> None:
     rows = []
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     for method in chosen.methods.split(","):
-        plans: list[tuple[float | None, float]] = [(None, 1.0)]
-        plans += [
-            (float(e), float(c))
-            for e in chosen.epsilons.split(",")
-            for c in chosen.clips.split(",")
-        ]
+        clips = [float(one) for one in chosen.clips.split(",")]
+        plans: list[tuple[float | None, float | None]] = []
+        if "plain" in chosen.kinds:
+            plans.append((None, None))
+        if "clip" in chosen.kinds:
+            plans += [(None, clip) for clip in clips]
+        if "noise" in chosen.kinds:
+            plans += itertools.product([float(e) for e in chosen.epsilons.split(",")], clips)
         for seed, (asked, clip) in itertools.product(chosen.seeds.split(","), plans):
             dp = {"dp": chosen.dp, "dp_epsilon": asked, "dp_clip": clip, "dp_delta": 1e-3}
-            row = carried(method, {**base, "seed": int(seed), **(dp if asked else {})})
+            settings = {**base, "seed": int(seed), **(dp if asked else {})}
+            row = carried(method, settings, None if asked else clip)
             known = {"dataset": chosen.dataset, "dp": chosen.dp, "seed": int(seed)}
-            rows.append({**known, "asked": asked, **row})
+            rows.append({**known, "model": chosen.model, "asked": asked, **row})
             with chosen.out.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
     print(table(rows))

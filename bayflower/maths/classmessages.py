@@ -164,6 +164,21 @@ def shrunk(centroid: str, message: ClassMessage, factors: list[float]) -> ClassM
     )
 
 
+def all_shrunk(centroid: str, updates: Any, by: Tensor) -> dict[str, Any]:
+    """Return the fields of stacked updates that `shrunk` changes, for factors `by` (clients, K)."""
+    if centroid == "count_mean":
+        fewer = (updates.counts * by).floor().to(updates.counts.dtype)
+        return {"counts": torch.where(by < 1, fewer.clamp(min=1), updates.counts)}
+    if centroid == "diag":
+        key, wide = "precision", by[..., None]
+    else:
+        rest = torch.cat([by, by.new_ones(len(by), 1)], 1)
+        key, wide = "weight", rest.gather(1, updates.spread["label"].long())
+    old = updates.spread[key]
+    new = torch.where(wide < 1, (old.double() * wide).to(old.dtype), old)
+    return {"spread": {**updates.spread, key: new}}
+
+
 def shortened(value: Tensor, factor: Tensor) -> Tensor:
     """Return value * factor as `value` is stored."""
     return (value.double() * factor).to(value.dtype)

@@ -107,6 +107,12 @@ def solve_without_waiting(precision: Tensor, shift: Tensor) -> Tensor:
     return torch.where(info[: len(exact), None] == 0, exact, ridged)
 
 
+def solve_clamped(precision: Tensor, shift: Tensor, least: float) -> Tensor:
+    """Return what `solve_precision` does, with eigenvalues of at least `least`."""
+    values, vectors = torch.linalg.eigh(precision)
+    return torch.einsum("gij,gj,gkj,gk->gi", vectors, 1 / values.clamp(min=least), vectors, shift)
+
+
 def positive(name: str, x: Tensor) -> Tensor:
     """Return `x` if all of it is positive, else raise; under vmap, where it cannot be looked at,
     return `x` as it is.

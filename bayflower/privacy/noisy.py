@@ -13,6 +13,8 @@ the changes gets noise, and the method goes on from their noisy mean.
 A method's `statistic` is affine in real fields while weights are fixed. Then [eq. 2] without
 noise and clipping is the sum of the clients' statistics, whatever `finalise` does with it: means,
 natural parameters, masks and control variates are all clipped and hidden in the same way.
+A method whose sums are something else declares *portions* (`maths/portions.py`): what a client adds
+instead of some fields, each with a norm and a share of the noise.
 
 Changes are counted in whole units, so that their sum has no rounding and the noise is exactly
 discrete Gaussian (`discrete.py`). One unit is zC/(√s·2^BITS); s is the least number of clients that
@@ -32,6 +34,7 @@ from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
 from ..errors import BayflowerError, ConfigError
+from ..maths import portions
 from ..maths.exact import Scaled
 from ..tree import Tensors, flatten, unflatten
 from .discrete import BITS, Entropy, gaussian
@@ -69,6 +72,7 @@ class Layout(NamedTuple):
 
     names: tuple[str, ...]
     sent: Tensors  # by name, for noisy fields and others
+    entries: Tensors  # by name which entries count, where a method with portions sends only some
 
 
 def private_half(half: ServerHalf, mechanism: Mechanism, entropy: Entropy | None) -> ServerHalf:
@@ -96,9 +100,13 @@ def private_kind(kind: type[ServerHalf]) -> Any:
             names = [
                 name
                 for name, leaf in flatten(update).items()
-                if leaf.is_floating_point() and kind_of(self, name) not in WEIGHTS
+                if leaf.is_floating_point()
+                and kind_of(self, name) not in WEIGHTS
+                and name.split("/")[0] not in self.replaced
             ]
-            return Layout(tuple(sorted(names)), sent)
+            some = self.sent_entries(state) if self.portions else {}
+            entries = {f"params/{name}": mask.reshape(-1) for name, mask in some.items()}
+            return Layout(tuple(sorted(names)), sent, entries)
 
         def counted(self, state: Any, update: Any, stacked: bool) -> Tensor:
             """Return the clipped changes of stacked updates (clients, numbers) in whole units."""
@@ -108,8 +116,12 @@ def private_kind(kind: type[ServerHalf]) -> Any:
                 leaf = flat[name].double() if stacked else flat[name].double()[None]
                 if name in layout.sent:
                     leaf = leaf - layout.sent[name].to(leaf)
-                rows.append(leaf.reshape(len(leaf), -1))
+                row = leaf.reshape(len(leaf), -1)
+                rows.append(row[:, layout.entries[name]] if name in layout.entries else row)
             every = torch.cat(rows, 1)
+            if self.portions:  # of one client
+                parts = self.portion(state, update)
+                every = portions.joined(every[0], parts, self.portions, self.mechanism.clip)[None]
             return in_units(every, self.mechanism)
 
         def statistic(self, state: Any, client: int, update: Any) -> Statistic:
@@ -120,6 +132,8 @@ def private_kind(kind: type[ServerHalf]) -> Any:
 
         def total(self, state: Any, clients: tuple[int, ...], updates: Any) -> Sum | None:
             """Return the sum of the clipped changes of stacked updates."""
+            if self.portions:  # made of updates as they travel, one by one
+                return None
             return {CHANGE: self.counted(state, updates, stacked=True).sum(0)}
 
         def negligible(self, names: Any) -> set[str]:
@@ -131,30 +145,56 @@ def private_kind(kind: type[ServerHalf]) -> Any:
             """
             expected = self.expects(state)
             layout, flat = self.layout(state, expected), flatten(expected)
-            size = sum(flat[name].numel() for name in layout.names)
+            blank = self.portion(state, expected) if self.portions else {}
+            sizes = {name: one.numel() for name, one in blank.items()}
+            size = sum(self.numbers(layout, flat, name) for name in layout.names)
+            size += sum(sizes.values())
             some = flat[layout.names[0]]
             found = total[CHANGE].cpu() if CHANGE in total else torch.zeros(size).long()
             if self.entropy is not None:
                 found = found + torch.from_numpy(gaussian(self.entropy, size))
             people = self.mechanism.people
             mean = (found.double() * (self.mechanism.unit / people)).to(some.device)
+            sums: Tensors = {}
+            if self.portions:
+                mean, sums = portions.parted(mean, sizes, self.portions)
+                sums = self.restored(state, times_all(sums, people), self.spreads())
             made = self.joined(layout, flat, mean)
             one = super().statistic(state, 0, unflatten(type(expected), made))
-            return super().finalise(state, {name: times(v, people) for name, v in one.items()})
+            whole = {name: times(v, people) for name, v in one.items()}
+            return super().finalise(state, {**whole, **sums})
+
+        def numbers(self, layout: Layout, flat: Tensors, name: str) -> int:
+            """Return how many numbers of a field are noisy."""
+            if name in layout.entries:
+                return int(layout.entries[name].sum())
+            return flat[name].numel()
+
+        def spreads(self) -> dict[str, float]:
+            """Return the standard deviation of the noise in the sum of each portion."""
+            size = self.mechanism.clip * self.mechanism.noise
+            return {name: size / math.sqrt(share) for name, share in self.portions.items()}
 
         def joined(self, layout: Layout, flat: Tensors, mean: Tensor) -> Tensors:
             """Return the update b + mean, by name."""
             made, at = {}, 0
             for name, leaf in flat.items():
-                if name not in layout.names:
+                if name.split("/")[0] in self.replaced:
+                    made[name] = leaf
+                elif name not in layout.names:
                     weight = kind_of(self, name) in WEIGHTS
                     usual = torch.zeros_like(leaf) if weight else torch.ones_like(leaf)
                     made[name] = layout.sent.get(name, usual)
             for name in layout.names:
-                leaf = flat[name]
-                part = mean[at : at + leaf.numel()].reshape(leaf.shape)
-                at += leaf.numel()
-                if name in layout.sent:
+                leaf, count = flat[name], self.numbers(layout, flat, name)
+                part = mean[at : at + count]
+                at += count
+                if name in layout.entries:  # the others stay as the server has them
+                    whole, there = leaf.reshape(-1).to(part), layout.entries[name]
+                    part = torch.zeros_like(whole).masked_scatter(there, part)
+                    part = torch.where(there, layout.sent[name].reshape(-1).to(part) + part, whole)
+                part = part.reshape(leaf.shape)
+                if name in layout.sent and name not in layout.entries:
                     part = part + layout.sent[name].to(part)
                 if kind_of(self, name) in POSITIVE or name.endswith("running_var"):
                     part = part.clamp(min=1e-6)
@@ -231,6 +271,11 @@ def times(value: Any, people: float) -> Tensor:
     if isinstance(value, Scaled):
         return value.tensor.double() * (value.weight * people)
     return value.double() * people
+
+
+def times_all(tensors: Tensors, by: float) -> Tensors:
+    """Return tensors by name, multiplied by a number."""
+    return {name: value * by for name, value in tensors.items()}
 
 
 def with_share(statistic: Statistic, entropy: Entropy) -> Statistic:

@@ -5,6 +5,7 @@ client's) and differential privacy (nobody can tell from the models whether a cl
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -126,8 +127,14 @@ class Privacy:
 
     def unbounded(self, row: Any, options: Any, limits: Any) -> str | None:
         """Return why one client's part in a method's sums cannot be bounded, or None."""
-        if why := barred(f"dp={self.dp}", row, options, row.private or row.additive):
+        name = f"dp={self.dp}"
+        if why := barred(name, row, options, row.private or row.additive, row.private_unless):
             return why
+        if self.dp == "local" and not self.on and row.server.portions:
+            return (
+                f"dp=local is not for {row.name} without masks: what its clients add to a sum "
+                "is no update that they could send; set secure=sum, or dp=client"
+            )
         if limits.max_share < 1:
             return f"dp={self.dp} counts every client the same; remove max_share"
         return None
@@ -156,11 +163,13 @@ class Privacy:
 SECRECY = {field.name: field.default for field in fields(Privacy)}
 
 
-def barred(what: str, row: Any, options: Any, always: str) -> str | None:
+def barred(
+    what: str, row: Any, options: Any, always: str, more: Mapping[str, str] | None = None
+) -> str | None:
     """Return why `what` is not for a method: always, or with one of its settings; or None."""
     if always:
         return f"{what} is not for {row.name}: {always}"
-    for name, why in row.unless.items():
+    for name, why in {**row.unless, **(more or {})}.items():
         key, _, value = name.partition("=")
         if str(vars(options)[key]) == value:
             return f"{what} is not for {row.name} with {name}: {why}"

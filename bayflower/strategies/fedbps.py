@@ -16,7 +16,8 @@ personal.
 
 sigma_g does not depend on the shift c: Σ pi (mu − w_g)² = Σ pi (mu − c)² − (w_g − c)². Down travel
 the mask as bits, and w_g on the shared entries alone; before the first round every entry is shared.
-In a secure sum clients shift by what they were sent, which is 0 on personal entries.
+In a secure sum clients shift by what they were sent, which is 0 on personal entries. In a private
+sum (dp) they send no personal entries and no squares: M ranks what is left of sigma_g by E-B5.
 
 Departs:
   E-B2  the algorithm's line 6 lacks the square of [eq. 5], without which the term is always 0.
@@ -36,6 +37,7 @@ Departs:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -46,6 +48,7 @@ from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_choices
 from ..maths.bits import pack_bits
 from ..maths.curvature import Kind
+from ..maths.ranking import divided, drawn, flat, standardised, steadied, top
 from ..maths.window import on_grid
 from ..settings import Presets, paper, setting
 from ..shown import Heading
@@ -269,6 +272,20 @@ class Server(ServerHalf):
             **apart,
         }
 
+    # a quarter of the noise budget: E-B5 leaves the variance within clients to be ranked
+    portions = {"scores": 0.25}
+    replaced = ("variance",)
+
+    def portion(self, state: State | Broadcast, update: Update) -> Tensors:
+        """Return the client's variances in units of their own spread."""
+        return {"scores": standardised(update.variance)}
+
+    def restored(self, state: State, sums: Tensors, noise: Mapping[str, float]) -> Tensors:
+        """Return sums whose variance between clients is 0, and within them the noisy scores."""
+        found = steadied(sums["scores"], noise["scores"], state.mask)
+        within = {f"within/{name}": value for name, value in found.items()}
+        return within | {f"between/{name}": torch.zeros_like(v) for name, v in found.items()}
+
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
         """Return the same sums over stacked updates, in float64 on their device."""
         number = updates.num_examples
@@ -363,37 +380,3 @@ def moments(last: Tensors, total: Sum) -> tuple[Tensors, Tensors]:
         # rounding may leave −1e-30
         between[name] = (squares / number - step.square()).clamp(min=0)
     return within, between
-
-
-def top(scores: Tensor, share: float) -> Tensor:
-    """Return true on the ⌊share · size + ½⌋ largest of a vector, of equals the lower index first
-    (E-B6).
-    """
-    order = torch.sort(scores, descending=True, stable=True).indices
-    return torch.zeros_like(scores, dtype=torch.bool).index_fill(
-        0, order[: math.floor(share * scores.numel() + 0.5)], True
-    )
-
-
-def drawn(scores: Tensors) -> Tensors:
-    """Return uniform random numbers of the same shapes by name, the same in every round."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.rand(scores[name].shape, generator=generator, dtype=torch.float64).to(
-            scores[name].device
-        )
-        for name in sorted(scores)
-    }
-
-
-def divided(term: Tensors, median: Tensor) -> Tensors:
-    """Return the term over its median; as it is where the median is 0, because most entries do not
-    differ at all.
-    """
-    scale = torch.where(median > 0, median, torch.ones_like(median))
-    return {name: value / scale for name, value in term.items()}
-
-
-def flat(tensors: Tensors) -> Tensor:
-    """Return all entries as one vector, in the order of names."""
-    return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])

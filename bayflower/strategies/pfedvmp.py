@@ -34,7 +34,7 @@ Departs:
   E-P9  one Gaussian a class, not a product of mixtures; labels are known.
   E-P11 the sum is at least N_k alpha I, so Cholesky exists; float64, and weights beyond its range
 fall back on eigenvalues. E-P1, E-P3, E-P10, E-P12 and E-P13 are the client's. A class that nobody
-sent keeps its centroid.
+sent keeps its centroid. Private sums (dp) add what `maths/noisyclasses.py` says of a class.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ from torch import Tensor
 
 from ..contract import ServerHalf, Statistic, Sum
 from ..errors import BayflowerError, ConfigError, check_choices
-from ..maths.classmessages import ClassMessage, blank, filled, received, roots, shrunk, sizes
+from ..maths import classmessages
+from ..maths.classmessages import ClassMessage, all_shrunk, filled, received, roots, shrunk, sizes
 from ..maths.classwise import class_sums, from_triangle, to_triangle
-from ..maths.gaussian import solve_precision, solve_without_waiting
+from ..maths.gaussian import solve_clamped, solve_precision, solve_without_waiting
+from ..maths.noisyclasses import class_portion, restored_classes
 from ..networks.model import Anatomy
 from ..settings import Presets, paper, setting
 from ..shown import Heading
@@ -257,21 +259,13 @@ class Server(ServerHalf):
         """Return stacked updates with their claims multiplied by factors."""
         names = [f"class {k}" for k in range(updates.counts.shape[1])]
         by = torch.stack([factors[name] for name in names], 1)
-        if self.config.centroid == "count_mean":
-            fewer = (updates.counts * by).floor().to(updates.counts.dtype)
-            return updates._replace(counts=torch.where(by < 1, fewer.clamp(min=1), updates.counts))
-        if self.config.centroid == "diag":
-            key, wide = "precision", by[..., None]
-        else:
-            rest = torch.cat([by, by.new_ones(len(by), 1)], 1)
-            key, wide = "weight", rest.gather(1, updates.spread["label"].long())
-        old = updates.spread[key]
-        new = torch.where(wide < 1, (old.double() * wide).to(old.dtype), old)
-        return updates._replace(spread={**updates.spread, key: new})
+        return updates._replace(**all_shrunk(self.config.centroid, updates, by))
 
     def expects(self, state: State) -> ClassMessage:
         """Return the shape of a message without any class."""
-        return blank(self.config.centroid, self._like(state), state.centroids.shape[1])
+        return classmessages.blank(
+            self.config.centroid, self._like(state), state.centroids.shape[1]
+        )
 
     def unpack(self, state: State, flat: Tensors) -> ClassMessage:
         """Return the message; raise if names, shapes, dtypes, counts, ranks or values cannot be
@@ -316,6 +310,19 @@ class Server(ServerHalf):
         found, centroid = self.statistic(state, client, update), self.config.centroid
         scale = self.config.alpha if centroid == "precision" else None
         return filled(centroid, found, update.counts, state.centroids.shape[1], scale)
+
+    portions = {"classes": 0.25}  # of the noise budget
+    replaced = ("counts", "means", "spread")
+
+    def portion(self, state: State, update: ClassMessage) -> Tensors:
+        """Return natural parameters of all classes, relative to the centroids that were sent."""
+        config, sent = self.config, state.centroids
+        return {"classes": class_portion(config.centroid, config.alpha, update, sent)}
+
+    def restored(self, state: State, sums: Tensors, noise: Mapping[str, float]) -> Tensors:
+        """Return natural parameters of the classes that are heard through the noise."""
+        noisy, spread = sums["classes"], noise["classes"]
+        return restored_classes(self.config.centroid, noisy, spread, state.centroids)
 
     def _simple(self, count: Tensor, precision: Tensor) -> Tensor:
         """Return the precision where it is no matrix: given by coordinate, the number of samples,
@@ -384,14 +391,7 @@ class Server(ServerHalf):
                 raise BayflowerError(DIVERGED) from None
             # weights so large that alpha is lost in their rounding: what is left of such directions
             # is at least alpha
-            values, vectors = torch.linalg.eigh(matrix)
-            return torch.einsum(
-                "gij,gj,gkj,gk->gi",
-                vectors,
-                1 / values.clamp(min=self.config.alpha),
-                vectors,
-                shift,
-            )
+            return solve_clamped(matrix, shift, self.config.alpha)
 
     def report(self, state: State) -> dict[str, float]:
         """Return how many classes have a centroid."""

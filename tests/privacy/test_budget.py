@@ -40,7 +40,10 @@ BASE = {
     "device": "cpu",
     "stacking": "no",
 }
-PRIVATE = [row.name for row in methods.ROWS if not (row.additive or row.private)]
+# methods with portions: test_portions.py
+PRIVATE = [
+    row.name for row in methods.ROWS if not (row.additive or row.private or row.server.portions)
+]
 
 
 @pytest.fixture
