@@ -6,7 +6,9 @@
 writes benchmarks/results/secure_rounds_loop.json or secure_rounds_processes.json. FedAvg trains the
 CNN of 0.58 M parameters on Fashion-MNIST. Runs are made one after the other, each with its own
 settings alone; the first round, in which clients show their cards and nodes fetch the app, is given
-apart. `loop` also counts CPU seconds, which other programs on the machine do not change.
+apart. `loop` also counts CPU seconds, which other programs on the machine change little, and the
+bytes of a round. With --repeats it takes the ways in turn, so that a busy hour hits all of them;
+the ratios are medians, each of runs that followed one another.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bayflower.config import parse
@@ -49,7 +52,8 @@ def loop(settings: dict[str, Any]) -> dict[str, Any]:
     begin = time.process_time()
     done = execute(ready)
     found = [record["seconds"] for record in done.rounds]
-    return {"seconds": found, "cpu": time.process_time() - begin, "faults": done.faults}
+    sent = {way: done.rounds[-1][way] for way in ("bytes_up", "bytes_down")}
+    return {"seconds": found, "cpu": time.process_time() - begin, **sent, "faults": done.faults}
 
 
 def processes(local: Local, settings: dict[str, Any], way: str) -> dict[str, Any]:
@@ -73,6 +77,23 @@ def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"ways": found, "ratio": ratios}
 
 
+def in_turn(repeats: int, settings: dict[str, Any], ways: dict[str, Any]) -> dict[str, Any]:
+    """Return the measurements of runs that take turns, and medians of their ratios."""
+    turns = []
+    for _ in range(repeats):
+        found: dict[str, dict[str, Any]] = {}
+        for way, more in ways.items():
+            found[way] = loop({**settings, **more})
+            print(way, json.dumps(found[way]), flush=True)
+        turns.append(compared(found))
+    keys = ("ratio", "cpu_ratio")
+    every = {key: {way: [one[key][way] for one in turns] for way in ways} for key in keys}
+    medians = {key: {way: median(one) for way, one in every[key].items()} for key in keys}
+    plain = turns[0]["ways"]["plain"]
+    up = {way: one["bytes_up"] / plain["bytes_up"] for way, one in turns[0]["ways"].items()}
+    return {"turns": turns, "all_ratios": every, **medians, "bytes_up_ratio": up}
+
+
 def main() -> None:
     """Measure on one engine and write its file."""
     parser = argparse.ArgumentParser(
@@ -84,6 +105,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=0, help="of one client")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1, help="of loop, in turn")
+    parser.add_argument("--name", default="", help="of the file, after secure_rounds_")
     parser.add_argument("--ways", default=",".join(WAYS), help="of " + ", ".join(WAYS))
     given = parser.parse_args()
     clients = given.clients or (50 if given.engine == "loop" else 3)
@@ -99,9 +122,7 @@ def main() -> None:
     ways = {way: WAYS[way] for way in given.ways.split(",")}
     found: dict[str, dict[str, Any]] = {}
     if given.engine == "loop":
-        for way, more in ways.items():
-            found[way] = loop({**settings, **more})
-            print(way, json.dumps(found[way]), flush=True)
+        measured = in_turn(given.repeats, settings, ways)
     else:
         with tempfile.TemporaryDirectory(prefix="bayflower-secure-") as name:
             folder = folders.init(Path(name) / "fed", clients=clients)
@@ -118,15 +139,17 @@ def main() -> None:
                     print(way, json.dumps(found[way]), flush=True)
             finally:
                 local.down()
+        measured = compared(found)
     content = {
         "clients": clients,
         "samples": samples,
         "epochs": given.epochs,
         "cores": os.cpu_count(),
-        **compared(found),
+        "rounds": given.rounds,
+        **measured,
     }
     print(json.dumps({key: content[key] for key in content if "ratio" in key}))
-    write_json(RESULTS / f"secure_rounds_{given.engine}.json", content)
+    write_json(RESULTS / f"secure_rounds_{given.name or given.engine}.json", content)
 
 
 if __name__ == "__main__":
