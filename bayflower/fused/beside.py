@@ -52,7 +52,7 @@ class Asked(NamedTuple):
 
 
 class Beside:
-    """Some runs side by side. `begin` is called in the thread of each."""
+    """Some runs side by side. `work` is called in the thread of each."""
 
     def __init__(self, runs: int) -> None:
         self.turn = threading.Condition()
@@ -119,8 +119,11 @@ class Beside:
             waiting.setdefault(self.asked[number].key, []).append(number)
         some = min(waiting.items(), key=lambda item: (-len(item[1]), item[0]))[1]
         asked = {number: self.asked.pop(number) for number in some}
-        for part in self._that_fit(asked):
-            self.found |= self._trained({number: asked[number] for number in part})
+        try:
+            for part in self._that_fit(asked):
+                self.found |= self._trained({number: asked[number] for number in part})
+        except Exception as error:  # all of them hear of it: none may wait for ever
+            self.found |= dict.fromkeys(asked.keys() - self.found.keys(), error)
         self.turn.notify_all()
 
     def _that_fit(self, asked: dict[int, Asked]) -> list[list[int]]:

@@ -190,8 +190,7 @@ def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
         f"do{f' in part {place} of {parts}' if parts > 1 else ''}"
     )
     end = time.monotonic() + 60 * plan.minutes if plan.minutes else math.inf
-    failed = 0
-    number = 0
+    failed = number = 0
     for some in groups(todo, plan):
         named = {}
         for job in some:
@@ -204,11 +203,12 @@ def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
                     f"{words}: not started, the limit of {plan.minutes:g} minutes is nearly reached"
                 )
             continue
+        over = False
         for job, found in run_some(named, plan, say, end):
             words = named[job]
             if isinstance(found, OutOfTimeError):
                 say(f"{words}: stopped, the limit of {plan.minutes:g} minutes is reached")
-                end = -math.inf
+                over = True
             elif isinstance(found, BayflowerError):  # the other runs may still go
                 say(f"{words}: failed: {found}")
                 failed += 1
@@ -217,7 +217,7 @@ def run_missing(tables: list[Table], plan: Plan, cache: Cache, say: Say) -> int:
             else:
                 cache.put(job.spec, job.seed, *found)
                 say(f"{words}: done, {found[0]['seconds']:.1f} s")
-        if end == -math.inf:
+        if over:
             break
     return failed
 
@@ -253,10 +253,10 @@ def run_some(
             return [(job, error)]
     from ..fused.beside import side_by_side
 
-    one = partial(run_one, plan=plan, say=say, end=end, share=len(named))
-    calls = [partial(one, job, words=words) for job, words in named.items()]
-    asked = [lambda seat, call=call: call(seat=seat) for call in calls]
-    return zip(named, side_by_side(asked), strict=True)
+    def call(job: RunJob, seat: Any) -> Any:
+        return run_one(job, plan, named[job], say, end, seat, len(named))
+
+    return zip(named, side_by_side([partial(call, job) for job in named]), strict=True)
 
 
 def run_one(

@@ -16,6 +16,7 @@ from bayflower.config import Settings
 from bayflower.engines import Prepared, execute
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files.checkpoint import read, to_resume
+from bayflower.fused import choice
 from bayflower.fused.beside import JointPhase, side_by_side
 from bayflower.methods import METHODS
 from bayflower.study.plan import Entry, Study, planned
@@ -188,6 +189,14 @@ def test_too_little_memory_for_all_and_errors_inside_the_stack(monkeypatch):
 
     def broken(self, *given):
         raise RuntimeError("a layer has no rule")
+
+    def measured(engine, ordered, sent):
+        return full(engine) if len(ordered) > len(engine.stack.clients) else 0
+
+    with monkeypatch.context() as patch:  # while the memory of all runs is measured
+        patch.setattr(choice, "clients_that_fit", measured)
+        found, _ = side(*(made("fedavg", seed) for seed in range(2)))
+    assert [type(one) for one in found] == [torch.OutOfMemoryError] * 2
 
     monkeypatch.setattr(JointPhase, "run", broken)
     found, _ = side(*(made("fedavg", seed) for seed in range(2)))

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from privateruns import BASE
 from scipy import optimize, stats
 
 from bayflower import methods
@@ -29,17 +30,6 @@ from bayflower.rounds.halves import make_halves
 from bayflower.tree import flatten, map_tree, unflatten
 
 pytest.importorskip("dp_accounting")
-BASE = {
-    "dataset": "digits",
-    "model": "mlp",
-    "num_clients": 6,
-    "rounds": 3,
-    "local_epochs": 1,
-    "calibration": "off",
-    "evaluate_every": 0,
-    "device": "cpu",
-    "stacking": "no",
-}
 # methods with portions: test_portions.py
 PRIVATE = [
     row.name for row in methods.ROWS if not (row.additive or row.private or row.server.portions)

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from privateruns import BASE
 
 from bayflower import methods
 from bayflower.config import parse
@@ -29,17 +30,6 @@ CLASSES, C = 3, 0.7
 RULES = ("precision", "diag", "count_mean", "mean")
 CASES = [("pfedvmp", {"centroid": rule}) for rule in RULES]
 CASES += [("fedbps", {"ranking": one}) for one in ("paper", "printed")]
-BASE = {
-    "dataset": "digits",
-    "model": "mlp",
-    "num_clients": 6,
-    "rounds": 3,
-    "local_epochs": 1,
-    "calibration": "off",
-    "evaluate_every": 0,
-    "device": "cpu",
-    "stacking": "no",
-}
 
 
 @pytest.fixture
