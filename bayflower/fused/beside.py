@@ -218,8 +218,8 @@ class Seat(NamedTuple):
         if self.beside.together < 2:
             return outcome
         line = (
-            f"up to {self.beside.together} runs with different seeds were trained side by side; "
-            "seconds are those of all of them"
+            f"seconds are those of up to {self.beside.together} runs with different seeds, which "
+            "were trained side by side"
         )
         return outcome._replace(remarks=(*outcome.remarks, line))
 
