@@ -44,7 +44,12 @@ ALONE = "local"  # what all others are compared with
 GAP = 2.0  # points below it that need an explanation
 # 97.5 % quantiles of Student's t by degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-SILENT = ("data_dir", "device", "dataset")  # settings that differ between machines
+# settings that differ between machines or say how a run is done, not what comes out
+SILENT = frozenset(
+    "data_dir device dataset download max_fused workers worker_block stacking cuda_graphs"
+    " client_states".split()
+)
+LATER = {"fraction_evaluate": 1.0}  # settings younger than the lines, and what the lines had
 
 
 class Data(NamedTuple):
@@ -109,7 +114,11 @@ def about(job: Job) -> str:
 def hashed(method: str, given: dict[str, Any]) -> str:
     """Return a hash of all settings that decide a run's numbers."""
     flat = parse(method, given).flat()
-    kept = {key: value for key, value in flat.items() if key not in SILENT}
+    kept = {
+        key: value
+        for key, value in flat.items()
+        if key not in SILENT and value != LATER.get(key, object)
+    }
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
