@@ -46,8 +46,18 @@ GAP = 2.0  # points below it that need an explanation
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 # settings that differ between machines or say how a run is done, not what comes out
 SILENT = frozenset(
-    "data_dir device dataset download max_fused workers worker_block stacking cuda_graphs"
-    " client_states".split()
+    [
+        "data_dir",
+        "device",
+        "dataset",
+        "download",
+        "max_fused",
+        "workers",
+        "worker_block",
+        "stacking",
+        "cuda_graphs",
+        "client_states",
+    ]
 )
 LATER = {"fraction_evaluate": 1.0}  # settings younger than the lines, and what the lines had
 
