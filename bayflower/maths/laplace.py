@@ -135,8 +135,8 @@ def fitted(seen: Seen, weights: Tensor) -> Posterior:
         precision = best_prior(seen.diagonal, weights)
         std = (seen.diagonal + precision).rsqrt()
         return Posterior("diagonal", {"std": std}, "diagonal Laplace approximation, last layer")
-    a, into = torch.linalg.eigh(seen.gram / seen.number.clamp(min=1))
-    b, out = torch.linalg.eigh(seen.curvature)
+    a, into = torch.linalg.eigh(finite(seen.gram / seen.number.clamp(min=1)))
+    b, out = torch.linalg.eigh(finite(seen.curvature))
     known = a.clamp(min=0)[:, None] * b.clamp(min=0)[None]
     inverse = 1 / (known + best_prior(known, weights))
     return Posterior(
@@ -145,6 +145,13 @@ def fitted(seen: Seen, weights: Tensor) -> Posterior:
         "Laplace approximation of the last layer (Kronecker factors), prior of the highest "
         "evidence",
     )
+
+
+def finite(matrix: Tensor) -> Tensor:
+    """Return the matrix; zeros if it has numbers that are none. A client whose training diverged
+    then has no known directions, and the others keep their posteriors.
+    """
+    return torch.where(matrix.isfinite().all(), matrix, torch.zeros_like(matrix))
 
 
 def best_prior(known: Tensor, weights: Tensor) -> Tensor:

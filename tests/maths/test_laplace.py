@@ -192,3 +192,26 @@ def test_logits_that_are_no_layers_output_have_no_last_layer() -> None:
     logits, inputs = forward_last(model, params, {}, data().x, last_layer(model))
     assert inputs is None
     assert logits.shape == (N, C)
+
+
+@pytest.mark.parametrize("broken", ["gram", "curvature"])
+def test_a_client_that_diverged_takes_nothing_from_the_others(broken: str) -> None:
+    """Three clients in one stack, one with numbers that are none: no error, and the others have the
+    posterior they have alone.
+    """
+    model = net()
+    params, _ = model.initial(0, torch.float64)
+    found, _, _ = seen(model, params, data())
+    weights = laplace.last_weights(params, last_layer(model))
+    bad = found._replace(**{broken: torch.full_like(getattr(found, broken), math.nan)})
+    several = laplace.Seen(*(torch.stack(rows) for rows in zip(found, bad, found, strict=True)))
+
+    def parts(one: laplace.Seen) -> dict[str, torch.Tensor]:
+        return laplace.fitted(one, weights).tensors
+
+    alone = parts(found)
+    stacked = torch.func.vmap(parts)(several)
+    for name, value in alone.items():
+        for place in (0, 2):
+            torch.testing.assert_close(stacked[name][place], value, rtol=1e-9, atol=1e-9)
+        assert stacked[name][1].isfinite().all()
