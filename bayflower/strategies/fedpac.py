@@ -42,6 +42,7 @@ from . import fedper
 
 Variance = Literal["unbiased", "printed"]
 MOST = 5000  # iterations
+FEW = 256  # mixtures of so many clients are solved on the CPU: a GPU waits after each small step
 NEAR = 1e-12  # change of a weight at which they end
 
 
@@ -260,7 +261,9 @@ class Server(ServerHalf):
         found = torch.eye(len(number), dtype=torch.float64, device=h.device)
         some = (~alone).nonzero()[:, 0]
         if len(some):
-            alpha = mixtures(h[some] @ h[some].mT, variance[some])
+            gram, spread = h[some] @ h[some].mT, variance[some]
+            where = "cpu" if len(some) <= FEW else h.device
+            alpha = mixtures(gram.to(where), spread.to(where)).to(h.device)
             alpha = torch.where(alpha > self.config.pac_cut, alpha, torch.zeros_like(alpha))
             found[some[:, None], some[None]] = alpha / alpha.sum(1, keepdim=True)
         return found
