@@ -52,7 +52,7 @@ def compare(
     monitor: str = "accuracy",
     out: str | Path | None = None,
     jobs: int | None = None,
-    together: bool | None = None,
+    together: bool = False,
     overwrite: bool = False,
     progress: Shown = "auto",
     verbose: bool = False,
@@ -76,7 +76,7 @@ def compare(
     out        folder; runs go to OUT/LABEL/seed-SEED, and those that are there are not done again
     jobs       runs at a time, each in a process of its own; None = one a core for several seeds on
                a CPU, else one. A network that cannot be imported is trained in this process
-    together   fused engine: train the seeds of a method side by side in one stack; None = on a GPU
+    together   fused engine: train the seeds of a method side by side in one stack
     settings   go to the methods that have them
     """
     with spoken(verbose):

@@ -118,7 +118,7 @@ def compare(
     )
     first = int(given.pop("seed", 0)) if seed is None else seed
     entries, numbers = of_methods(methods, given), seeds_of(seeds, first)
-    study = Study(entries, numbers, out, engine, jobs or 0, together)
+    study = Study(entries, numbers, out, engine, jobs or 0, bool(together))
     trackers = wanted(tensorboard, mlflow, wandb, out.name)
     done = carried_out(study, overwrite, port, app, as_json, trackers)
     if as_json:

@@ -140,11 +140,11 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="replace a run that is in the folder already")
 ]
 Together = Annotated[
-    bool | None,
+    bool | None,  # None: as study.toml says
     typer.Option(
         "--together/--apart",
         help="fused engine: train the seeds of a method side by side in one stack, or one after "
-        "another [together on a GPU]",
+        "another [--apart]",
         show_default=False,
     ),
 ]

@@ -139,7 +139,7 @@ def reproduce(
         parts(part),
         only,
         str(keep or ""),
-        together,
+        bool(together),
     )
     cache = Cache(results or default_folder(), say)
     chosen = (

@@ -180,7 +180,7 @@ class Beside:
             known = (first.phase, first.purpose, self.stack, len(chosen), 0, graphs)
             self.phases[key] = JointPhase(half, *known, engines=self.engines)
         works = [one.work for one in asked.values()]
-        joined = map_tree(lambda *leaves: torch.cat(leaves)[index], *works)
+        joined = map_tree(lambda *leaves: taken(torch.cat(leaves), index), *works)
         work, losses, seen = self.phases[key].run(joined, chosen, first.round)  # type: ignore[arg-type]
         back, begin = np.argsort(order), 0
         found: dict[int, Trained] = {}
@@ -188,7 +188,7 @@ class Beside:
             mine = back[begin : begin + len(one.chosen)]
             begin += len(one.chosen)
             places = upload(mine, device)
-            own = map_tree(lambda leaf, places=places: leaf[places], work)
+            own = map_tree(lambda leaf, places=places: taken(leaf, places), work)
             found[number] = own, losses[places], seen[mine]
         return found
 
@@ -338,6 +338,11 @@ class JointPhase(StackedPhase):
             own = [chosen[place][1] for place in places]
             keys[places] = draw(self.engines[number].seed, *stage, own, round)
         return keys
+
+
+def taken(leaf: Tensor, places: Tensor) -> Tensor:
+    """Return rows of a leaf, wherever it lives: what a half computes on the CPU stays there."""
+    return leaf[places.to(leaf.device)]
 
 
 def runs_of(chosen: Sequence[Member]) -> dict[int, list[int]]:

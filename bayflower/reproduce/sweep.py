@@ -75,14 +75,12 @@ class Plan:
     # only runs that have these settings; method and seed count as settings
     where: tuple[tuple[str, str], ...] = ()
     keep: str = ""  # a folder for the folders of runs
-    together: bool | None = None  # train seeds of a setting side by side; None = on a GPU
+    together: bool = False  # train seeds of a setting side by side
 
     @property
     def side_by_side(self) -> bool:
         """Return whether seeds of a setting are trained side by side."""
-        if self.together is not None:
-            return self.together and self.engine == "fused"
-        return self.engine == "fused" and named_device(self.device).type == "cuda"
+        return self.together and self.engine == "fused"
 
     def wants(self, job: RunJob) -> bool:
         """Return whether a run is among those that are to be done."""

@@ -42,7 +42,7 @@ class Study:
     out: Path
     engine: str = "fused"
     jobs: int = 0  # 0 = by the machine
-    together: bool | None = None  # train the seeds of an entry side by side; None = by the machine
+    together: bool = False  # train the seeds of an entry side by side
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -143,7 +143,7 @@ def read(path: Path) -> Study:
             Path(str(content.get("out", Path("runs") / path.stem))),
             str(content.get("engine", "fused")),
             int(content.get("jobs", 0)),
-            truth(content.get("together")),
+            truth(content.get("together", False)),
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -151,9 +151,9 @@ def read(path: Path) -> Study:
         ) from None
 
 
-def truth(given: Any) -> bool | None:
-    """Return true, false or None as it was given."""
-    if given is not None and not isinstance(given, bool):
+def truth(given: Any) -> bool:
+    """Return true or false as it was given."""
+    if not isinstance(given, bool):
         raise ValueError(f"together must be true or false, got {given!r}")
     return given
 

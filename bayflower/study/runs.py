@@ -50,18 +50,6 @@ def jobs_of(study: Study, missing: Sequence[Planned]) -> int:
     return max(1, min(len(missing), cores(), free_memory() // MEMORY))
 
 
-def together(study: Study, missing: Sequence[Planned], tracked: bool) -> bool:
-    """Return whether the seeds of an entry are trained side by side. Unless the study says: on a
-    GPU, which one run seldom fills, but not where trackers look on.
-    """
-    if study.together is not None:
-        return study.together
-    if study.engine != "fused" or study.jobs or tracked:
-        return False
-    settings = [one.run.settings for one in missing]
-    return any(one.torch_device().type == "cuda" and not one.on_workers for one in settings)
-
-
 def cores() -> int:
     """Return the CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -109,7 +97,7 @@ def carry_out(
     elif jobs > 1:
         say(f"{len(missing)} runs, {jobs} at a time")
         side_by_side(missing, study.engine, jobs, say, words)
-    elif together(study, missing, bool(words)):
+    elif study.together:
         for some in by_entry(missing):
             beside_each_other(some, ready, watch, say)
     else:

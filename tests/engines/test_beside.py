@@ -12,15 +12,13 @@ from conftest import assert_same_bits, small_prepared, some
 from prefork import bayflower
 from torch import nn
 
-from bayflower.config import Settings
 from bayflower.engines import Prepared, execute
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files.checkpoint import read, to_resume
 from bayflower.fused import choice
 from bayflower.fused.beside import JointPhase, side_by_side
 from bayflower.methods import METHODS
-from bayflower.study.plan import Entry, Study, planned
-from bayflower.study.runs import together
+from bayflower.study.plan import Entry, Study
 from bayflower.testing.runs import same_outcome
 from bayflower.tree import flatten
 
@@ -91,7 +89,9 @@ def test_seeds_side_by_side_have_the_bits_of_seeds_alone(method):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("method", ["fedmap", "pfedvmp", "metavd", "fednp", "scaffold", "fedrep"])
+@pytest.mark.parametrize(
+    "method", ["fedmap", "pfedvmp", "metavd", "fednp", "scaffold", "fedrep", "fedpop"]
+)
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_gpu_gives_each_seed_its_numbers(method, graphs):
     """Several rounds, so that steps are recorded and replayed."""
@@ -254,18 +254,10 @@ def test_a_comparison_side_by_side_has_the_numbers_of_one_run_after_another(tmp_
     assert json.loads(gone.read_text())["final"] == json.loads(kept)["final"]
 
 
-def test_when_seeds_are_put_together(monkeypatch, tmp_path):
-    def asked(*known, tracked=False, **given):
-        study = Study((Entry("fedavg", "fedavg", given),), (0, 1), tmp_path, *known)
-        return together(study, planned(study), tracked)
-
-    assert [asked(), asked("fused", 0, True), asked("fused", 0, False)] == [False, True, False]
-    monkeypatch.setattr(Settings, "torch_device", lambda self: torch.device("cuda"))
-    assert [asked(), asked("fused", 1), asked("loop")] == [True, False, False]
-    assert [asked(tracked=True), asked(workers="2")] == [False, False]
-    for engine, jobs in (("loop", 0), ("fused", 2)):
-        with pytest.raises(ConfigError, match="together trains seeds side by side"):
-            asked(engine, jobs, True)
+@pytest.mark.parametrize(("engine", "jobs"), [("loop", 0), ("fused", 2)])
+def test_seeds_side_by_side_need_one_process_of_the_fused_engine(engine, jobs, tmp_path):
+    with pytest.raises(ConfigError, match="together trains seeds side by side"):
+        Study((Entry("fedavg", "fedavg", {}),), (0, 1), tmp_path, engine, jobs, True)
 
 
 @pytest.mark.slow
