@@ -12,6 +12,15 @@ gradients travel quantised.
     theta ← theta − gamma g + √(2 gamma) ξ,   ξ standard normal                              [eq. 4]
     eta_bar ← eta_bar + alpha Σ_k sent_k,   alpha = 1/(1 + min(d/s², √d/s))                  [eq. 5]
 
+With qlsd_step = 0, gamma = 2/(samples of all clients), and instead of [eq. 4]
+
+    theta ← theta − m/(1 + ‖m‖/(0.1 ‖theta‖)) + √(2 gamma T) ξ,   m = gamma g                [eq. 6]
+    T = min(1, tau/(3 F)),   F the most inputs of a unit                                     [eq. 7]
+
+tensor by tensor: a tamed step (Brosse et al. 2019) of a cold posterior. Its prior N(0, T/tau) is as
+wide as the initial weights of the widest layer. With T = 1 the noise of a step is several times
+these weights, and wide networks diverge.
+
 ξ is drawn from a key and the round's number, which are parts of the state: so `finalise` is a
 function of its arguments, the same on every engine, and a resumed run repeats it.
 
@@ -20,9 +29,10 @@ clients are sent. By default the samples start anew each time that their number 
 of the way to the posterior do not count for long. A client that has lost its memory says so by
 `turns` ≤ 0; all memories then start anew (`epoch`).
 
-Departs: tensors are quantised one by one, as in the authors' code; the paper quantises the whole
-vector. The variant with control variates (QLSD++) is left out. Running statistics are averaged by
-sample count.
+Departs: [eq. 6] and [eq. 7] are ours; the 2 and the 0.1 are the best of 18 pairs on digits and
+heart disease (seed 0, 30 rounds). Tensors are quantised one by one, as in the authors' code; the
+paper quantises the whole vector. The variant with control variates (QLSD++) is left out. Running
+statistics are averaged by sample count.
 """
 
 from __future__ import annotations
@@ -42,7 +52,10 @@ from ..tree import Tensors, digest
 from . import fedavg, pvi
 
 LEVELS = 32767  # the largest code
-RATE = 0.5  # step of the gradient of the mean loss, if qlsd_step is 0
+# if qlsd_step is 0:
+RATE = 2.0  # step of the gradient of the mean loss
+LONGEST = 0.1  # move of a tensor by its gradient, in parts of the tensor's own length
+LEAST = 0.02  # root mean square of a tensor that counts as its length, at least
 
 
 @dataclass(frozen=True)
@@ -51,8 +64,9 @@ class Config(fedavg.Tuning):
 
     qlsd_step: float = setting(
         0.0,
-        "step size: of the gradient of the loss summed over all samples of all clients; 0 = "
-        "0.5 / (number of these samples)",
+        "step size: of the gradient of the loss summed over all samples of all clients; 0 = 2 / "
+        "(number of these samples), where no tensor moves by more than a tenth of its length, and "
+        "the posterior is as cold as wide layers need",
     )
     qlsd_prior: float = setting(5.0, "precision of the prior N(0, 1/precision)")
     qlsd_levels: int = setting(256, "levels of the quantiser")
@@ -62,7 +76,9 @@ class Config(fedavg.Tuning):
         "rounds before samples count for mean and variance; -1 = they start anew in rounds 3, 6, "
         "11, 22, 44, 88, …, so that the first ones are forgotten",
     )
-    qlsd_noise: float = setting(1.0, "size of the Langevin noise; 1 = the posterior, 0 = descent")
+    qlsd_noise: float = setting(
+        1.0, "size of the Langevin noise; 1 = the posterior (qlsd_step=0: a cold one), 0 = descent"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,14 +236,16 @@ class Server(pvi.Server):
         each = state.number.double() / total["replies"].double()
         draw = generator("qlsd", int(state.key), int(state.rounds))
         params, memory = {}, {}
+        chosen = not self.config.qlsd_step
         gamma = self.config.qlsd_step or RATE / float(each * total["num_examples"].double())
+        heat = temperature(state.params, self.config.qlsd_prior) if chosen else 1.0
+        size = self.config.qlsd_noise * (2 * gamma * heat) ** 0.5
         for n, value in state.params.items():
             old = torch.zeros_like(state.memory[n]) if lost else state.memory[n]
             noise = torch.randn(value.shape, generator=draw, dtype=torch.float64).to(device)
             slope = old + each * sent[n]
-            step = value.double() - gamma * slope
-            step = step + self.config.qlsd_noise * (2 * gamma) ** 0.5 * noise
-            params[n] = step.to(value.dtype)
+            move = tamed(gamma * slope, value) if chosen else gamma * slope
+            params[n] = (value.double() - move + size * noise).to(value.dtype)
             rate = memory_rate(value.numel(), self.config.qlsd_levels)
             memory[n] = old + rate * sent[n] if self.config.qlsd_memory and not lost else old
         new = {
@@ -266,6 +284,18 @@ class Server(pvi.Server):
         """Return the spread of the samples, and how many count."""
         spread = torch.cat([v.flatten() for v in self.broadcast(state, 0).spread.values()])
         return {"sample_spread": float(spread.double().mean()), "samples": float(state.kept)}
+
+
+def temperature(params: Tensors, prior: float) -> float:
+    """Return T = min(1, τ/(3 F)) [eq. 7], F the most inputs of a unit of the network."""
+    most = max((v[0].numel() for v in params.values() if v.ndim > 1), default=1)
+    return min(1.0, max(prior, 1.0) / (3 * most))
+
+
+def tamed(move: Tensor, value: Tensor) -> Tensor:
+    """Return a move of a tensor, shorter the more of the tensor's own length it is [eq. 6]."""
+    length = torch.linalg.vector_norm(value.double()).clamp(min=LEAST * value.numel() ** 0.5)
+    return move / (1 + torch.linalg.vector_norm(move) / (LONGEST * length))
 
 
 def starts_anew(round: int) -> bool:

@@ -181,21 +181,45 @@ def test_settings_are_checked():
             small("qlsd", **{key: value})
 
 
-def test_the_step_of_a_first_run_is_a_half_over_the_samples_of_all_clients():
-    """Oracle: the same round with that step given; two of three clients reply."""
-    found, given = [], {}
-    for _ in range(2):
-        case = both("qlsd", qlsd_noise=0.0, **given)
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_the_step_of_a_first_run_is_tame_and_cold(noise):
+    """Oracle: from the gradients and the noise of two rounds with a given step, tensor by tensor;
+    two of three clients reply [eq. 6] [eq. 7].
+    """
+    found = {}
+    for given in ({}, {"qlsd_step": 1.0}, {"qlsd_step": 1.0, "qlsd_noise": 0.0}):
+        case = both("qlsd", **{"qlsd_noise": noise, **given})
         server, chosen = case.prepared.halves.server, case.clients[:2]
         ((_, _, updates),) = half_rounds(case, 1)
         number = sum(int(updates[k].num_examples) for k in chosen)
-        given = {"qlsd_step": 0.5 / (number * len(case.clients) / len(chosen))}
         before = server.init(*case.prepared.halves.initial, tuple(case.clients))
         total = Total()
         for k in chosen:
             total.add(server.statistic(before, k, updates[k]))
-        found.append(server.finalise(before, total.value()).params)
-    assert_equal(*found, rtol=0, atol=1e-15)
+        found[len(given)] = server.finalise(before, total.value()).params
+    gamma = 2 / (number * len(case.clients) / len(chosen))
+    widest = max(value[0].numel() for value in before.params.values() if value.ndim == 2)
+    heat = 5 / (3 * widest)
+    assert heat < 1
+    for n, start in before.params.items():
+        old, plain, drawn = (v.double().numpy() for v in (start, found[2][n], found[1][n]))
+        m, xi = gamma * (old - plain), (drawn - plain) / np.sqrt(2)
+        length = max(np.linalg.norm(old), 0.02 * np.sqrt(old.size))
+        new = old - m / (1 + np.linalg.norm(m) / (0.1 * length)) + np.sqrt(2 * gamma * heat) * xi
+        assert np.linalg.norm(m) > 0
+        np.testing.assert_allclose(found[0][n].double().numpy(), new, rtol=1e-6, atol=1e-8)
+
+
+def test_no_step_leads_far_however_long_the_gradient():
+    value = torch.tensor([[3.0, 4.0]])
+    for size in (1e-9, 1.0, 1e30):
+        move = qlsd.tamed(size * torch.tensor([[1.0, 0.0]], dtype=torch.float64), value)
+        expected = size / (1 + size / 0.5)
+        assert float(move.norm()) == pytest.approx(expected, rel=1e-12)
+        assert float(move.norm()) <= 0.5
+    assert float(qlsd.tamed(torch.ones(4).double(), torch.zeros(4)).norm()) < 0.004
+    assert qlsd.temperature({"w": torch.zeros(7, 3, 5, 5), "b": torch.zeros(900)}, 5.0) == 5 / 225
+    assert qlsd.temperature({"b": torch.zeros(900)}, 5.0) == 1.0
 
 
 def test_samples_of_the_way_to_the_posterior_are_forgotten():
