@@ -162,6 +162,14 @@ class Settings:
         """Return whether workers share the clients."""
         return self.workers == "auto" or int(self.workers) > 0
 
+    def refuse_workers(self, what: str, instead: str) -> None:
+        """Raise if workers are asked of something that runs in one process."""
+        if self.on_workers:
+            raise ConfigError(
+                f"{what} trains all clients of a run in one process, got workers={self.workers}; "
+                f"leave workers out, and use {instead}"
+            )
+
     def torch_device(self) -> torch.device:
         """Return the device clients train on."""
         device = named_device(self.device)

@@ -65,6 +65,7 @@ class Rounds(FusedRun):
 
     def __init__(self, prepared: Prepared) -> None:
         run, _, federation, halves = prepared
+        run.settings.refuse_workers("this suite", "bench methods, which times whole rounds")
         tf32 = run.settings.tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         self.clock: Clock | None = None

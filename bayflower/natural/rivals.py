@@ -111,7 +111,9 @@ def prepared(rival: Rival, spec: Spec, seed: int, **more: Any) -> Any:
     usual |= {"stacking": "yes" if spec.linear else "auto", "seed": seed}
     usual |= {"calibration": "shrunk" if is_calibrated(rival, spec) else "off"}
     given = {**usual, "task": TASKS[spec.kind], **spec.settings, **rival.settings, **more}
-    return parse(rival.method, given)
+    run = parse(rival.method, given)
+    run.settings.refuse_workers("bayflower natural", "--jobs N for several runs at a time")
+    return run
 
 
 def is_calibrated(rival: Rival, spec: Spec) -> bool:

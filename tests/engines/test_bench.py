@@ -218,6 +218,13 @@ def test_steps_over_the_number_of_clients():
     )
 
 
+def test_stages_are_those_of_one_process():
+    """Workers are refused, not left out."""
+    prepared = cases.loaded("fedavg", cases.Options().values("digits", 1, workers="2"))
+    with pytest.raises(ConfigError, match="in one process, got workers=2; leave workers out"):
+        stages.Rounds(prepared)
+
+
 def test_an_interruption_loses_no_finished_row(tmp_path, monkeypatch):
     def broken(options, say):
         yield {"case": "first", "ms": 1.0}

@@ -185,6 +185,18 @@ def test_a_method_that_cannot_take_part_is_named(data, short, tmp_path):
     assert {key[4] for key in runs.read(tmp_path / "a.jsonl")} == {"local"}
 
 
+def test_workers_are_refused_in_one_line(data, short, outside, tmp_path):
+    """A method of one's own may have them as a default; the benchmark has one process a run."""
+    package = tmp_path / "fedown_package.py"
+    package.write_text(OUTSIDE.replace("title=", 'defaults={"workers": "2"}, title='))
+    given = ("--dataset", "radon", "--seeds", 1, "--only", "--data-dir", data, "--jobs", 1)
+    given += ("--results", tmp_path / "a.jsonl", "--method", outside)
+    found = natural(*given, fails=True)
+    assert "in one process, got workers=2; leave workers out, and use --jobs N" in found.output
+    assert "nobody can take part" in str(found.exception)
+    assert not (tmp_path / "a.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
