@@ -51,17 +51,28 @@ def submitted(folder: Path, *words: object) -> subprocess.Popen:
     )
 
 
+def collected(
+    process: subprocess.Popen, folder: Path, home: Path, settings: dict, seconds: float
+) -> dict:
+    """Return the result of what `submitted` returned, which ends well with every client in every
+    round; its files are in `home`.
+    """
+    out, err = process.communicate(timeout=seconds)
+    assert process.returncode == 0, err
+    result = json.loads(out.strip().splitlines()[-1])
+    wanted = [settings["num_clients"]] * settings["rounds"]
+    assert [one["num_clients"] for one in result["rounds"]] == wanted, result["faults"]
+    done = deploy("collect", folder, home, "--name", "tree")
+    assert done.returncode == 0, done.stderr
+    return result
+
+
 def ends_with_the_bits_of_the_loop(
     process: subprocess.Popen, folder: Path, home: Path, settings: dict, seconds: float
 ) -> None:
     """What `submitted` returned ends well, with every client in every round."""
-    out, err = process.communicate(timeout=seconds)
-    assert process.returncode == 0, err
-    result, rounds = json.loads(out.strip().splitlines()[-1]), settings["rounds"]
-    wanted = [settings["num_clients"]] * rounds
-    assert [one["num_clients"] for one in result["rounds"]] == wanted, result["faults"]
-    assert deploy("collect", folder, home, "--name", "tree").returncode == 0
-    same_as(execute(prepare(parse("fedmap", settings), "loop")), home, rounds)
+    collected(process, folder, home, settings, seconds)
+    same_as(execute(prepare(parse("fedmap", settings), "loop")), home, settings["rounds"])
 
 
 def reference(rounds: int):
