@@ -6,18 +6,20 @@
 writes benchmarks/results/secure_rounds_loop.json or secure_rounds_processes.json. FedAvg trains the
 CNN of 0.58 M parameters on Fashion-MNIST. Runs are made one after the other, each with its own
 settings alone; the first round, in which clients show their cards and nodes fetch the app, is given
-apart. `loop` also counts CPU seconds, which other programs on the machine change little, and the
-bytes of a round. With --repeats it takes the ways in turn, so that a busy hour hits all of them;
-the ratios are medians, each of runs that followed one another.
+apart. CPU seconds, which other programs on the machine change little, are those of a whole run on
+`loop`, and of each round of all programs on `processes`. With --repeats the ways take turns, so
+that a busy hour hits all of them; the ratios are medians, each of runs that followed one another.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +29,7 @@ from bayflower.deploy import folders, runs
 from bayflower.deploy.local import Local
 from bayflower.engines import execute, prepare
 from bayflower.files.atomic import write_json
+from bayflower.flower.processes import marked
 
 RESULTS = Path(__file__).parent / "results"
 SETTINGS = {
@@ -56,12 +59,33 @@ def loop(settings: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": found, "cpu": time.process_time() - begin, **sent, "faults": done.faults}
 
 
+def spent(mark: str) -> float:
+    """Return CPU seconds of a deployment's programs, with those of ended programs they started."""
+    found = 0
+    for pid in marked(mark):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended; its parent counts it
+            continue
+        found += sum(int(one) for one in fields[11:15])  # utime, stime and those of ended children
+    return found / os.sysconf("SC_CLK_TCK")
+
+
 def processes(local: Local, settings: dict[str, Any], way: str) -> dict[str, Any]:
-    """Return wall seconds of each round of a deployment."""
+    """Return wall and CPU seconds of each round of a deployment."""
     name = f"{way.replace(' ', '-')}-{time.time():.0f}"
-    result = runs.submit(local.server(), "fedavg", settings, name=name)
+    mark = local.facts["mark"]
+    seen = [spent(mark)]
+
+    def look(status: dict[str, Any]) -> None:
+        if status.get("completed", 0) >= len(seen):
+            seen.append(spent(mark))
+
+    result = runs.submit(local.server(), "fedavg", settings, name=name, show=look)
     return {
         "seconds": [record["seconds"] for record in result["rounds"]],
+        "cpu_rounds": [after - before for before, after in itertools.pairwise(seen)],
+        **{key: result["rounds"][-1][key] for key in ("bytes_up", "bytes_down")},
         "faults": result["faults"],
     }
 
@@ -70,20 +94,23 @@ def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the measurements with their ratios to the plain run; rounds but the first."""
     later = {way: sum(one["seconds"][1:]) for way, one in found.items()}
     ratios = {way: value / later["plain"] for way, value in later.items()}
-    if "cpu" in found["plain"]:
-        base = found["plain"]["cpu"]
-        cpu = {way: one["cpu"] / base for way, one in found.items()}
-        return {"ways": found, "ratio": ratios, "cpu_ratio": cpu}
-    return {"ways": found, "ratio": ratios}
+    cpu = {
+        way: sum(one["cpu_rounds"][1:]) if "cpu_rounds" in one else one["cpu"]
+        for way, one in found.items()
+    }
+    cpu_ratios = {way: value / cpu["plain"] for way, value in cpu.items()}
+    return {"ways": found, "ratio": ratios, "cpu_ratio": cpu_ratios}
 
 
-def in_turn(repeats: int, settings: dict[str, Any], ways: dict[str, Any]) -> dict[str, Any]:
+def in_turn(
+    repeats: int, ways: dict[str, Any], measure: Callable[[str, dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
     """Return the measurements of runs that take turns, and medians of their ratios."""
     turns = []
     for _ in range(repeats):
         found: dict[str, dict[str, Any]] = {}
         for way, more in ways.items():
-            found[way] = loop({**settings, **more})
+            found[way] = measure(way, more)
             print(way, json.dumps(found[way]), flush=True)
         turns.append(compared(found))
     keys = ("ratio", "cpu_ratio")
@@ -105,7 +132,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=0, help="of one client")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=1, help="of loop, in turn")
+    parser.add_argument("--repeats", type=int, default=1, help="of all ways, in turn")
     parser.add_argument("--name", default="", help="of the file, after secure_rounds_")
     parser.add_argument("--ways", default=",".join(WAYS), help="of " + ", ".join(WAYS))
     given = parser.parse_args()
@@ -120,9 +147,8 @@ def main() -> None:
         "rounds": given.rounds,
     }
     ways = {way: WAYS[way] for way in given.ways.split(",")}
-    found: dict[str, dict[str, Any]] = {}
     if given.engine == "loop":
-        measured = in_turn(given.repeats, settings, ways)
+        measured = in_turn(given.repeats, ways, lambda way, more: loop({**settings, **more}))
     else:
         with tempfile.TemporaryDirectory(prefix="bayflower-secure-") as name:
             folder = folders.init(Path(name) / "fed", clients=clients)
@@ -134,12 +160,13 @@ def main() -> None:
             local = Local(folder)
             try:
                 local.up(print)
-                for way, more in ways.items():
-                    found[way] = processes(local, {**settings, **more}, way)
-                    print(way, json.dumps(found[way]), flush=True)
+                measured = in_turn(
+                    given.repeats,
+                    ways,
+                    lambda way, more: processes(local, {**settings, **more}, way),
+                )
             finally:
                 local.down()
-        measured = compared(found)
     content = {
         "clients": clients,
         "samples": samples,
