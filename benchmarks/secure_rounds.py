@@ -61,13 +61,15 @@ def loop(settings: dict[str, Any]) -> dict[str, Any]:
 
 def spent(mark: str) -> float:
     """Return CPU seconds of a deployment's programs, with those of ended programs they started."""
-    found = 0
-    for pid in marked(mark):
+    known, found = set(marked(mark)), 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = stat.read_text().rpartition(")")[2].split()
         except OSError:  # it has just ended; its parent counts it
             continue
-        found += sum(int(one) for one in fields[11:15])  # utime, stime and those of ended children
+        ended = fields[0] == "Z" and int(fields[1]) in known  # its parent does not count it yet
+        if ended or int(stat.parent.name) in known:
+            found += sum(int(one) for one in fields[11:15])  # own seconds, and of ended children
     return found / os.sysconf("SC_CLK_TCK")
 
 
