@@ -99,6 +99,10 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=HERE)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    cuda = options.device != "cpu"
+    device = torch.cuda.get_device_name() if cuda else "a CPU, one thread"
+    name = "seeds_h200" if "H200" in device else "seeds_cuda" if cuda else "seeds_cpu"
+    options.results.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = []
     for work, (method, settings) in WORK.items():
         if settings["dataset"] == "fmnist" and not (options.data_dir / "fmnist.npz").exists():
@@ -111,13 +115,11 @@ def main() -> int:
             lines.append({"work": work, "method": method, "seeds": count})
             lines[-1] |= {"alone": alone, "together": together}
             print(f"{work}, {count} seeds: {count * alone / together:.2f} times faster", flush=True)
-    cuda = options.device != "cpu"
-    device = torch.cuda.get_device_name() if cuda else "a CPU, one thread"
-    name = "seeds_h200" if "H200" in device else "seeds_cuda" if cuda else "seeds_cpu"
-    options.results.mkdir(parents=True, exist_ok=True)
-    content = {"device": device, "commit": commit(), "rounds": options.rounds, "lines": lines}
-    (options.results / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.results / f"{name}.md").write_text(page(lines, device))
+            # after each line: an interrupted benchmark keeps what it has
+            known = {"device": device, "commit": commit(), "rounds": options.rounds}
+            text = json.dumps({**known, "lines": lines}, indent=1)
+            (options.results / f"{name}.json").write_text(text + "\n")
+            (options.results / f"{name}.md").write_text(page(lines, device))
     return 0
 
 

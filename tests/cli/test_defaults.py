@@ -52,6 +52,19 @@ def test_only_runs_of_todays_settings_count(tmp_path):
     assert defaults.finished(tmp_path / "none") == {}
 
 
+def test_measured_lines_outlive_settings_of_how_a_run_is_done():
+    """The lines that are kept belong to today's settings, and a hash does not depend on workers."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "defaults.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    assert len(defaults.finished(path)) == len(lines) > 500
+    plain, more = {"dataset": "digits"}, {"client_states": "disk", "max_fused": 3}
+    assert defaults.hashed("fedavg", plain) == defaults.hashed("fedavg", plain | more)
+    assert defaults.hashed("fedavg", plain) != defaults.hashed("fedavg", plain | {"lr": 0.5})
+    assert defaults.hashed("fedavg", plain) != defaults.hashed(
+        "fedavg", plain | {"fraction_evaluate": 0.5}
+    )
+
+
 def test_a_run_gives_a_line_and_the_page_is_written(tmp_path, monkeypatch):
     results, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
     job = Job("digits", "local", 0, 1)
