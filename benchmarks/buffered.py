@@ -1,6 +1,6 @@
 """Buffered rounds with stragglers: the time to a target accuracy, on a simulated clock.
 
-    python benchmarks/buffered.py run --data-dir DIR [--seeds 0 1 2]   writes results/buffered.jsonl
+    python benchmarks/buffered.py run --data-dir DIR [--seeds 100 …]  writes results/buffered.jsonl
     python benchmarks/buffered.py page                                 writes results/buffered.md
 
 FedAvg on the loop engine. A client needs one simulated second for a round; with stragglers, 30 % of
@@ -61,7 +61,10 @@ TITLES = {
     "digits-skewed": "digits, ten clients with unlike data (Dirichlet, beta 0.5)",
     "wisdm-natural": "wisdm, 36 people as clients",
 }
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # by seeds
+STUDENT = (  # 97.5 % quantiles of Student's t, by seeds from 2 to 20
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093),
+)
 HEAD = """# Stragglers: rounds and buffered steps
 
 FedAvg (an MLP, Adam, lr 0.01, one local epoch, batches of 32) on the loop engine with its simulated
@@ -73,10 +76,13 @@ at a time.
 The accuracy is that of the global model on all clients' test samples, tested after every step. The
 target is 95 % of what rounds without stragglers have at the end, for each seed; a time is that of
 the first test at or above it. The aim was a time of at most 1.2 times that without stragglers, and
-an accuracy within noise. Intervals are 95 %, by Student's t over seeds, and few seeds make them
-wide. Rate, batch size and length were set while test accuracies were looked at, and alike digits
-were added after the first seed of unlike ones: the numbers illustrate, and do not decide. Written
-by `benchmarks/buffered.py`; every curve is in `buffered.jsonl`.
+an accuracy within noise. Intervals are 95 %, by Student's t over seeds. Rate, batch size and length
+were chosen with seeds 0 to 3, whose test accuracies were looked at. The numbers here are of other
+seeds, from 100 on, and nothing was changed after the first of them: they decide. The aim is met if
+the whole interval of the ratio is at most 1.2, missed if the whole interval is above or a seed does
+not reach the target, and undecided otherwise. An accuracy is within noise if the interval of the
+paired difference has 0 in it. Written by `benchmarks/buffered.py`; every curve is in
+`buffered.jsonl`.
 
 """
 Curve = list[tuple[float, float, float]]  # seconds, accuracy, accuracy on the stragglers' data
@@ -165,10 +171,30 @@ def interval(values: list[float]) -> str:
         lost = f"not reached by {len(values) - len(known)} of {len(values)} seeds"
         return f"{lost} (others: {interval(known)})" if known else lost
     mean = statistics.fmean(values)
-    if len(values) < 2:
-        return f"{mean:.2f}"
-    half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.2f} ± {half:.2f}"
+    return f"{mean:.2f} ± {bounds(values)[1] - mean:.2f}" if len(values) > 1 else f"{mean:.2f}"
+
+
+def bounds(values: list[float]) -> tuple[float, float]:
+    """Return the ends of the 95 % interval; infinite if a number is, or if there is one alone."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return -math.inf, math.inf
+    mean = statistics.fmean(values)
+    half = STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+def verdict(ratios: list[float]) -> str:
+    """Return whether the aim is met, as the page says."""
+    low, high = bounds(ratios)
+    if not all(map(math.isfinite, ratios)) or low > AIM:
+        return "missed"
+    return "met" if high <= AIM else "undecided"
+
+
+def noise(differences: list[float]) -> str:
+    """Return where 0 is: in the interval, above it or below it."""
+    low, high = bounds(differences)
+    return "within noise" if low <= 0 <= high else "lower" if high < 0 else "higher"
 
 
 def rows(found: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -229,8 +255,7 @@ def table(name: str, mine: list[dict[str, Any]]) -> str:
     for label, key, end in ways:
         last = interval(numbers[end]) if end else "(the same models, later)"
         lines.append(f"| {label} | {interval(numbers[key])} | {last} |")
-    ratio = statistics.fmean(numbers["ratio to rounds"])
-    aim = "met" if ratio <= AIM else "missed"
+    aim, near = verdict(numbers["ratio to rounds"]), noise(numbers["difference"])
     lines += [
         "",
         f"Target: {interval(numbers['target'])} %. Seeds: {len(mine)}. End: after "
@@ -240,9 +265,9 @@ def table(name: str, mine: list[dict[str, Any]]) -> str:
         "",
         f"* time to the target: {interval(numbers['ratio to rounds'])} times that of rounds "
         f"without stragglers, {interval(numbers['ratio to buffered'])} times that of buffered "
-        f"steps without them: the aim of {AIM} is **{aim}** in the mean;",
+        f"steps without them: the aim of {AIM} is **{aim}**;",
         f"* accuracy at the end minus that of rounds without stragglers: "
-        f"{interval(numbers['difference'])} points on all test samples, "
+        f"{interval(numbers['difference'])} points on all test samples (**{near}**), "
         f"{interval(numbers['slow difference'])} on those of the stragglers;",
         f"* replies not used, or clients named by robust=gate: "
         f"{sum(len(one['faults']) for one in mine)} in {len(mine)} runs.",
@@ -262,7 +287,7 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "page"))
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--data", nargs="+", default=list(SETS), choices=list(SETS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(100, 120)))
     given = parser.parse_args()
     if given.what == "run":
         torch.set_num_threads(1)
