@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import statistics
@@ -38,12 +37,11 @@ from bayflower.reproduce.cache import commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import uncertainty
+from intervals import spread
 
 HERE = Path(__file__).parent / "results"
 ALONE = "local"  # what all others are compared with
 GAP = 2.0  # points below it that need an explanation
-# 97.5 % quantiles of Student's t by degrees of freedom
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 # settings that differ between machines or say how a run is done, not what comes out
 SILENT = frozenset(
     [
@@ -249,20 +247,6 @@ def mixed(todo: list[Job]) -> list[Job]:
     images = [job for job in todo if DATASETS[job.dataset].images]
     others = [job for job in todo if not DATASETS[job.dataset].images]
     return [job for pair in zip_longest(images, others) for job in pair if job is not None]
-
-
-def spread(values: list[float], digits: int = 1) -> str:
-    """Return mean ± half a 95 % interval; of one value the value."""
-    mean = statistics.mean(values)
-    if len(values) < 2:
-        return f"{mean:.{digits}f}"
-    return f"{mean:.{digits}f} ± {half_interval(values):.{digits}f}"
-
-
-def half_interval(values: list[float]) -> float:
-    """Return half a 95 % interval of two or more values."""
-    factor = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
-    return factor * statistics.stdev(values) / math.sqrt(len(values))
 
 
 class Row(NamedTuple):

@@ -29,7 +29,8 @@ from bayflower.reproduce.cache import commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import defaults
-from defaults import HERE, half_interval, spread
+from defaults import HERE
+from intervals import half_interval, spread
 
 RIVAL, PACE = "fedavg-ft", "fedper"  # of accuracy, of time
 SLOW = 3.0  # rounds of PACE that need a reason

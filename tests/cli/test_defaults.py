@@ -12,6 +12,7 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import defaults
+import intervals
 from defaults import Job
 
 
@@ -23,9 +24,9 @@ def line(job: Job, accuracy: float) -> dict:
 def test_mean_and_interval_are_students():
     values = [91.0, 93.5, 92.0]
     half = stats.t.ppf(0.975, 2) * np.std(values, ddof=1) / np.sqrt(3)
-    assert defaults.spread(values, 2) == f"{np.mean(values):.2f} ± {half:.2f}"
-    assert pytest.approx(defaults.STUDENT, abs=1e-3) == stats.t.ppf(0.975, np.arange(1, 10))
-    assert defaults.spread([91.0]) == "91.0"
+    assert intervals.spread(values, 2) == f"{np.mean(values):.2f} ± {half:.2f}"
+    assert pytest.approx(intervals.STUDENT, abs=1e-3) == stats.t.ppf(0.975, np.arange(1, 10))
+    assert intervals.spread([91.0]) == "91.0"
 
 
 def test_differences_are_paired_by_seed():
