@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from intervals import half_interval, spread
 
 from bayflower.config import parse
-from bayflower.engines import prepare
+from bayflower.engines import Prepared, prepare
 from bayflower.files.store import MemoryStore
 from bayflower.flower.loop import InProcessGrid, contexts, federation_app, make_strategy
 from bayflower.flower.records import to_arrays
@@ -61,10 +62,6 @@ TITLES = {
     "digits-skewed": "digits, ten clients with unlike data (Dirichlet, beta 0.5)",
     "wisdm-natural": "wisdm, 36 people as clients",
 }
-STUDENT = (  # 97.5 % quantiles of Student's t, by seeds from 2 to 20
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093),
-)
 HEAD = """# Stragglers: rounds and buffered steps
 
 FedAvg (an MLP, Adam, lr 0.01, one local epoch, batches of 32) on the loop engine with its simulated
@@ -88,14 +85,19 @@ paired difference has 0 in it. Written by `benchmarks/buffered.py`; every curve 
 Curve = list[tuple[float, float, float]]  # seconds, accuracy, accuracy on the stragglers' data
 
 
+def all_tests(ready: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the test samples of all clients."""
+    clients, dtype = ready.federation.clients, ready.run.settings.torch_dtype()
+    x = torch.cat([torch.as_tensor(one.x_test, dtype=dtype) for one in clients])
+    return x, torch.cat([torch.as_tensor(one.y_test) for one in clients])
+
+
 def course(settings: dict[str, Any], slow: list[int]) -> tuple[Curve, list[str]]:
     """Return the curve of a run, and its faults."""
     run = parse("fedavg", settings)
     ready = prepare(run, "loop")
     federation, halves = ready.federation, ready.halves
-    dtype = run.settings.torch_dtype()
-    x = torch.cat([torch.as_tensor(one.x_test, dtype=dtype) for one in federation.clients])
-    y = torch.cat([torch.as_tensor(one.y_test) for one in federation.clients])
+    x, y = all_tests(ready)
     late = torch.cat(
         [torch.full((len(one.y_test),), one.client in slow) for one in federation.clients]
     )
@@ -170,8 +172,7 @@ def interval(values: list[float]) -> str:
     if len(known) < len(values):
         lost = f"not reached by {len(values) - len(known)} of {len(values)} seeds"
         return f"{lost} (others: {interval(known)})" if known else lost
-    mean = statistics.fmean(values)
-    return f"{mean:.2f} ± {bounds(values)[1] - mean:.2f}" if len(values) > 1 else f"{mean:.2f}"
+    return spread(values, 2)
 
 
 def bounds(values: list[float]) -> tuple[float, float]:
@@ -179,7 +180,7 @@ def bounds(values: list[float]) -> tuple[float, float]:
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return -math.inf, math.inf
     mean = statistics.fmean(values)
-    half = STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    half = half_interval(values)
     return mean - half, mean + half
 
 

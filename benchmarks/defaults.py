@@ -33,7 +33,7 @@ import numpy as np
 from bayflower.config import parse
 from bayflower.errors import BayflowerError
 from bayflower.methods import METHODS
-from bayflower.reproduce.cache import commit
+from bayflower.reproduce.cache import HOW, commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import uncertainty
@@ -42,21 +42,7 @@ from intervals import spread
 HERE = Path(__file__).parent / "results"
 ALONE = "local"  # what all others are compared with
 GAP = 2.0  # points below it that need an explanation
-# settings that differ between machines or say how a run is done, not what comes out
-SILENT = frozenset(
-    [
-        "data_dir",
-        "device",
-        "dataset",
-        "download",
-        "max_fused",
-        "workers",
-        "worker_block",
-        "stacking",
-        "cuda_graphs",
-        "client_states",
-    ]
-)
+SILENT = HOW | {"dataset"}  # its name is a path, which differs between machines
 LATER = {"fraction_evaluate": 1.0}  # settings younger than the lines, and what the lines had
 
 

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from buffered import AIM, COMMON, RESULTS, SETS, TIMES, Curve, ending, interval, reached
+from buffered import AIM, COMMON, RESULTS, SETS, TIMES, Curve, all_tests, ending, interval, reached
 from buffered import FILE as SIMULATED
 from flwr.app import Message
 
@@ -84,9 +84,7 @@ def course(settings: dict[str, Any], seconds: dict[int, float], target: float) -
     run = parse("fedavg", settings)
     ready = prepare(run, "loop")
     federation, halves = ready.federation, ready.halves
-    dtype = run.settings.torch_dtype()
-    x = torch.cat([torch.as_tensor(one.x_test, dtype=dtype) for one in federation.clients])
-    y = torch.cat([torch.as_tensor(one.y_test) for one in federation.clients])
+    x, y = all_tests(ready)
     app = federation_app(run, federation, halves, MemoryStore())
     grid = Sleeping(app, contexts(one.client for one in federation.clients), seconds)
     curve: Curve = []

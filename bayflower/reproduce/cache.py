@@ -35,25 +35,23 @@ from .tables import Spec, pinned
 FORMAT = 1
 # the files of collected runs, beside the working folder; `ours`: runs that no paper's table needs
 COLLECTIONS = ("fedbps", "fedmap", "fednp", "metavd", "pfedvmp", "ours")
-# how a run is done, not what comes out; `keep` is stated as a number of images
-SILENT = frozenset(
+# how a run is done, not what comes out
+HOW = frozenset(
     {
         "device",
         "data_dir",
         "download",
-        "evaluate_every",
-        "checkpoint_every",
         "max_fused",
         "workers",
         "worker_block",
         "stacking",
         "cuda_graphs",
         "client_states",
-        "method",
-        "keep",
-        *CALIBRATION_SETTINGS,  # published protocols hold nothing out
     }
 )
+# what else no key depends on: `keep` is stated as a number of images, and published protocols hold
+# nothing out
+SILENT = HOW | {"evaluate_every", "checkpoint_every", "method", "keep", *CALIBRATION_SETTINGS}
 Say = Callable[[str], None]
 
 
