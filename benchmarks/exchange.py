@@ -2,15 +2,19 @@
 
     python benchmarks/exchange.py --device cuda --data-dir DATA   writes exchange_DEVICE.json, .md
 
-`bayflower run --workers N` starts workers by Ray. Here plain processes stand in for Ray's actors:
-the same worker, the same messages, pipes instead of Ray's object store. On one device several
-workers train no faster than one, so training is not what is measured. A round's exchange is the
-time from the server's state to the sum of all workers, less the training of the busiest worker:
-the state is packed and sent, sums are added in a tree, reports come back.
+The workers are those of `bayflower run --workers N`, started by Ray. On one device several workers
+train hardly faster than one, so training is not what is measured. A round's exchange is the time
+from the server's state to the sum of all workers, less the training of the busiest worker: the
+state is packed and sent, sums are added in a tree, reports come back.
 
-A model is fitted to it: seconds = a + bytes · (b + c · workers + d · log2 workers), bytes those of
-a network in float32. With it the page says what 8 and 64 devices would give if training were shared
-evenly: a prediction, not a measurement.
+A model is fitted to what 1, 2 and 4 workers cost:
+
+    seconds = a + b · workers + bytes · (c + d · log2 workers) + e · kept / workers
+
+bytes are those of the network in float32; kept are those of the clients' states, of which each
+worker puts a copy beside it after a round. 8 workers show whether the model can be believed. With
+it the page says what 8 and 64 devices would give if training were shared evenly: a prediction, not
+a measurement.
 """
 
 from __future__ import annotations
@@ -18,12 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,14 +36,15 @@ from bayflower.engines import prepare
 from bayflower.fused.workers import herd
 from bayflower.fused.workers.crew import Crew
 from bayflower.fused.workers.run import run_workers
-from bayflower.fused.workers.worker import Worker
 from bayflower.reproduce.cache import commit
-from bayflower.tree import digest
+from bayflower.tree import digest, flatten
 
 HERE = Path(__file__).resolve().parent / "results"
 WARM = 3  # rounds that are not counted
-NUMBERS = (1, 2, 4)
+NUMBERS = (1, 2, 4, 8)
+FITTED = 4  # workers at most whose exchanges the model is fitted to
 PREDICTED = (2, 4, 8, 64)
+LONGER = (1, 20)  # times as much training a round
 SHARED = {
     **{"num_clients": 64, "partition": "iid", "worker_block": 8, "stacking": "yes"},
     **{"calibration": "off", "evaluate_every": 0, "checkpoint_every": 0, "tf32": True},
@@ -50,98 +52,12 @@ SHARED = {
 WORK: dict[str, tuple[str, dict[str, Any]]] = {
     "digits, linear": ("fedavg", {"dataset": "digits", "model": "linear"}),
     "digits, mlp": ("fedmap", {"dataset": "digits", "model": "mlp"}),
+    "Fashion-MNIST, cnn, no states": (
+        "fedavg",
+        {"dataset": "fmnist", "model": "cnn", "keep": 0.2},
+    ),
     "Fashion-MNIST, cnn": ("fedmap", {"dataset": "fmnist", "model": "cnn", "keep": 0.2}),
 }
-
-
-class Reference(NamedTuple):
-    """Something that a worker has made and keeps."""
-
-    worker: int
-    number: int
-    ready: Any  # the call that makes it
-
-
-class Kept(NamedTuple):
-    """Something that the worker has itself."""
-
-    number: int
-
-
-def serve(pipe: Any) -> None:
-    """Do what a worker is asked until it is told to end."""
-    worker, kept = Worker(), dict[int, Any]()
-    while (asked := pipe.recv()) is not None:
-        name, numbers, args = asked
-        if name == "fetch":
-            pipe.send(kept[numbers[0]])
-            continue
-        try:
-            given = [kept[one.number] if isinstance(one, Kept) else one for one in args]
-            found = getattr(worker, name)(*given)
-            several = found if len(numbers) > 1 else (found,)
-            kept.update(zip(numbers, several, strict=True))
-            pipe.send(None)
-        except Exception as error:  # the caller hears of it
-            pipe.send(error)
-
-
-class Processes(Crew):
-    """Workers as plain processes of this machine."""
-
-    def __init__(self, number: int, gpu: bool) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.gpu, self.lost, self.made = gpu, 0, 0
-        self.actors, self.lines, self.all = {}, {}, []
-        for one in range(number):
-            mine, yours = context.Pipe()
-            self.all.append(context.Process(target=serve, args=(yours,), daemon=True))
-            self.all[-1].start()
-            self.actors[one], self.lines[one] = mine, ThreadPoolExecutor(1)
-
-    def put(self, thing: Any) -> Any:
-        """Return the thing: it is sent to each worker that needs it."""
-        return thing
-
-    def call(self, worker: int, name: str, *args: Any, returns: int = 1) -> Any:
-        """Return references of what the worker will have made; its calls are done in order."""
-        numbers = list(range(self.made, self.made + returns))
-        self.made += returns
-        ready = self.lines[worker].submit(self._done, worker, name, numbers, args)
-        found = [Reference(worker, number, ready) for number in numbers]
-        return found if returns > 1 else found[0]
-
-    def _done(self, worker: int, name: str, numbers: list[int], args: tuple[Any, ...]) -> None:
-        given = [self._sent(worker, one) if isinstance(one, Reference) else one for one in args]
-        self._asked(worker, name, numbers, given, True)
-
-    def _sent(self, worker: int, one: Reference) -> Any:
-        return Kept(one.number) if one.worker == worker else self._fetched(one)
-
-    def _asked(self, worker: int, name: str, numbers: list[int], args: Any, calls: bool) -> Any:
-        pipe = self.actors[worker]
-        pipe.send((name, numbers, args))
-        found = pipe.recv()
-        if calls and found is not None:
-            raise found
-        return found
-
-    def _fetched(self, one: Reference) -> Any:
-        one.ready.result()
-        line = self.lines[one.worker]
-        return line.submit(self._asked, one.worker, "fetch", [one.number], (), False).result()
-
-    def get(self, calls: Sequence[tuple[int, Any]]) -> list[Any]:
-        """Return what workers have made, in order."""
-        return [self._fetched(one) for _, one in calls]
-
-    def close(self) -> None:
-        """End the processes."""
-        for one, pipe in self.actors.items():
-            self.lines[one].submit(pipe.send, None).result()
-            self.lines[one].shutdown()
-        for process in self.all:
-            process.join(10)
 
 
 class Spent(NamedTuple):
@@ -151,8 +67,17 @@ class Spent(NamedTuple):
     busiest: float
 
 
-def measured(number: int, prepared: Any, gpu: bool) -> tuple[list[Spent], list[float], str]:
-    """Return the seconds of each round's training and exchange, of the rounds, and the bits."""
+class Measured(NamedTuple):
+    """Seconds of the rounds that count, the bytes of all clients' states, and the final bits."""
+
+    spent: list[Spent]
+    rounds: list[float]
+    kept: int
+    bits: str
+
+
+def measured(number: int, prepared: Any, gpu: bool) -> Measured:
+    """Do a run with some workers."""
     spent: list[Spent] = []
     plain = herd.Herd.train
 
@@ -163,42 +88,45 @@ def measured(number: int, prepared: Any, gpu: bool) -> tuple[list[Spent], list[f
         spent.append(Spent(time.perf_counter() - begun, busiest))
         return found
 
-    crew = Processes(number, gpu)
+    crew = Crew(str(number), "cuda" if gpu else "cpu", number)
     herd.Herd.train = timed  # type: ignore[method-assign]
     try:
         found = run_workers(prepared.run, prepared.federation, prepared.halves, crew=crew)
     finally:
         herd.Herd.train = plain  # type: ignore[method-assign]
         crew.close()
+    kept = sum(
+        value.numel() * value.element_size()
+        for state in found.client_states.values()
+        for value in flatten(state).values()
+    )
     rounds = [one["seconds"] for one in found.rounds]
-    return spent[WARM:], rounds[WARM:], digest({"server": found.server_state})
+    return Measured(spent[WARM:], rounds[WARM:], kept, digest({"server": found.server_state}))
+
+
+def terms(line: dict[str, Any], workers: int) -> list[float]:
+    """Return what a, b, c, d, e are multiplied with."""
+    size = line["bytes"]
+    return [1, workers, size, size * math.log2(workers), line["kept"] / workers]
 
 
 def fit(lines: list[dict[str, Any]]) -> list[float]:
-    """Return a, b, c, d: those that explain the measured exchanges best in relative terms, none of
-    them negative.
+    """Return a to e: those that explain the measured exchanges best in relative terms, none of them
+    negative.
     """
-    rows = [
-        [
-            1,
-            line["bytes"],
-            line["bytes"] * line["workers"],
-            line["bytes"] * math.log2(line["workers"]),
-        ]
-        for line in lines
-    ]
-    seconds = np.array([line["exchange"] for line in lines])
-    matrix = np.array(rows) / seconds[:, None]
-    scale = np.abs(matrix).max(0)
     from scipy.optimize import nnls
 
-    return list(nnls(matrix / scale, np.ones(len(lines)))[0] / scale)
+    used = [line for line in lines if line["workers"] <= FITTED]
+    seconds = np.array([line["exchange"] for line in used])
+    matrix = np.array([terms(line, line["workers"]) for line in used]) / seconds[:, None]
+    scale = np.abs(matrix).max(0)
+    scale[scale == 0] = 1
+    return list(nnls(matrix / scale, np.ones(len(used)))[0] / scale)
 
 
-def modelled(known: list[float], size: int, workers: int) -> float:
+def modelled(known: list[float], line: dict[str, Any], workers: int) -> float:
     """Return the seconds of an exchange by the model."""
-    a, b, c, d = known
-    return a + size * (b + c * workers + d * math.log2(workers))
+    return float(np.dot(known, terms(line, workers)))
 
 
 def page(lines: list[dict[str, Any]], known: list[float], device: str, rounds: int) -> str:
@@ -207,44 +135,49 @@ def page(lines: list[dict[str, Any]], known: list[float], device: str, rounds: i
         "# Workers that share one device",
         "",
         f"Written by `benchmarks/exchange.py` on {device}, commit {commit()}: 64 clients in blocks "
-        f"of 8, {rounds} rounds of which the first {WARM} do not count, medians. Plain processes "
-        "stand in for Ray's actors. All workers share the one device, so training is not faster "
-        "with more of them; the exchange is what more devices would have to pay. The server's bits "
-        "were the same for 1, 2 and 4 workers where *equal bits* says so.",
+        f"of 8, {rounds} rounds of which the first {WARM} do not count, medians. Workers are Ray's "
+        "actors and share the one device; the exchange is what more devices would have to pay. The "
+        "server's bits were the same for all numbers of workers where *equal bits* says so. The "
+        f"model was fitted to at most {FITTED} workers; the line of 8 tests it.",
         "",
-        "| work | method | parameters | workers | ms a round | busiest worker, ms | exchange, ms "
-        "| model, ms | equal bits |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| work | method | parameters | states, MB | workers | ms a round | busiest worker, ms "
+        "| exchange, ms | model, ms | equal bits |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in lines:
-        cells = [line["work"], line["method"], f"{line['bytes'] // 4:,}", line["workers"]]
+        cells = [line["work"], line["method"], f"{line['bytes'] // 4:,}"]
+        cells += [f"{line['kept'] / 1e6:.1f}", line["workers"]]
         cells += [f"{1000 * line[key]:.1f}" for key in ("round", "busiest", "exchange")]
-        cells.append(f"{1000 * modelled(known, line['bytes'], line['workers']):.1f}")
+        cells.append(f"{1000 * modelled(known, line, line['workers']):.1f}")
         text.append(f"| {' | '.join(map(str, cells))} | {'yes' if line['equal'] else 'no'} |")
-    a, b, c, d = known
+    a, b, c, d, e = known
     text += [
         "",
-        f"Model: {1000 * a:.2f} ms + bytes · ({1e9 * b:.2f} + {1e9 * c:.2f} · workers + "
-        f"{1e9 * d:.2f} · log2 workers) ns, bytes those of the network in float32.",
+        f"Model: {1000 * a:.2f} ms + {1000 * b:.2f} ms · workers + bytes · ({1e9 * c:.2f} + "
+        f"{1e9 * d:.2f} · log2 workers) ns + kept / workers · {1e9 * e:.2f} ns; bytes are those of "
+        "the network in float32, kept those of all clients' states.",
         "",
         "## What more devices would give",
         "",
         "A prediction: training of one worker divided by the number of devices, plus the exchange "
-        "of the model. Efficiency is the speed-up by the number of devices. Assumed: devices of "
-        "the same speed with an equal share each, pipes and memory as here. Several machines also "
+        "of the model; with the training of these runs, and with twenty times as much (more "
+        "clients, samples or epochs, the same network). Efficiency is the speed-up by the "
+        "number of devices. Assumed: devices of the same speed with an equal share each, Ray "
+        "and memory as here. Several machines also "
         "pay for their network, once a machine for the state and once a pair of machines for sums; "
         "that was not measured.",
         "",
-        "| work | " + " | ".join(f"{n} devices" for n in PREDICTED) + " |",
+        "| work, its training | " + " | ".join(f"{n} devices" for n in PREDICTED) + " |",
         "|---|" + "---|" * len(PREDICTED),
     ]
     for line in (one for one in lines if one["workers"] == 1):
-        cells = []
-        whole = line["busiest"] + modelled(known, line["bytes"], 1)
-        for number in PREDICTED:
-            each = line["busiest"] / number + modelled(known, line["bytes"], number)
-            cells.append(f"{whole / each:.2f} times ({100 * whole / each / number:.0f} %)")
-        text.append(f"| {line['work']} | {' | '.join(cells)} |")
+        for factor in LONGER:
+            cells, training = [], factor * line["busiest"]
+            whole = training + modelled(known, line, 1)
+            for number in PREDICTED:
+                gain = whole / (training / number + modelled(known, line, number))
+                cells.append(f"{gain:.2f} times ({100 * gain / number:.0f} %)")
+            text.append(f"| {line['work']}, {1000 * training:,.0f} ms | {' | '.join(cells)} |")
     return "\n".join(text) + "\n"
 
 
@@ -268,14 +201,15 @@ def main() -> int:
         bits = ""
         for number in NUMBERS:
             prepared = prepare(parse(method, {**given, "workers": str(number)}), "fused")
-            spent, rounds, found = measured(number, prepared, options.device != "cpu")
-            bits = bits or found
+            found = measured(number, prepared, options.device != "cpu")
+            bits = bits or found.bits
             line = {
-                **{"work": work, "method": method, "workers": number, "equal": found == bits},
+                **{"work": work, "method": method, "workers": number, "equal": found.bits == bits},
                 "bytes": 4 * prepared.halves.model.num_parameters,
-                "round": statistics.median(rounds),
-                "busiest": statistics.median(one.busiest for one in spent),
-                "exchange": statistics.median(one.whole - one.busiest for one in spent),
+                "kept": found.kept,
+                "round": statistics.median(found.rounds),
+                "busiest": statistics.median(one.busiest for one in found.spent),
+                "exchange": statistics.median(one.whole - one.busiest for one in found.spent),
             }
             lines.append(line)
             print(

@@ -96,8 +96,10 @@ class Accumulator:
 
     def carry(self) -> None:
         """Pass whole multiples of 2^46 to the window above, so that every window but the highest
-        holds at most 2^45.
+        holds at most 2^45. After one addition they do.
         """
+        if self.adds <= 1:
+            return
         self.adds = 1
         for window in range(min(self.limbs, default=HIGHEST), HIGHEST):
             if window not in self.limbs:
@@ -125,25 +127,40 @@ class Accumulator:
 def rounded(digits: Mapping[int, Tensor]) -> Tensor:
     """Return Σ digits·unit rounded once, for digits of at most 2^45 (in the highest window any).
 
-    From the lowest window up, the sum so far is high + low: high is rounded to nearest, low is the
-    remainder *rounded to odd*: its last bit is set where digits were lost. So it can be added to
-    again, and rounded at the end as if exact (Boldo and Melquiond 2008).
+    A digit is a float64, so one addition rounds the sum of two windows, which most sums have. With
+    more windows the sum so far, from the lowest up, is high + low: high is rounded to nearest, low
+    is the remainder *rounded to odd*: its last bit is set where digits were lost. So it can be
+    added to again, and rounded at the end as if exact (Boldo and Melquiond 2008).
     """
-    high = torch.zeros_like(next(iter(digits.values())))
-    low = torch.zeros_like(high)
-    for window in sorted(digits):
-        x, exponent = digits[window], unit(window)
+    lowest, *windows = sorted(digits)
+    if lowest == HIGHEST:
+        return digits[lowest] * 2.0 ** (unit(lowest) - 64) * 2.0**64
+    high = valued(digits[lowest], lowest)
+    if len(windows) == 1 and windows[0] != HIGHEST:
+        return high.add_(valued(digits[windows[0]], windows[0]))
+    low: Tensor | None = None
+    for window in windows:
         # the last step, where high may pass 2^1024 before low brings it back: do it 2^-64 smaller
         if window == HIGHEST:
-            scaled = torch.where(
-                low == 0, low, torch.copysign((low.abs() * 2.0**-64).clamp_(min=2.0**-900), low)
-            )
-            top, error = two_sum(x * 2.0 ** (exponent - 64), high * 2.0**-64)
-            return torch.where(x == 0, high + low, (top + odd_sum(error, scaled)) * 2.0**64)
-        half = exponent // 2  # in two steps: 2^exponent itself may be no float64
-        high, error = two_sum(x * 2.0**half * 2.0 ** (exponent - half), high)
-        low = odd_sum(error, low)
-    return high + low
+            return at_the_top(digits[window], high, torch.zeros_like(high) if low is None else low)
+        high, error = two_sum(valued(digits[window], window), high)
+        low = error if low is None else odd_sum(error, low)
+    return high if low is None else high + low
+
+
+def at_the_top(x: Tensor, high: Tensor, low: Tensor) -> Tensor:
+    """Return x·unit + high + low rounded once, where x is the digit of the highest window."""
+    scaled = torch.where(
+        low == 0, low, torch.copysign((low.abs() * 2.0**-64).clamp_(min=2.0**-900), low)
+    )
+    top, error = two_sum(x * 2.0 ** (unit(HIGHEST) - 64), high * 2.0**-64)
+    return torch.where(x == 0, high + low, (top + odd_sum(error, scaled)) * 2.0**64)
+
+
+def valued(digits: Tensor, window: int) -> Tensor:
+    """Return digits·unit, in two steps: the unit itself may be no float64."""
+    half = unit(window) // 2
+    return digits * 2.0**half * 2.0 ** (unit(window) - half)
 
 
 def magnitude(x: Tensor) -> float:

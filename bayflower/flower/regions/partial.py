@@ -17,7 +17,7 @@ from torch import Tensor
 from ...contract import ServerHalf
 from ...errors import WireError
 from ...fused.workers.cargo import Seen, seen_by
-from ...maths.accumulator import HIGHEST, LOWEST
+from ...maths.accumulator import HIGHEST, LOWEST, MAGIC, WIDTH
 from ...maths.exact import Packed, Total
 from ...rounds.gate import OWN, SIZE
 from ...rounds.robust import Limiter
@@ -57,8 +57,10 @@ def sum_in(told: Any, flat: Mapping[str, Tensor], prefix: str) -> Total:
                 x.dtype == np.float64 and x.shape == (size,) and LOWEST <= w <= HIGHEST
                 for w, x in limbs.items()
             )
-            if not fits or any(not np.isfinite(x).all() for x in limbs.values()):
+            if not fits:
                 raise WireError("a partial sum has windows of another size or kind")
+            if not all((np.abs(x - MAGIC) <= 2.0 ** (WIDTH - 1)).all() for x in limbs.values()):
+                raise WireError("a partial sum has digits out of range")
             chunks.append((int(size), limbs))
         places = {str(k): [tuple(map(int, p)) for p in v] for k, v in told["places"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:

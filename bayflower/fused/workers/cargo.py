@@ -114,8 +114,13 @@ class Seen(NamedTuple):
 
 
 def without_half(limiter: Limiter) -> Limiter:
-    """Return the limits as they travel to a worker."""
-    return with_half(limiter, None)
+    """Return the limits as they travel to a worker: arrays, and of earlier rounds only whether
+    there were any.
+    """
+    made = with_half(limiter, None)
+    made.past = {"": []} if limiter.past else {}
+    made.limits = frozen(limiter.limits)
+    return made
 
 
 def with_half(limiter: Limiter, half: ServerHalf | None, signs: Any = None) -> Limiter:
@@ -123,6 +128,7 @@ def with_half(limiter: Limiter, half: ServerHalf | None, signs: Any = None) -> L
     made = copy(limiter)
     made.half = half  # type: ignore[assignment]
     made.now, made.factors, made.suspects, made.known = {}, {}, Suspects(), set()
+    made.limits = thawed(limiter.limits)
     if limiter.gate is not None:
         made.gate = copy(limiter.gate)
         made.gate.undo()
@@ -141,6 +147,19 @@ def seen_by(limiter: Limiter) -> Seen:
         for clients, cuts in suspects.cuts
     ]
     return Seen(now, limiter.factors, suspects, sketches)
+
+
+def shipped(seen: Seen) -> Seen:
+    """Return what was seen as it travels: with arrays, which are packed faster than tensors."""
+    suspects = copy(seen.suspects)
+    suspects.cuts = frozen(suspects.cuts)
+    return seen._replace(now=frozen(seen.now), suspects=suspects)
+
+
+def received(seen: Seen) -> Seen:
+    """Return what `shipped` was given."""
+    seen.suspects.cuts = thawed(seen.suspects.cuts)
+    return seen._replace(now=thawed(seen.now))
 
 
 def add_seen(limiter: Limiter, seen: Seen) -> None:

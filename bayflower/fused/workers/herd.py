@@ -37,7 +37,7 @@ class Trained(NamedTuple):
     def seen(self) -> list[cargo.Seen]:
         """Return what was seen of the clients, in the order of blocks."""
         found = {block: one for report in self.reports for block, one in report.seen.items()}
-        return [found[block] for block in sorted(found)]
+        return [cargo.received(found[block]) for block in sorted(found)]
 
 
 class Herd:
@@ -167,9 +167,9 @@ class Herd:
 
     def _trained(self, order: Order, chosen: Sequence[int], sent: Any) -> Trained:
         order = order._replace(alone=self.one_by_one_because)
-        shares = self.shares(chosen)
+        shares, told = self.shares(chosen), self.crew.put(order)
         calls = {
-            worker: self.crew.call(worker, "train", order, work, sent, returns=3)
+            worker: self.crew.call(worker, "train", told, work, sent, returns=3)
             for worker, work in shares.items()
         }
         reports = self.crew.get([(worker, parts[0]) for worker, parts in calls.items()])

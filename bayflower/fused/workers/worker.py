@@ -177,7 +177,7 @@ class Worker:
                     totals.add(there, got.clients, got.updates)
             if totals is not None:
                 self._fold(totals)
-                report.seen[number] = cargo.seen_by(totals.limiter)
+                report.seen[number] = cargo.shipped(cargo.seen_by(totals.limiter))
             alone = alone or fused.one_by_one_because
             after[number] = copies(fused, clients)
             report.seconds[number] = time.perf_counter() - begun
