@@ -110,7 +110,7 @@ MORE = (
         "FedIvon",
         "Pal et al. 2024, arXiv 2411.18385",
         "a Gaussian over all weights by variational online Newton, averaged by precision",
-        {"optimizer": "sgd", "lr": 0.03},
+        {"optimizer": "sgd", "lr": 0.01},
         private=PRODUCTS,
     ),
     Method(
