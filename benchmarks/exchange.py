@@ -34,7 +34,7 @@ import torch
 from bayflower.config import parse
 from bayflower.engines import prepare
 from bayflower.fused.workers import herd
-from bayflower.fused.workers.crew import Crew
+from bayflower.fused.workers.crew import Crew, ray
 from bayflower.fused.workers.run import run_workers
 from bayflower.reproduce.cache import commit
 from bayflower.tree import digest, flatten
@@ -181,6 +181,18 @@ def page(lines: list[dict[str, Any]], known: list[float], device: str, rounds: i
     return "\n".join(text) + "\n"
 
 
+def write(lines: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Write what was measured so far, and the page."""
+    known = fit(lines)
+    cuda = options.device != "cpu"
+    device = torch.cuda.get_device_name() if cuda else "CPU cores, one thread a worker"
+    name = "exchange_h200" if "H200" in device else "exchange_cuda" if cuda else "exchange_cpu"
+    options.results.mkdir(parents=True, exist_ok=True)
+    content = {"device": device, "commit": commit(), "model": known, "lines": lines}
+    (options.results / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (options.results / f"{name}.md").write_text(page(lines, known, device, options.rounds))
+
+
 def main() -> int:
     """Measure what the data allow and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -191,6 +203,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=HERE)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    ray().init(address="local", include_dashboard=False, logging_level="error", log_to_driver=False)
     lines: list[dict[str, Any]] = []
     for work, (method, settings) in WORK.items():
         if settings["dataset"] == "fmnist" and not (options.data_dir / "fmnist.npz").exists():
@@ -215,14 +228,7 @@ def main() -> int:
             print(
                 {k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}, flush=True
             )
-    known = fit(lines)
-    cuda = options.device != "cpu"
-    device = torch.cuda.get_device_name() if cuda else "CPU cores, one thread a worker"
-    name = "exchange_h200" if "H200" in device else "exchange_cuda" if cuda else "exchange_cpu"
-    options.results.mkdir(parents=True, exist_ok=True)
-    content = {"device": device, "commit": commit(), "model": known, "lines": lines}
-    (options.results / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.results / f"{name}.md").write_text(page(lines, known, device, options.rounds))
+            write(lines, options)
     return 0
 
 

@@ -41,9 +41,9 @@ KEEP = 0.1  # of the samples: 7,000 for 60 clients
 REASONS = {
     "fedpa": "draws five samples of its posterior, ten steps each, after the epochs of the others",
     "fedpa-ft": "as fedpa",
-    "fedpac": "the server mixes the heads: a quadratic problem for each client; since these "
-    "milliseconds were measured it is solved on the CPU, not on the GPU",
+    "fedpac": "the server mixes the heads: a quadratic problem for each client, solved on the CPU",
     "metavd": "a sampled layer and its penalty in each step, and a hypernetwork at the server",
+    "pfedbayes": "draws every weight in each step, and its penalty",
     "pfedgp": "Gaussian processes over the samples of each client, one for each node of a tree",
     "pfedme": "five gradients for each step: the personal model is found anew in each",
 }
