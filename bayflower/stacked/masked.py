@@ -28,7 +28,6 @@ from torch.func import vjp
 from ..errors import BayflowerError
 from .batched import front, has_kernels, on_stacks
 
-HALVES = (torch.bfloat16, torch.float16)
 MASKABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NEEDS_MASK = (
@@ -63,7 +62,8 @@ class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training or self.running_mean is None):
-            if x.is_cuda and x.dtype in HALVES:
+            if x.is_cuda:
+                assert self.running_mean is not None
                 assert self.running_var is not None
                 return settled(
                     x, self.running_mean, self.running_var, self.weight, self.bias, self.eps
@@ -108,17 +108,18 @@ def settled(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Return what BatchNorm gives in evaluation mode for inputs of half precision, computed in
-    float32. On a GPU torch's own asks such inputs for their layout in memory, which fails in vmap.
+    """Return what BatchNorm gives in evaluation mode, computed in float32 or the inputs' own kind
+    if that is wider. On a GPU torch's own asks inputs for their layout in memory, which fails in
+    vmap.
     """
-    around = (-1,) + (1,) * (x.ndim - 2)
-    scale = (variance.float() + eps).rsqrt()
+    kind, around = torch.promote_types(x.dtype, torch.float32), (-1,) + (1,) * (x.ndim - 2)
+    scale = (variance.to(kind) + eps).rsqrt()
     if weight is not None:
-        scale = scale * weight.float()
-    shift = -mean.float() * scale
+        scale = scale * weight.to(kind)
+    out = (x.to(kind) - mean.to(kind).reshape(around)) * scale.reshape(around)
     if bias is not None:
-        shift = shift + bias.float()
-    return (x.float() * scale.reshape(around) + shift.reshape(around)).to(x.dtype)
+        out = out + bias.to(kind).reshape(around)
+    return out.to(x.dtype)
 
 
 class MaskedInstanceNorm(nn.modules.instancenorm._InstanceNorm):
@@ -130,6 +131,10 @@ class MaskedInstanceNorm(nn.modules.instancenorm._InstanceNorm):
     def forward(self, x: Tensor) -> Tensor:
         norm, affine = nn.functional.instance_norm, (self.weight, self.bias)
         if not self.training:
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            if x.is_cuda:
+                return settled(x, self.running_mean, self.running_var, *affine, self.eps)
             return norm(x, self.running_mean, self.running_var, *affine, False, eps=self.eps)
         if not _masks:
             raise BayflowerError(NEEDS_MASK.format("InstanceNorm"))

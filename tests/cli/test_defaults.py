@@ -12,6 +12,7 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import defaults
+import exchange
 import intervals
 from defaults import Job
 
@@ -104,3 +105,18 @@ def test_brca_has_two_classes(tmp_path):
     with np.load(tmp_path / "brca-event.npz") as made:
         assert made["y"].tolist() == [1, 0, 1]
         assert made["y"].dtype == np.int64
+
+
+def test_the_model_of_an_exchange_is_found_again_and_not_fitted_to_what_tests_it():
+    known = [0.01, 0.001, 3e-9, 1e-8, 4e-10]
+    works = [{"bytes": 2600, "kept": 0}, {"bytes": 26_000, "kept": 10**6}]
+    works += [{"bytes": 2_300_000, "kept": 0}, {"bytes": 2_300_000, "kept": 150_000_000}]
+    lines = [
+        {**work, "workers": number, "exchange": exchange.modelled(known, work, number)}
+        for work in works
+        for number in (1, 2, 4)
+    ]
+    strange = [{**work, "workers": 8, "exchange": 9.0} for work in works]
+    assert exchange.fit([*lines, *strange]) == pytest.approx(known, rel=1e-6)
+    by_hand = 0.01 + 0.064 + 2_300_000 * (3e-9 + 6e-8) + 4e-10 * 150_000_000 / 64
+    assert exchange.modelled(known, works[3], 64) == pytest.approx(by_hand)

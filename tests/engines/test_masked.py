@@ -119,33 +119,42 @@ def test_running_statistics_are_those_of_real_samples():
     torch.testing.assert_close(layer.running_var, torchs.running_var)
 
 
-# -- bfloat16 ------------------------------------------------------------------------------------
+# -- evaluation, and bfloat16 ----------------------------------------------------------------------
+NEAR = {
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-3},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float64: {"rtol": 1e-13, "atol": 1e-13},
+}
+
+
+@pytest.mark.parametrize("kind", NEAR, ids=str)
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_evaluation_in_bfloat16_is_torchs_and_maps_over_clients(affine, device):
+def test_evaluation_is_torchs_and_maps_over_clients(affine, device, kind):
     """The layer as torch has it, client by client; on a GPU the stack takes `settled` by itself."""
     draw = torch.Generator().manual_seed(3)
-    x = (torch.randn(CLIENTS, 8, 3, 4, 6, generator=draw) * 2 + 7).bfloat16().to(device)
-    layers = [nn.BatchNorm2d(3, affine=affine).to(device).eval() for _ in range(CLIENTS)]
+    x = (torch.randn(CLIENTS, 8, 3, 4, 6, generator=draw) * 2 + 7).to(device, kind)
+    wide = torch.promote_types(kind, torch.float32)
+    layers = [nn.BatchNorm2d(3, affine=affine).to(device, wide).eval() for _ in range(CLIENTS)]
     for layer in layers:
         for value in layer.state_dict().values():
             if value.is_floating_point():
                 value.copy_(torch.rand(value.shape, generator=draw) + 0.5)
     pairs = zip(layers, x, strict=True)
-    want = torch.stack([layer(part.float()).bfloat16() for layer, part in pairs])
+    want = torch.stack([layer(part.to(wide)).to(kind) for layer, part in pairs])
     names = ("running_mean", "running_var", *(("weight", "bias") if affine else ()))
     values = [torch.stack([dict(layer.state_dict())[n] for layer in layers]) for n in names]
     given = [*values, None, None][:4]
     axes = tuple(None if value is None else 0 for value in given)
     got = vmap(lambda *some: settled(*some, 1e-5), (0, *axes))(x, *given)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
+    assert got.dtype == kind
+    torch.testing.assert_close(got, want, **NEAR[kind])
     if device == "cpu":
         return
-    module = mask_norms(nn.Sequential(nn.BatchNorm2d(3, affine=affine).to(device).eval()))
+    module = mask_norms(nn.Sequential(nn.BatchNorm2d(3, affine=affine).to(device, wide).eval()))
     held = {f"0.{name}": value for name, value in zip(names, values, strict=True)}
     got = vmap(lambda one, part: functional_call(module, one, (part,)))(held, x)
-    torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(got, want, **NEAR[kind])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,14 +8,17 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from conftest import assert_same_bits, small_prepared, some
 from groves import Grove
 
 from bayflower import methods
 from bayflower.engines import Prepared
-from bayflower.errors import ConfigError
+from bayflower.errors import ConfigError, WireError
 from bayflower.files import checkpoint
 from bayflower.flower.loop import InProcessGrid, run_loop
+from bayflower.flower.regions.partial import sum_in, sum_out
+from bayflower.maths.exact import Total
 from bayflower.rounds.result import result
 
 CHEAP = {"fedmap"}  # in the default run; `make test-all` has all methods
@@ -140,3 +143,19 @@ def test_a_sketch_of_a_change_goes_up_only_under_the_gate(robust):
     names = {name for _, said in grove.asked if "sum" in said for name in said["sum"]}
     assert ("sketches" in names) == (robust == "gate")
     assert any(name.startswith("seen/") for name in names) == (robust != "off")
+
+
+@pytest.mark.parametrize("wrong", [0.0, math.nan, math.inf, 2.0**300, 1.5 * 2.0**52 + 2.0**46])
+def test_a_sum_with_digits_out_of_range_is_refused(wrong: float) -> None:
+    """Such a digit would make other sums inexact, since a window holds few of them."""
+    total, flat = Total(), {}
+    for value in (1e6, -3e-9, 2.5):
+        total.add({"x": torch.full((3,), value, dtype=torch.float64)})
+    told = sum_out(total, flat, "sum")
+    again = sum_in(told, flat, "sum").value()["x"]
+    assert again.tolist() == total.value()["x"].tolist()
+    name = next(one for one in flat if "limb" in one)
+    flat[name] = flat[name].clone()
+    flat[name][1] = wrong
+    with pytest.raises(WireError, match="digits out of range"):
+        sum_in(told, flat, "sum")
