@@ -2,13 +2,15 @@
 
     python benchmarks/secure_rounds.py loop --data-dir DIR        50 clients, one after the other
     python benchmarks/secure_rounds.py processes --data-dir DIR   3 clients as processes over TLS
+    python benchmarks/secure_rounds.py containers --data-dir DIR  3 clients in containers
 
-writes benchmarks/results/secure_rounds_loop.json or secure_rounds_processes.json. FedAvg trains the
-CNN of 0.58 M parameters on Fashion-MNIST. Runs are made one after the other, each with its own
+writes benchmarks/results/secure_rounds_ENGINE.json. FedAvg trains the CNN of 0.58 M parameters on
+Fashion-MNIST. Runs are made one after the other, each with its own
 settings alone; the first round, in which clients show their cards and nodes fetch the app, is given
 apart. CPU seconds, which other programs on the machine change little, are those of a whole run on
-`loop`, and of each round of all programs on `processes`. With --repeats the ways take turns, so
-that a busy hour hits all of them; the ratios are medians, each of runs that followed one another.
+`loop`, and of each round of all programs on `processes`; containers are timed by the clock alone.
+With --repeats the ways take turns, so that a busy hour hits all of them; the ratios are medians,
+each of runs that followed one another.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ import argparse
 import itertools
 import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -92,6 +97,28 @@ def processes(local: Local, settings: dict[str, Any], way: str) -> dict[str, Any
     }
 
 
+def deploy(*words: object) -> str:
+    """Return what a command of `bayflower deploy` prints."""
+    call = [sys.executable, "-m", "bayflower", "deploy", *map(str, words)]
+    done = subprocess.run(call, capture_output=True, text=True, cwd="/")
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return done.stdout
+
+
+def contained(folder: Path, settings: dict[str, Any], way: str) -> dict[str, Any]:
+    """Return wall seconds of each round of a deployment in containers."""
+    name = f"{way.replace(' ', '-')}-{time.time():.0f}"
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    said = deploy("submit", folder, "fedavg", *sets, "--name", name, "--wait", 300, "--json")
+    result = json.loads(said.strip().splitlines()[-1])
+    return {
+        "seconds": [record["seconds"] for record in result["rounds"]],
+        **{key: result["rounds"][-1][key] for key in ("bytes_up", "bytes_down")},
+        "faults": result["faults"],
+    }
+
+
 def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the measurements with their ratios to the plain run; rounds but the first."""
     later = {way: sum(one["seconds"][1:]) for way, one in found.items()}
@@ -99,9 +126,10 @@ def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     cpu = {
         way: sum(one["cpu_rounds"][1:]) if "cpu_rounds" in one else one["cpu"]
         for way, one in found.items()
+        if "cpu_rounds" in one or "cpu" in one
     }
     cpu_ratios = {way: value / cpu["plain"] for way, value in cpu.items()}
-    return {"ways": found, "ratio": ratios, "cpu_ratio": cpu_ratios}
+    return {"ways": found, "ratio": ratios, **({"cpu_ratio": cpu_ratios} if cpu else {})}
 
 
 def in_turn(
@@ -115,7 +143,7 @@ def in_turn(
             found[way] = measure(way, more)
             print(way, json.dumps(found[way]), flush=True)
         turns.append(compared(found))
-    keys = ("ratio", "cpu_ratio")
+    keys: list[str] = [key for key in ("ratio", "cpu_ratio") if key in turns[0]]
     every = {key: {way: [one[key][way] for one in turns] for way in ways} for key in keys}
     medians = {key: {way: median(one) for way, one in every[key].items()} for key in keys}
     plain = turns[0]["ways"]["plain"]
@@ -128,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("engine", choices=["loop", "processes"])
+    parser.add_argument("engine", choices=["loop", "processes", "containers"])
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--clients", type=int, default=0)
     parser.add_argument("--samples", type=int, default=0, help="of one client")
@@ -151,15 +179,31 @@ def main() -> None:
     ways = {way: WAYS[way] for way in given.ways.split(",")}
     if given.engine == "loop":
         measured = in_turn(given.repeats, ways, lambda way, more: loop({**settings, **more}))
+    elif given.engine == "containers":
+        del settings["data_dir"]  # a container has its own
+        with tempfile.TemporaryDirectory(prefix="bayflower-secure-") as name:
+            Path(name).chmod(0o755)  # the containers' user reads its keys there
+            folder = Path(name) / "fed"
+            deploy("init", folder, "--clients", clients)
+            for client in range(clients):
+                place = folder / f"client-{client}" / "data"
+                shutil.copy(Path(given.data_dir) / "fmnist.npz", place)
+            try:
+                print(deploy("up", folder), flush=True)
+                measured = in_turn(
+                    given.repeats, ways, lambda way, more: contained(folder, settings | more, way)
+                )
+            finally:
+                deploy("down", folder, "--volumes")
     else:
         with tempfile.TemporaryDirectory(prefix="bayflower-secure-") as name:
-            folder = folders.init(Path(name) / "fed", clients=clients)
+            made = folders.init(Path(name) / "fed", clients=clients)
             for client in range(clients):  # a node reads the data of its own folder
                 place = Path(name) / "fed" / f"client-{client}" / "data"
                 place.mkdir(exist_ok=True)
                 for one in Path(given.data_dir).resolve().iterdir():
                     (place / one.name).symlink_to(one)
-            local = Local(folder)
+            local = Local(made)
             try:
                 local.up(print)
                 measured = in_turn(
