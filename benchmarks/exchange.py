@@ -1,4 +1,4 @@
-"""What workers cost that share one device: seconds of a round outside training, for 1, 2 and 4.
+"""What workers cost that share one device: seconds of a round outside training, for 1 to 8.
 
     python benchmarks/exchange.py --device cuda --data-dir DATA   writes exchange_DEVICE.json, .md
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -89,7 +90,7 @@ def measured(number: int, prepared: Any, gpu: bool) -> Measured:
         return found
 
     crew = Crew(str(number), "cuda" if gpu else "cpu", number)
-    herd.Herd.train = timed  # type: ignore[method-assign]
+    herd.Herd.train = timed  # type: ignore[method-assign, assignment]
     try:
         found = run_workers(prepared.run, prepared.federation, prepared.halves, crew=crew)
     finally:
@@ -203,7 +204,10 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=HERE)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ray().init(address="local", include_dashboard=False, logging_level="error", log_to_driver=False)
+    # one Ray for all numbers of workers; where cores are fewer, workers share them
+    cores = max(os.cpu_count() or 1, *NUMBERS)
+    quiet = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
+    ray().init(address="local", num_cpus=cores, **quiet)
     lines: list[dict[str, Any]] = []
     for work, (method, settings) in WORK.items():
         if settings["dataset"] == "fmnist" and not (options.data_dir / "fmnist.npz").exists():

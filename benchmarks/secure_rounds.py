@@ -5,12 +5,12 @@
     python benchmarks/secure_rounds.py containers --data-dir DIR  3 clients in containers
 
 writes benchmarks/results/secure_rounds_ENGINE.json. FedAvg trains the CNN of 0.58 M parameters on
-Fashion-MNIST. Runs are made one after the other, each with its own
-settings alone; the first round, in which clients show their cards and nodes fetch the app, is given
-apart. CPU seconds, which other programs on the machine change little, are those of a whole run on
-`loop`, and of each round of all programs on `processes`; containers are timed by the clock alone.
-With --repeats the ways take turns, so that a busy hour hits all of them; the ratios are medians,
-each of runs that followed one another.
+Fashion-MNIST. Runs are made one after the other, each with its own settings alone; the first round,
+in which clients show their cards and nodes fetch the app, is given apart. CPU seconds, which other
+programs on the machine change little, are those of a whole run on `loop`, and of each round of all
+programs on `processes`; containers are timed by the clock alone. With --repeats the ways take
+turns, so that a busy hour hits all of them; the ratios are medians, each of runs that followed one
+another.
 """
 
 from __future__ import annotations
@@ -89,9 +89,15 @@ def processes(local: Local, settings: dict[str, Any], way: str) -> dict[str, Any
             seen.append(spent(mark))
 
     result = runs.submit(local.server(), "fedavg", settings, name=name, show=look)
+    return timed(result) | {
+        "cpu_rounds": [after - before for before, after in itertools.pairwise(seen)]
+    }
+
+
+def timed(result: dict[str, Any]) -> dict[str, Any]:
+    """Return wall seconds of each round of a deployment, bytes of the last, and faults."""
     return {
         "seconds": [record["seconds"] for record in result["rounds"]],
-        "cpu_rounds": [after - before for before, after in itertools.pairwise(seen)],
         **{key: result["rounds"][-1][key] for key in ("bytes_up", "bytes_down")},
         "faults": result["faults"],
     }
@@ -111,12 +117,7 @@ def contained(folder: Path, settings: dict[str, Any], way: str) -> dict[str, Any
     name = f"{way.replace(' ', '-')}-{time.time():.0f}"
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     said = deploy("submit", folder, "fedavg", *sets, "--name", name, "--wait", 300, "--json")
-    result = json.loads(said.strip().splitlines()[-1])
-    return {
-        "seconds": [record["seconds"] for record in result["rounds"]],
-        **{key: result["rounds"][-1][key] for key in ("bytes_up", "bytes_down")},
-        "faults": result["faults"],
-    }
+    return timed(json.loads(said.strip().splitlines()[-1]))
 
 
 def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
