@@ -84,7 +84,8 @@ class Layout(NamedTuple):
         found, start = [], 0
         for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
             size = math.prod(shape)
-            part = rows[:, start : start + size].reshape(len(rows), *shape)
+            # len(rows) would fix the number of samples in an exported program
+            part = rows[:, start : start + size].reshape(rows.shape[0], *shape)
             start += size
             if dtype == "bool":
                 part = part != 0

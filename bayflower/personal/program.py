@@ -24,7 +24,12 @@ log = logging.getLogger("bayflower")
 CLOSE = 1e-5  # by which probabilities may differ
 PLAIN = (bool, int, float, str, tuple, list, type(None))  # attributes that tracing may write down
 TRACED: dict[str, Any] = {}  # the last program that was traced, by its module's form
+FAILED: dict[str, str] = {}  # why the last module that cannot be traced cannot, by its form
 EDGE = 1e-4  # classes whose probability is as near to the edge of a set may fall on either side
+
+
+class UntraceableError(BayflowerError):
+    """Another client's module of the same form could not be traced."""
 
 
 class Program(nn.Module):
@@ -79,20 +84,31 @@ def exported(path: Path, made: Program, example: Tensor, kind: str) -> str:
         part.replace(path)
     except ImportError as error:
         return f"not written: {error.name} is not installed; pip install 'bayflower[onnx]'"
+    except UntraceableError as error:  # said of the first client
+        return f"not written: {error}"
     # a network that cannot be exported does not affect the other files
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        log.warning("%s was not written: %s", path, reason)
-        return f"not written: {type(error).__name__}: {reason}"
+        log.warning(
+            "%s was not written: %s; other clients with this network are not told again",
+            path,
+            reason(error),
+        )
+        return f"not written: {type(error).__name__}: {reason(error)}"
     finally:
         part.unlink(missing_ok=True)
     return path.name
 
 
+def reason(error: Exception) -> str:
+    """Return an error's text in one line."""
+    return " ".join(str(error).split())[:200]
+
+
 def traced(made: Program, example: Tensor) -> Iterator[Any]:
     """Yield the program of a module: first that of the last module, with these numbers, if both
     have the same form; then one that is traced now. Tracing takes most of the time, and the clients
-    of a run differ in numbers only. All kinds of files of a module share one program.
+    of a run differ in numbers only. All kinds of files of a module share one program. A form that
+    could not be traced is not tried again.
     """
     if made.graph is not None:
         yield made.graph
@@ -103,9 +119,17 @@ def traced(made: Program, example: Tensor) -> Iterator[Any]:
         known.state_dict.update({name: numbers[name] for name in known.state_dict})
         made.graph = known
         yield known
+    if key in FAILED:
+        raise UntraceableError(FAILED[key])
     batch = torch.export.Dim("batch", min=1)
     made.graph = None  # no part of what is traced
-    program = torch.export.export(made, (example,), dynamic_shapes=({0: batch},))
+    try:
+        program = torch.export.export(made, (example,), dynamic_shapes=({0: batch},))
+    except Exception as error:
+        FAILED.clear()
+        if key is not None:
+            FAILED[key] = f"{type(error).__name__}: {reason(error)}"
+        raise
     TRACED.clear()
     if key is not None:
         TRACED[key] = program

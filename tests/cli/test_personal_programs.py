@@ -46,6 +46,36 @@ def test_clients_share_the_trace_but_no_number(tmp_path, monkeypatch):
         assert float((got.detach() - want[client]).abs().max()) < 1e-6
 
 
+class Fixed(Net):
+    """A network with a fixed number of samples in a batch."""
+
+    def forward(self, x):
+        return super().forward(x.reshape(len(x), 5))
+
+
+def test_a_network_that_cannot_be_traced_is_tried_and_named_once(tmp_path, monkeypatch, caplog):
+    calls, export = [], torch.export.export
+    monkeypatch.setattr(
+        torch.export, "export", lambda *now, **more: (calls.append(1), export(*now, **more))[1]
+    )
+    program.TRACED.clear()
+    program.FAILED.clear()
+    said = []
+    for client in range(3):
+        torch.manual_seed(client)
+        made = program.Program(Ready(Fixed(1.0).eval())).eval()
+        for kind in ("pt2", "onnx"):
+            said.append(program.exported(tmp_path / str(client), made, torch.randn(6, 5), kind))
+    assert len(calls) == 1
+    assert len(set(said)) == 1
+    assert said[0].startswith("not written: UserError: Constraints violated (batch)!")
+    assert len([one for one in caplog.records if "was not written" in one.message]) == 1
+    assert not list(tmp_path.iterdir())
+    # another network is tried
+    other = program.Program(Ready(Net(1.0).eval())).eval()
+    assert program.exported(tmp_path / "x.pt2", other, torch.randn(6, 5), "pt2") == "x.pt2"
+
+
 @pytest.mark.slow
 def test_a_program_of_another_network_is_noticed(tmp_path, monkeypatch):
     """If the form did not tell two networks apart, the program is traced anew."""

@@ -114,7 +114,7 @@ def run(made, kind, model, rounds: int = 2, **more):
 
 @pytest.mark.parametrize("method", some(["FedMAP", "PFedVMP"], ["PFedVMP"]))
 def test_a_hugging_face_kind_of_network_with_dict_batches(method, tmp_path):
-    made = app(method.lower(), tmp_path, Words, data=parts)
+    made = app(method.lower(), tmp_path, Words, data=parts, export=("pt2",))
     kind = getattr(strategies, method)
     more = {"xi": 1.0} if method == "PFedVMP" else {}
     strategy = run(made, kind, Words, 3, lr=0.05, local_epochs=6, **more)
@@ -125,6 +125,11 @@ def test_a_hugging_face_kind_of_network_with_dict_batches(method, tmp_path):
     assert found.score(x, y) > 0.6
     want = found.network(Layout.of(x).pack(x)).softmax(-1)
     torch.testing.assert_close(torch.tensor(found.predict_proba(x)).float(), want)
+    program = torch.export.load(folder / "model.pt2").module()  # for any number of samples
+    for number in (1, 5):
+        some = Layout.of(x).pack({name: part[:number] for name, part in x.items()})
+        got = program(some)["probabilities"].detach()
+        torch.testing.assert_close(got, want[:number].detach())
 
 
 def test_inputs_by_position_and_a_tuple_as_output(tmp_path):
