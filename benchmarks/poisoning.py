@@ -3,6 +3,9 @@
     python -m benchmarks.poisoning --out FILE      all methods, one and three attackers, three
                                                    seeds: hours on one core; started again, it goes
                                                    on where FILE ends
+    python -m benchmarks.poisoning --epochs 5 --methods fedivon,feddc --bad 1 --out FILE
+                                                   methods that one epoch a round leaves half
+                                                   trained, with five
     python -m benchmarks.poisoning_cost            what the defence costs honest federations
     python -m benchmarks.poisoning_page FILES      take printed rows over, and write the page
 
@@ -276,19 +279,20 @@ class Measured:
 
 
 def table(
-    names: Sequence[str], bad: int, rules: Sequence[str], seed: int, out: Path | None
+    names: Sequence[str], bad: int, rules: Sequence[str], seed: int, epochs: int, out: Path | None
 ) -> None:
-    """Measure one row a method, rule and attack."""
-    done = known(out, "method", "robust", "attackers", "attack", "seed")
+    """Measure one row a method, rule and attack; more than one epoch a round is noted in a row."""
+    done = known(out, "method", "robust", "attackers", "attack", "seed", "epochs")
+    longer = {"epochs": epochs} if epochs > 1 else {}
     for method, rule in product(names, rules):
-        if (method, rule, bad, ABSENT, seed) in done:
+        if (method, rule, bad, ABSENT, seed, longer.get("epochs")) in done:
             continue
-        one = Measured(method, rule, bad, {**DIGITS, "seed": seed})
+        one = Measured(method, rule, bad, {**DIGITS, "local_epochs": epochs, "seed": seed})
         step = one.apart(one.end, one.start)
         rows: dict[str, dict[str, Any]] = {}
         for attack in (*ATTACKS, ABSENT):
             row = {"method": method, "robust": rule, "attackers": bad, "attack": attack}
-            row |= {"seed": seed, "version": VERSION, "clean": one.clean}
+            row |= {"seed": seed, "version": VERSION, "clean": one.clean, **longer}
             if attack == "certainty" and one.same_as_flip():
                 row = {**rows["flip"], **row, "same": "flip"}
             else:
@@ -322,6 +326,7 @@ def main() -> None:
     parser.add_argument("--bad", default="1,3")
     parser.add_argument("--rules", default="gate")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--epochs", type=int, default=1, help="local epochs of a round")
     parser.add_argument(
         "--out", default="", help="a file for JSON lines; rows that it has are skipped"
     )
@@ -331,7 +336,7 @@ def main() -> None:
     names = given.methods.split(",") if given.methods else shared
     out = Path(given.out) if given.out else None
     for bad, seed in product(given.bad.split(","), given.seeds.split(",")):
-        table(names, int(bad), given.rules.split(","), int(seed), out)
+        table(names, int(bad), given.rules.split(","), int(seed), given.epochs, out)
 
 
 if __name__ == "__main__":

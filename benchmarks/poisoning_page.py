@@ -22,8 +22,9 @@ ROWS, PAGE = HERE / "poisoning.jsonl", HERE / "poisoning.md"
 READING = HERE / "poisoning_reading.md"
 NAMES = {"scaled": "×100"}
 ATTACKS = ("random", "flip", "scaled", "count", "certainty", "absent")
-KEYS = ("method", "robust", "attackers", "attack", "data", "seed")
+KEYS = ("method", "robust", "attackers", "attack", "data", "seed", "epochs")
 WORDS = {1: "One attacker", 3: "Three attackers"}
+LONGER = 5  # local epochs of the methods that one epoch a round leaves half trained
 LEAST = 3  # seeds from which an interval is given
 Row = dict[str, Any]
 
@@ -31,10 +32,10 @@ INTRO = """# Poisoning
 
 Written by `python -m benchmarks.poisoning_page` from `poisoning.jsonl`, which
 `benchmarks/poisoning.py` and `benchmarks/poisoning_cost.py` measured. Ten clients on all of digits,
-the default partition, `robust=gate`, 20 rounds; figures are those after the last round, mean over
-seeds. All methods but `local`, which has no server. The attackers are the one or three clients with
-the most data, up to 18 % of all samples each. Their updates go through the server's checks first; a
-refused one counts as honest.
+the default partition, `robust=gate`, 20 rounds of one epoch; figures are those after the last
+round, mean over seeds. All methods but `local`, which has no server. The attackers are the one or
+three clients with the most data, up to 18 % of all samples each. Their updates go through the
+server's checks first; a refused one counts as honest.
 
 * random: a random direction of 100 times the norm, always the same one
 * flip: the change with its sign turned round
@@ -90,13 +91,14 @@ def with_interval(values: Sequence[float], digits: int = 1, sign: bool = True) -
 
 
 class Case:
-    """All rows of one rule and number of attackers."""
+    """All rows of one rule, number of attackers and local epochs."""
 
-    def __init__(self, rows: Sequence[Row], bad: int, rule: str = "gate") -> None:
-        self.bad, self.rule = bad, rule
+    def __init__(self, rows: Sequence[Row], bad: int, rule: str = "gate", epochs: int = 1) -> None:
+        self.bad, self.rule, self.epochs = bad, rule, epochs
         self.of: dict[tuple[str, str], dict[int, Row]] = {}
         for row in rows:
-            if row.get("attackers") == bad and row.get("robust") == rule:
+            same = (row.get("attackers"), row.get("robust"), row.get("epochs", 1))
+            if same == (bad, rule, epochs):
                 self.of.setdefault((row["method"], row["attack"]), {})[row.get("seed", 0)] = row
         self.methods = sorted({method for method, _ in self.of})
 
@@ -143,7 +145,8 @@ class Case:
             else "in all twenty rounds: points from clean"
         )
         heads = " | ".join(NAMES.get(one, one) for one in ATTACKS)
-        lines = [f"## {WORDS[self.bad]} of ten, robust={self.rule}, {when}", ""]
+        longer = f", {self.epochs} epochs a round" if self.epochs > 1 else ""
+        lines = [f"## {WORDS[self.bad]} of ten{longer}, robust={self.rule}, {when}", ""]
         if self.rule == "off":
             lines += [
                 "Before there was a rule; half of digits, seed 0, about 150 test samples.",
@@ -230,7 +233,7 @@ def paid(rows: Sequence[Row]) -> str:
 
 def aims(rows: Sequence[Row]) -> list[str]:
     """Return where the aims are missed."""
-    one, three = Case(rows, 1), Case(rows, 3)
+    one, three, longer = Case(rows, 1), Case(rows, 3), Case(rows, 1, epochs=LONGER)
     lines = [
         "## Where the aims are missed",
         "",
@@ -244,6 +247,8 @@ def aims(rows: Sequence[Row]) -> list[str]:
         f"* Twenty rounds, more than five points below clean: {one.below('always', 'clean')}.",
         "* Twenty rounds, more than five points below the attacker's absence: "
         f"{one.below('always', 'absent')}.",
+        f"* {LONGER} epochs a round ({', '.join(longer.methods)}), twenty rounds, more than five "
+        f"points below clean: {longer.below('always', 'clean')}.",
         "",
         f"More than half a point, or 0.005 nats, paid without an attacker: {paid(rows)}.",
         "",
@@ -270,6 +275,9 @@ def main() -> None:
         case = Case(rows, bad)
         if case.methods:
             lines += [*case.table("once"), *case.table("always")]
+    longer = Case(rows, 1, epochs=LONGER)
+    if longer.methods:
+        lines += [*longer.table("once"), *longer.table("always")]
     lines += [*cost(rows), *aims(rows), READING.read_text()]
     for bad in (1, 3):
         lines += Case(rows, bad, "off").table("once")

@@ -14,8 +14,9 @@ The posterior is N(mu, T/(λ (h + delta))), λ the samples of the last round's c
 Departs: means are weighted by h + delta, which is a precision; h alone may be negative. Running
 statistics are averaged by sample count. The default temperature was chosen on validation rows of
 the digits (15 rounds, one seed, lr = 0.1): 94.8 % at 0.001, 82.3 % at 0.01, 89.2 % at 0.1. The
-row's learning rate is 0.03: a step is lr / (h + delta), so 0.1 is a whole gradient at the start and
-diverged on images (loss 2e5); the public optimiser multiplies its 0.1 by the first h + delta.
+row's learning rate is 0.01: a step is lr / (h + delta), so 0.1 is a whole gradient at the start and
+diverged on images (loss 2e5), 0.03 with one seed of three; the public optimiser multiplies its 0.1
+by the first h + delta.
 """
 
 from __future__ import annotations
