@@ -98,6 +98,7 @@ def test_commands_and_python_blocks_run(page, tmp_path, monkeypatch):
     run_page(page, tmp_path, monkeypatch, {})
 
 
+@pytest.mark.slow  # .ci/run has it by name
 def test_the_readme_runs_with_less_work(tmp_path, monkeypatch):
     text = (ROOT / "README.md").read_text()
     assert all(more in text for more in LESS)

@@ -112,6 +112,7 @@ def test_a_card_agrees_with_how_the_training_data_were_read(trained):
     assert all(row.tobytes() in mine for row in np.concatenate([data.x_train, data.x_test]))
 
 
+@pytest.mark.slow
 def test_parquet_and_our_own_file_give_the_same_bits(trained, monkeypatch):
     folder, _, new = trained
     monkeypatch.chdir(folder)

@@ -110,8 +110,8 @@ def test_the_residual_of_an_incomplete_table_is_that_of_least_squares():
     ("shape", "spread"),
     [
         ((3, 7), (1.0, 1.0, 1.0)),
-        ((5, 4), (0.0, 1.0, 0.3)),
-        ((5, 7), (1.0, 0.0, 1.0)),
+        pytest.param((5, 4), (0.0, 1.0, 0.3), marks=pytest.mark.slow),
+        pytest.param((5, 7), (1.0, 0.0, 1.0), marks=pytest.mark.slow),
         ((10, 5), (0.3, 1.0, 1.0)),
     ],
 )

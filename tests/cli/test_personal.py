@@ -77,7 +77,7 @@ assert "bayflower" not in sys.modules
 @pytest.mark.parametrize(
     # posteriors of other kinds in use are those of test_personal_kinds.py
     "method",
-    some(EXPORTED, {"fedmap", "pfedvmp"}),
+    some(EXPORTED, {"pfedvmp"}),
 )
 def test_every_methods_model_comes_back_from_its_file(method, runs, tmp_path):
     """Trained and new clients: the card has the run's own numbers, and the loaded model gives

@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import some
 from personalruns import TRAINED, end_of, trained, using
 from safetensors.torch import load_file, save_file
 
@@ -39,7 +38,8 @@ KINDS = [
     ("method", "name", "kind", "formats"),
     [
         (*KINDS[0], ("pt2", "onnx")),
-        *((*one, ()) for one in KINDS[1:]),
+        (*KINDS[1], ()),
+        (*KINDS[3], ()),
         *(pytest.param(*one, ("pt2", "onnx"), marks=pytest.mark.slow) for one in KINDS[1:]),
     ],
 )
@@ -192,7 +192,8 @@ def test_models_of_the_first_format_load_without_their_old_posterior(runs, tmp_p
     assert model.card["uncertainty"]["used"] == "point"
 
 
-@pytest.mark.parametrize("form", some(["pt2", "onnx"], ["pt2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["pt2", "onnx"])
 def test_integers_are_saved_loaded_and_exported(form, tmp_path):
     """An embedding network of the user's own, calibrated, in every format."""
     from bayflower import methods

@@ -278,7 +278,7 @@ def write(folder, result) -> None:
 @pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine; apt-get install chromium"
 )
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["html", "hard"])
 def test_a_real_browser_shows_it(which, request, tmp_path, width):
     """Every figure is drawn with a size, no table is wider than its place, no label is cut or lies

@@ -197,6 +197,7 @@ def test_a_part_of_a_data_set_is_not_the_whole(tmp_path):
     assert cache.get(spec, 0, str(tmp_path)) is None
 
 
+@pytest.mark.slow
 def test_parts_are_disjoint_and_the_same_seeds_give_the_same_numbers(finished, tmp_path):
     done: list[str] = []
     # both processes start when most runs are there

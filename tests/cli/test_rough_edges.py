@@ -140,6 +140,7 @@ def test_a_new_client_with_one_class_needs_no_num_classes(tmp_path, dataset, sha
     assert (counts[0], counts[1] > 0, sum(counts[2:])) == (0, True, 0)
 
 
+@pytest.mark.slow
 def test_export_takes_its_folder_by_out_as_run_and_predict_do(tmp_path):
     given = ["run", "fedavg", "--rounds", "1", "--clients", "3", "--set", "keep=0.1"]
     assert CliRunner().invoke(app, [*given, "--out", str(tmp_path / "run")]).exit_code == 0

@@ -234,6 +234,7 @@ def test_images_are_brought_to_one_shape():
     assert np.array_equal(brought(same, True), same)
 
 
+@pytest.mark.slow
 def test_a_federation_of_three_domains(tmp_path):
     """Labels are offset, a client has one domain, both kinds of clients come from every domain, and
     one output layer learns them all.

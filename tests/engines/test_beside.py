@@ -108,9 +108,14 @@ def test_a_gpu_gives_each_seed_its_numbers(method, graphs):
     [
         ({"fraction_train": 0.6, "rounds": 3, "new_clients": 2}, 2),
         ({"crop_padding": 1, "flip": 0.5, "mixup": 0.2, "schedule": "cosine"}, 2),
-        ({"class_weights": "client", "label_smoothing": 0.1, "dtype": "float32"}, 2),
-        ({"max_fused": 7}, 0),
-        ({"stacking": "no"}, 0),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ({"class_weights": "client", "label_smoothing": 0.1, "dtype": "float32"}, 2),
+                ({"max_fused": 7}, 0),
+                ({"stacking": "no"}, 0),
+            )
+        ),
     ],
     ids=lambda more: "-".join(more) if isinstance(more, dict) else "",
 )

@@ -73,7 +73,9 @@ def fedbuff(prepared, steps, size, seconds, weight):
     return model, log
 
 
-@pytest.mark.parametrize("how", ["root", "linear", "none"])
+@pytest.mark.parametrize(
+    "how", ["root", *(pytest.param(one, marks=pytest.mark.slow) for one in ("linear", "none"))]
+)
 def test_steps_are_those_of_fedbuff(how, tmp_path):
     """A run with stale replies against a loop over arrivals; float64."""
     settings = {**SLOW, **QUICK, "rounds": 9, "staleness": how, "client_seconds": "3:2.5,4:4"}

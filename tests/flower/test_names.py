@@ -198,7 +198,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("way", WRAPPERS)
+@pytest.mark.parametrize("way", some(WRAPPERS, ["server, fixed", "client, adaptive"]))
 def test_inside_flowers_wrappers(way):
     """Without noise and with a clipping norm that nothing reaches, the result is that of the method
     alone; with a small one it is not.

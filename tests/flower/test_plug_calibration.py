@@ -190,13 +190,10 @@ def test_off_holds_nothing_and_says_nothing(tmp_path):
 
 @pytest.mark.parametrize("how", some(("shrunk", "client", "global"), ["shrunk"]))
 def test_our_split_gives_the_bits_of_the_same_split_by_hand(how, tmp_path):
+    same = {"rounds": 2, "local_epochs": 2, "calibration": how}
     ours, theirs = (
         run(
-            make_client_app("fedmap", model=Net, data=data, state=tmp_path / name),
-            "fedmap",
-            rounds=2,
-            local_epochs=2,
-            calibration=how,
+            make_client_app("fedmap", model=Net, data=data, state=tmp_path / name), "fedmap", **same
         )
         for name, data in (("ours", load), ("theirs", by_hand))
     )
@@ -211,6 +208,7 @@ def test_our_split_gives_the_bits_of_the_same_split_by_hand(how, tmp_path):
     assert {member.facts.train_size for member in ours.roster.members.values()} == {58}
 
 
+@pytest.mark.slow
 def test_a_process_that_saw_no_query_holds_out_the_same(tmp_path):
     """Every message goes to a process of its own: nothing is cached between them."""
     app = make_client_app("fedmap", model=Net, data=load, state=tmp_path / "a")
@@ -358,6 +356,7 @@ def own_loop(data, state, read: bool) -> ClientApp:
     return app
 
 
+@pytest.mark.slow
 def test_own_loops_train_on_what_is_left(tmp_path):
     for name, data, read in (("read", load, True), ("by hand", by_hand, False)):
         strategy = run(own_loop(data, tmp_path / name, read), "fedavg", calibration="shrunk")
