@@ -58,6 +58,7 @@ def methods(tmp_path_factory) -> tuple[dict, Path]:
     return measured("methods", file, methods=("local", "fedper"), tf32=True), file
 
 
+@pytest.mark.slow
 def test_races_run_the_workloads_of_other_simulators(monkeypatch, tmp_path):
     text = "To be, or not to be: that is the question.\n" * 40
     (tmp_path / "shakespeare.txt").write_text(text)

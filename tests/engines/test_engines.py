@@ -29,7 +29,7 @@ DEVICES = [
 
 # methods that differ where a network has normalisation layers: in what they share, in a second
 # derivative, in a correction of weights whose gradient is only rounding
-NORMS = {*BOTH, "fedavg", "feddc", "feddyn", "lgfedavg", "maml", "scaffold"}
+NORMS = {*BOTH, "fedavg", "lgfedavg", "scaffold"}
 # methods whose new clients train all weights, behind BatchNorm
 WHOLE = {"ditto": {"new_client_epochs": 1}}
 # behind BatchNorm rounding may tip a number to the next code: codes are fine

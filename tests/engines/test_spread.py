@@ -174,6 +174,7 @@ def drifting(seed: int, clients: int, size: int) -> tuple[np.ndarray, np.ndarray
     return x.reshape(-1, 1).astype(np.float32), np.concatenate(y), owner
 
 
+@pytest.mark.slow
 def test_intervals_by_time_hold_what_comes_later(tmp_path: Path) -> None:
     """Levels walk, so the next block lies where its client's own blocks did not: everyone's first
     blocks, as long as the test, say how far. Own scores alone promise too much.

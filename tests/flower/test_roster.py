@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from conftest import BOTH, assert_same_bits, some
+from conftest import assert_same_bits, some
 from flwr.app import ConfigRecord, Error, Message
 from flwr.proto.node_pb2 import NodeInfo
 from town import Town, silent
@@ -22,7 +22,6 @@ from bayflower.methods import METHODS
 from bayflower.tree import flatten
 
 # methods whose server or clients keep something from round to round, each in its own way
-REMEMBER = {*BOTH, "fedavg", "feddc", "feddyn", "fedper", "local", "scaffold"}
 FEW = {"fednp", "metavd", "scaffold", "local"}
 
 
@@ -53,7 +52,7 @@ def test_clients_come_late_go_and_come_back(method):
         assert not leaf.is_floating_point() or bool(leaf.isfinite().all())
 
 
-@pytest.mark.parametrize("method", some(sorted(METHODS), REMEMBER), scope="module")
+@pytest.mark.parametrize("method", some(sorted(METHODS), FEW), scope="module")
 def test_a_client_from_the_second_round_on_trains_as_one_from_the_first(method):
     """The state a late client gets is what the method's definition gives to one that trains for the
     first time.

@@ -93,7 +93,9 @@ def plain_student(case, state, x, start: int, seed: int = 0, round: int = 1):
     return {n: sum(one[n] for one in kept) / len(kept) for n in last} if kept else last, len(kept)
 
 
-@pytest.mark.parametrize(("start", "averaged"), [(60, True), (10_000, False)])
+@pytest.mark.parametrize(
+    ("start", "averaged"), [(60, True), pytest.param(10_000, False, marks=pytest.mark.slow)]
+)
 def test_the_student_equals_plain_torch(start, averaged):
     """[eq. 3] at the server, [eq. 4] and [eq. 5], from the mean and the spread of two rounds."""
     case = both("fedbe", be_swa_start=start, **REST)
@@ -122,6 +124,7 @@ def test_engines_agree_and_each_round_is_distilled(model):
         assert torch.equal(value, fused.server_state.params[name])
 
 
+@pytest.mark.slow
 def test_the_student_agrees_with_its_teachers_more_than_the_mean_does():
     """What distillation is for: KL(p-hat ‖ student) < KL(p-hat ‖ mean) on the server's samples."""
     case = both("fedbe", be_swa_start=10_000, **{**REST, "be_server_epochs": 10, "be_spread": 3.0})

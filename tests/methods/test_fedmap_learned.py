@@ -154,7 +154,8 @@ def test_posteriors_are_the_exact_ones_and_the_prior_is_the_most_likely(
     assert said == pytest.approx(reached, abs=1e-2)
 
 
-@pytest.mark.parametrize("prior", ["learned", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("prior", ["learned", "full"])
 def test_a_weak_hyperprior_gives_the_most_probable_prior(prior: str) -> None:
     """Three clients with few samples each: the prior alone would let gamma run away."""
     clients = drawn(9, [2, 3, 4], [0.5, 0.4, 0.5], 0.7)

@@ -138,6 +138,7 @@ def test_pruned_weights_do_not_travel():
         assert rounds[1][key] == rounds[2][key]
 
 
+@pytest.mark.slow
 def test_nothing_pruned_is_the_base():
     few = {"keep": 0.15, "local_epochs": 1, "new_client_epochs": 1}
     mine, base = (execute(small_prepared(method, **few)) for method in ("snip", "reptile"))

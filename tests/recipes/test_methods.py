@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import LATER, assert_same_bits, small, small_prepared, some, worst_difference
+from conftest import BOTH, assert_same_bits, small, small_prepared, some, worst_difference
 
 from bayflower.config import describe, parse
 from bayflower.contract import ClientHalf
@@ -92,7 +92,7 @@ def test_a_gpu_agrees_with_the_loop_also_where_steps_are_recorded(method, cuda_g
     assert worst_difference(fused.server_state, loop.server_state, zero=1e-9) < 1e-7
 
 
-@pytest.mark.parametrize("method", some(sorted(METHODS), set(METHODS) - LATER))
+@pytest.mark.parametrize("method", some(sorted(METHODS), {*BOTH, "fedla", "scaffold"}))
 def test_every_method_honours_or_refuses_each_part(method):
     """One round of one client alone, with each part of the recipe, moves elsewhere than without."""
 
