@@ -16,9 +16,9 @@ from .data import Federation, absolute, load_federation
 from .data.moments import ready
 from .errors import BayflowerError, ConfigError
 from .files import lease, place
-from .files.atomic import write_json
 from .files.checkpoint import Checkpoint
 from .files.records import Outcome, Progress
+from .files.texts import write_json
 from .networks.check import check_fit
 from .networks.own import is_own
 from .rounds.calibrated import save_total

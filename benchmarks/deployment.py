@@ -23,7 +23,7 @@ from typing import Any
 from bayflower.deploy import folders, runs
 from bayflower.deploy.local import Local
 from bayflower.deploy.server import Server
-from bayflower.files.atomic import write_json
+from bayflower.files.texts import write_json
 from bayflower.flower import control, processes
 
 RESULTS = Path(__file__).parent / "results"

@@ -33,7 +33,7 @@ from lab import POSITIONS, Lab
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
 from bayflower.files import checkpoint, store
-from bayflower.files.atomic import read_json, write_json
+from bayflower.files.texts import read_json, write_json
 from bayflower.metrics import summarise
 from bayflower.tree import flatten
 

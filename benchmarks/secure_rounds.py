@@ -33,7 +33,7 @@ from bayflower.config import parse
 from bayflower.deploy import folders, runs
 from bayflower.deploy.local import Local
 from bayflower.engines import execute, prepare
-from bayflower.files.atomic import write_json
+from bayflower.files.texts import write_json
 from bayflower.flower.processes import marked
 
 RESULTS = Path(__file__).parent / "results"

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bayflower.files.atomic import read_json, write_json
+from bayflower.files.texts import read_json, write_json
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -13,7 +13,7 @@ from typing import Any
 from ..config import names
 from ..errors import ConfigError
 from ..files import place
-from ..files.atomic import read_json
+from ..files.texts import read_json
 from ..files.trackers import Wanted
 from ..networks import own
 from ..report import flat, write_report

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..files import checkpoint, place
-from ..files.atomic import write_json
+from ..files.texts import write_json
 from ..files.tracking import flat as numbers_of
 from ..networks import own
 from ..report import flat, write_report

@@ -14,8 +14,8 @@ from ..config import parse
 from ..engines import prepare, train
 from ..errors import ConfigError
 from ..files import checkpoint, place
-from ..files.atomic import read_json, write_json
 from ..files.records import Progress
+from ..files.texts import read_json, write_json
 from ..files.tracking import flat
 from .training import Stop
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..files.atomic import write_json
+from ..files.texts import write_json
 from ..report.text import bare_table, number, size
 from .cases import Options
 

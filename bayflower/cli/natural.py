@@ -66,7 +66,7 @@ def natural(
 
     Example: `bayflower natural --quick --data-dir data`
     """
-    from ..files.atomic import write_text
+    from ..files.texts import write_text
     from ..natural import runs
     from ..natural.page import in_words, made
     from ..natural.summary import leaderboard as leaderboard_of

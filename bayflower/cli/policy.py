@@ -85,7 +85,7 @@ def peers(
     ],
 ) -> None:
     """Write the keys of all sites, for secure sums that no server can stand in for."""
-    from ..files.atomic import write_json
+    from ..files.texts import write_json
 
     found: dict[str, str] = {}
     for one in keys:

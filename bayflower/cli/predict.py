@@ -102,7 +102,7 @@ def predict_classes(
     as_json: bool,
 ) -> dict[str, Any]:
     """Write labels, probabilities, sets, abstention and alarms for each sample."""
-    from ..files.atomic import write_text
+    from ..files.texts import write_text
     from ..personal.doubt import drift as drifted
 
     found = model.uncertainty(x, abstain)
@@ -134,7 +134,7 @@ def predict_events(
     model: Any, x: Any, kept: dict[str, list[str]], out: Path, as_json: bool
 ) -> dict[str, Any]:
     """Write risk, median time and the curve of each sample, or the probability of each label."""
-    from ..files.atomic import write_text
+    from ..files.texts import write_text
 
     found: dict[str, Any] = {}
     if model.card["task"]["name"] == "labels":
@@ -158,7 +158,7 @@ def predict_numbers(
     model: Any, x: Any, kept: dict[str, list[str]], out: Path, level: float, as_json: bool
 ) -> dict[str, Any]:
     """Write mean, lower and upper for each sample; of ordered classes also probabilities."""
-    from ..files.atomic import write_text
+    from ..files.texts import write_text
 
     found = model.uncertainty(x, level)
     names = (model.card.get("reading") or {}).get("classes") or []

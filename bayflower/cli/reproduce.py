@@ -118,7 +118,7 @@ def reproduce(
     import logging
     from dataclasses import replace
 
-    from ..files.atomic import write_json
+    from ..files.texts import write_json
     from ..reproduce import Cache, find, load_tables
     from ..reproduce.show import content, look, markdown, state
     from ..reproduce.sweep import Plan, run_missing

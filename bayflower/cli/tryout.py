@@ -92,7 +92,7 @@ def show(tried: Tried, name: str, engine: str, out: Path | None, as_json: bool) 
     """Print the results of the app's strategies and write them to `out`: result.json for one,
     NUMBER-METHOD/result.json for several.
     """
-    from ..files.atomic import write_json
+    from ..files.texts import write_json
     from ..flower.tryout import result_of
     from ..report.text import result_table, uncertainty_table
     from ..rounds.calibrated import save_total

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ..errors import BayflowerError, ConfigError
 from ..files import checkpoint, lease, store, vault
-from ..files.atomic import read_json, write_json
+from ..files.texts import read_json, write_json
 from ..wire import continuity
 from .layout import STATE_KEY, Deployment
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files.atomic import write_json
+from ..files.texts import write_json
 from . import folders
 from .layout import ABOVE, PORT, REGION, TREE, UPPER, Deployment
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BayflowerError
-from ..files.atomic import read_json, write_json
+from ..files.texts import read_json, write_json
 from ..flower import control
 from ..flower.bundle import write_app
 from .server import Server

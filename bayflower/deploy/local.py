@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BayflowerError
-from ..files.atomic import read_json, write_json
 from ..files.audit import VARIABLE
+from ..files.texts import read_json, write_json
 from ..files.vault import VARIABLE as KEY_VARIABLE
 from ..flower import processes
 from . import regional

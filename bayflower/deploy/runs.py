@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BayflowerError, ConfigError
-from ..files.atomic import read_json, write_json
+from ..files.texts import read_json, write_json
 from ..flower import control, processes
 from ..flower.bundle import write_app
 from .layout import UPPER

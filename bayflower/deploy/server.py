@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import BayflowerError, ConfigError
-from ..files.atomic import read_json, write_json
+from ..files.texts import read_json, write_json
 from ..flower import control, processes
 from .layout import Deployment
 

@@ -19,10 +19,10 @@ from ..data import absolute, name_of
 from ..errors import BayflowerError, ConfigError
 from ..settings import earlier
 from . import checkpoint
-from .atomic import read_json
 from .lease import BUSY as BUSY
 from .lease import BusyError as BusyError  # part of what this module offers
 from .lease import alone_in
+from .texts import read_json
 
 RESULT = "result.json"
 WRITTEN = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..tasks import Task
-from .atomic import write_json as write_json  # part of what this module offers
+from .texts import write_json as write_json  # part of what this module offers
 
 CURVE = ("accuracy", "balanced_accuracy_mean", "nll")  # of classes
 Views = dict[str, dict[int, Any]]  # tallies of the task, by view and client

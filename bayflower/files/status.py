@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .atomic import finite, write_json
 from .records import RoundRecord
+from .texts import finite, write_json
 
 LAST = 5  # faults that are shown
 PROMETHEUS = "metrics.prom"

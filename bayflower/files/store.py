@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import BayflowerError, ConfigError, FormatError
 from ..tree import Tensors
-from .atomic import below, load_tensors, save_tensors, write_json
+from .atomic import below, load_tensors, save_tensors
+from .texts import write_json
 
 log = logging.getLogger("bayflower")
 KEPT = 2

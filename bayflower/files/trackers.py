@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from .. import __version__
 from ..config import Run
 from ..errors import BayflowerError, ConfigError
-from .atomic import read_json, write_json
 from .place import RESULT
+from .texts import read_json, write_json
 from .tracking import TensorBoard, each_round, flat
 
 FILE = "trackers.json"  # the ids of a run in other tools, by tool

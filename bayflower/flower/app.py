@@ -34,9 +34,9 @@ from ..data import (
 from ..errors import BayflowerError, ConfigError
 from ..files import checkpoint, journal, lease, place
 from ..files import status as status_file
-from ..files.atomic import write_json
 from ..files.records import RoundRecord
 from ..files.store import DiskStore
+from ..files.texts import write_json
 from ..networks.model import Model
 from ..networks.papers import build
 from ..recipes.check import sums_of, told

@@ -27,8 +27,8 @@ from typing import Any
 
 from .. import methods
 from ..errors import BayflowerError, ConfigError
-from ..files.atomic import read_json
 from ..files.children import end_with_parent, terminable
+from ..files.texts import read_json
 from ..networks.own import home
 from .app import folded
 from .bundle import write_app

@@ -24,7 +24,8 @@ from .. import __version__, methods, metrics
 from ..contract import ClientHalf
 from ..data import Scaling
 from ..errors import ConfigError
-from ..files.atomic import save_tensors, write_json
+from ..files.atomic import save_tensors
+from ..files.texts import write_json
 from ..maths.laplace import Classes
 from ..maths.tops import INSIDE
 from ..networks.model import Batch

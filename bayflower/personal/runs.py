@@ -32,8 +32,8 @@ from ..data import (
 from ..data.moments import apply, read_scaling
 from ..errors import ConfigError
 from ..files import checkpoint, place
-from ..files.atomic import read_json
 from ..files.store import DiskStore
+from ..files.texts import read_json
 from ..fused.disk import DiskBank
 from ..networks.model import Batch
 from ..privacy import budget

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..files.atomic import write_json
 from ..files.audit import locked
+from ..files.texts import write_json
 from .rules import Policy, refused
 
 HOURS = 24

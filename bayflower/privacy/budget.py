@@ -20,7 +20,7 @@ from typing import Any
 
 from ..contract import ServerHalf
 from ..errors import BayflowerError, ConfigError
-from ..files.atomic import read_json, write_json
+from ..files.texts import read_json, write_json
 from ..recipes import Training
 from ..recipes.secrecy import Privacy
 from .accounting import affordable, epsilon, noise_for

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files.atomic import write_text
+from ..files.texts import write_text
 from .collect import ALIKE, Found
 
 ABOUT = ("folder", "method", "dataset", "partition", "engine", "seed", "rounds")

@@ -27,7 +27,7 @@ from typing import Any
 
 from ..config import groups, parse
 from ..data.settings import CALIBRATION_SETTINGS
-from ..files.atomic import write_json
+from ..files.texts import write_json
 from ..methods import get
 from .data import images_to_keep, pooled, with_folder
 from .tables import Spec, pinned

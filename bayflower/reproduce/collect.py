@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files.atomic import write_json, write_text
+from ..files.texts import write_json, write_text
 from .cache import COLLECTIONS, Cache, Say, whole
 from .sweep import Plan, jobs
 from .tables import FORMS, load_tables

@@ -15,8 +15,8 @@ import torch
 from ..config import Run
 from ..data import Federation, Identity, identities
 from ..data.crowd import LISTED, Crowd
-from ..files.atomic import finite
 from ..files.records import Outcome
+from ..files.texts import finite
 from ..tasks.saved import to_json
 from ..wire.hello import Summary
 from .calibrated import block as block_of

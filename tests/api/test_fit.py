@@ -101,13 +101,15 @@ def test_the_command_line_exports_a_network_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_import_is_light_and_digits_need_neither_flower_nor_ray():
-    """`import bayflower` loads neither torch nor flwr; `fit` on digits does without the simulation
-    extra, and gradients without torch's compiler.
+    """`import bayflower` loads neither torch nor flwr, nor do the command line's help and lists;
+    `fit` on digits does without the simulation extra, and gradients without torch's compiler.
     """
     program = (
         "import sys, bayflower\n"
         "assert not {'torch', 'flwr', 'ray', 'numpy', 'pandas'} & set(sys.modules)\n"
         "assert {'fit', 'compare', 'Method', 'Result', 'load_personal'} <= set(dir(bayflower))\n"
+        "import bayflower.cli\n"
+        "assert not {'torch', 'flwr', 'ray', 'pandas'} & set(sys.modules)\n"
         "sys.modules['ray'] = None  # as if it were not installed\n"
         "done = bayflower.fit('fedmap', 'digits', rounds=1, num_clients=2, device='cpu')\n"
         "assert not {'flwr', 'torch._dynamo'} & set(sys.modules)\n"

@@ -17,7 +17,7 @@ from bayflower.config import parse
 from bayflower.data import read_npz
 from bayflower.engines import prepare, run_to_result
 from bayflower.errors import BayflowerError, ConfigError
-from bayflower.files.atomic import finite
+from bayflower.files.texts import finite
 from bayflower.personal import personalise
 from bayflower.rounds.result import diverged
 

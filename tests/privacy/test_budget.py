@@ -17,7 +17,7 @@ from bayflower.config import parse
 from bayflower.engines import prepare, run_to_result
 from bayflower.errors import ConfigError
 from bayflower.files import checkpoint
-from bayflower.files.atomic import read_json
+from bayflower.files.texts import read_json
 from bayflower.fused.run import FusedRun
 from bayflower.maths.exact import Total
 from bayflower.personal.runs import export

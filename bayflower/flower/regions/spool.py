@@ -23,7 +23,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from ...errors import BayflowerError
-from ...files.atomic import load_tensors, read_json, save_tensors, write_json
+from ...files.atomic import load_tensors, save_tensors
+from ...files.texts import read_json, write_json
 from ...tree import Tensors
 from .. import records
 from ..guard import digest
