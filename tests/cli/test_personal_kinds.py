@@ -37,10 +37,10 @@ KINDS = [
 @pytest.mark.parametrize(
     ("method", "name", "kind", "formats"),
     [
-        (*KINDS[0], ("pt2", "onnx")),
+        (*KINDS[0], ("pt2",)),
         (*KINDS[1], ()),
         (*KINDS[3], ()),
-        *(pytest.param(*one, ("pt2", "onnx"), marks=pytest.mark.slow) for one in KINDS[1:]),
+        *(pytest.param(*one, ("pt2", "onnx"), marks=pytest.mark.slow) for one in KINDS),
     ],
 )
 def test_a_posterior_in_use_says_what_judge_says(method, name, kind, formats, runs, tmp_path):

@@ -141,8 +141,11 @@ def test_a_fold_does_not_decide_about_itself() -> None:
         assert torch.equal(slow.table.sum(0) - slow.table[part], want)
 
 
+OTHER = [{"calibration": "client"}, {"calibration": "global"}, {"sets": "class"}]
+
+
 @pytest.mark.parametrize(
-    "changes", [{"calibration": "client"}, {"calibration": "global"}, {"sets": "class"}]
+    "changes", [OTHER[2], *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER[:2])]
 )
 def test_other_ways_to_calibrate(changes: dict[str, str]) -> None:
     settings = {**ON, "keep": 0.5, **changes}  # enough samples for a promise about each class

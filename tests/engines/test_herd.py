@@ -206,6 +206,7 @@ def test_the_last_worker_that_dies_ends_the_run():
         on(HereCrew(1, dies=(0, "train", 2)), ready("fedmap", stacking="no"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_with_another_number_of_workers(peace, tmp_path):
     from bayflower.files import checkpoint
 

@@ -104,7 +104,7 @@ def counted(monkeypatch, name: str) -> list[None]:
 
 
 @pytest.mark.parametrize("kind", ["query", "train", "evaluate"])
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("disk", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_reply_that_is_lost_is_asked_for_again(kind, disk, undisturbed, tmp_path, monkeypatch):
     """Of every client, the new one included; nobody trains, adapts or tests twice; it is nobody's
     fault.

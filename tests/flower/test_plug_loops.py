@@ -44,7 +44,10 @@ def test_a_training_loop_of_the_users_own(method, tmp_path):
     assert personal(strategy) > 0.6
 
 
-@pytest.mark.parametrize("recipe", [{}, {"label_smoothing": 0.2, "class_weights": "federation"}])
+RECIPE = {"label_smoothing": 0.2, "class_weights": "federation"}
+
+
+@pytest.mark.parametrize("recipe", [pytest.param({}, marks=pytest.mark.slow), RECIPE])
 def test_an_own_loop_with_the_methods_batches_gives_the_methods_bits(tmp_path, recipe):
     """The two calls around the very steps that make_client_app takes:
     the same state on the server.

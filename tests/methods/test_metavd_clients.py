@@ -26,7 +26,7 @@ from bayflower.tree import stack
 @pytest.mark.parametrize(
     ("settings", "model"),
     [
-        ({"base": "fedavg"}, "mlp"),
+        pytest.param({"base": "fedavg"}, "mlp", marks=pytest.mark.slow),
         pytest.param({"base": "maml"}, "mlp", marks=pytest.mark.slow),
         ({"base": "maml", "server_momentum": 0}, "mlp-bn"),
         # the velocity of a bias before BatchNorm is rounding and nothing else

@@ -13,7 +13,7 @@ from bayflower.files import checkpoint
 from bayflower.files.store import DiskStore, MemoryStore
 
 SMALL = {"num_clients": 10, "keep": 0.3, "rounds": 4}
-FIRST = ("fedavg", "pfedvmp")
+FIRST = ("pfedvmp",)
 # by round: who is lost before it has shared a ticket, before and after it trained, when it is asked
 # for shares of seeds, and of keys. The server is resumed after round 2, so all enrol in round 3.
 # In round 3 these are 3 of 10, 2 of the 7 that are asked for an update, and 3 of 10.
@@ -61,6 +61,7 @@ def test_every_method_has_the_bits_of_plain_sums(method, tmp_path, monkeypatch):
         assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_between_a_sum_and_its_checkpoint_goes_on_without_that_sum(tmp_path):
     """Clients refuse a second sum of the same round; the next round is summed again."""
     store, saved = DiskStore(tmp_path / "state"), []
