@@ -305,7 +305,7 @@ def test_a_model_with_a_learned_prior_takes_its_exact_posterior_home(
     under the learned prior, and noise; from the files and by the program.
     """
     prior, _, form = prior.partition(", ")
-    given = settings(table, "regression", "y", dtype="float64", checkpoint_every=12, rounds=12)
+    given = settings(table, "regression", "y", dtype="float64", checkpoint_every=24, rounds=24)
     given |= {"prior": prior, "calibration": "off", "test_fraction": 0.1}
     given |= {"input_scale": "none", "target_scale": "none", "start_variance": 100.0}
     given |= {"hyperprior": "flat"}  # the other one is for standardised inputs and targets
