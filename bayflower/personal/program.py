@@ -84,15 +84,11 @@ def exported(path: Path, made: Program, example: Tensor, kind: str) -> str:
         part.replace(path)
     except ImportError as error:
         return f"not written: {error.name} is not installed; pip install 'bayflower[onnx]'"
-    except UntraceableError as error:  # said of the first client
+    except UntraceableError as error:  # logged when it was tried
         return f"not written: {error}"
     # a network that cannot be exported does not affect the other files
     except Exception as error:
-        log.warning(
-            "%s was not written: %s; other clients with this network are not told again",
-            path,
-            reason(error),
-        )
+        log.warning("%s was not written: %s", path, reason(error))
         return f"not written: {type(error).__name__}: {reason(error)}"
     finally:
         part.unlink(missing_ok=True)

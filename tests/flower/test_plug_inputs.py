@@ -127,8 +127,8 @@ def test_a_hugging_face_kind_of_network_with_dict_batches(method, tmp_path):
     torch.testing.assert_close(torch.tensor(found.predict_proba(x)).float(), want)
     program = torch.export.load(folder / "model.pt2").module()  # for any number of samples
     for number in (1, 5):
-        some = Layout.of(x).pack({name: part[:number] for name, part in x.items()})
-        got = program(some)["probabilities"].detach()
+        rows = Layout.of(x).pack({name: part[:number] for name, part in x.items()})
+        got = program(rows)["probabilities"].detach()
         torch.testing.assert_close(got, want[:number].detach())
 
 
