@@ -14,7 +14,7 @@ from . import methods
 from .config import ENGINES, Run
 from .data import Federation, absolute, load_federation
 from .data.moments import ready
-from .errors import BayflowerError, ConfigError
+from .errors import BayflowerError, ConfigError, in_one_line
 from .files import lease, place
 from .files.checkpoint import Checkpoint
 from .files.records import Outcome, Progress
@@ -137,7 +137,7 @@ def execute(
         except torch.linalg.LinAlgError as error:
             raise BayflowerError(
                 f"training diverged: a matrix has no decomposition "
-                f"({' '.join(str(error).split())[:120]}); lower lr or set clip_norm"
+                f"({in_one_line(error, 120)}); lower lr or set clip_norm"
             ) from error
     from .flower.loop import run_loop  # needs flwr, which the fused engine does not
 

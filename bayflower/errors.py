@@ -56,3 +56,8 @@ class WireError(BayflowerError):
 
 class PolicyError(BayflowerError):
     """A request that the policy of a site forbids; the text names the rule."""
+
+
+def in_one_line(error: BaseException, most: int | None = None) -> str:
+    """Return an error's text in one line, of at most `most` characters."""
+    return " ".join(str(error).split())[:most]

@@ -17,7 +17,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import ConfigError
+from .errors import ConfigError, in_one_line
 
 if TYPE_CHECKING:
     from .contract import ClientHalf, ServerHalf
@@ -65,7 +65,7 @@ def fault_of(one: Announced) -> str | None:
     try:
         import_module(one.module)
     except (Exception, SystemExit) as error:  # a broken package must not break other methods
-        text = " ".join(str(error).split())
+        text = in_one_line(error)
         if isinstance(error, ConfigError):
             return text
         kind = type(error).__name__
@@ -112,7 +112,7 @@ def class_at(given: Given, needs: str) -> Any:
     try:
         found = vars(import_module(module))[name]
     except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        why = f"{type(error).__name__}: {in_one_line(error)}"
         raise ConfigError(
             f'{needs} {given!r} cannot be imported ({why}); write "package.module:Class"'
         ) from None

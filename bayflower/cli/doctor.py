@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..errors import in_one_line
 from .findings import Finding
 from .options import AsJson
 
@@ -133,7 +134,7 @@ def imported(name: str, version: str) -> Finding:
         else:
             importlib.import_module(MODULES.get(name, name))
     except Exception as error:  # whatever a broken installation raises
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        reason = in_one_line(error, 160) or type(error).__name__
         remedy = f"pip install --force-reinstall {name}"
         return Finding(name, "wrong", f"{version}, but it cannot be imported: {reason}", remedy)
     return Finding(name, "ok", version)

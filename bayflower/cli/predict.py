@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from .options import AsJson
 
 
@@ -225,7 +225,7 @@ def samples(path: Path, model: Any, keep: list[str]) -> Samples:
                 return Samples(content["x"], {})
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(
-            f"{path} cannot be read as arrays ({' '.join(str(error).split())}); write it with "
+            f"{path} cannot be read as arrays ({in_one_line(error)}); write it with "
             "numpy.save or numpy.savez(path, x=...)"
         ) from None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from . import doors, loaders
 from .parts import Part, Reading, of_parts, shown
 from .source import Source
@@ -117,7 +117,7 @@ def of_partitioner(given: Any) -> Any:
     try:
         parts = [given.load_partition(one) for one in range(int(given.num_partitions))]
     except AttributeError as error:
-        reason = " ".join(str(error).split())[:120]
+        reason = in_one_line(error, 120)
         raise ConfigError(
             f"the {type(given).__name__} has no data ({reason}); set partitioner.dataset first"
         ) from None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from . import cells
 from .cells import Column
 
@@ -50,7 +50,7 @@ def read_csv(path: Path) -> Table:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = raw.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:120]
+        reason = in_one_line(error, 120)
         raise ConfigError(
             f"{path} cannot be read as a table ({reason}); save it as CSV in UTF-8"
         ) from None
@@ -108,7 +108,7 @@ def parquet(path: Path) -> Table:
     try:
         found = pyarrow.parquet.read_table(path)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())[:120]
+        reason = in_one_line(error, 120)
         raise ConfigError(f"{path} cannot be read as Parquet ({reason})") from None
     names = header([str(name) for name in found.column_names], str(path))
     if not found.num_rows:

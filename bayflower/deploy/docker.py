@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import BayflowerError, ConfigError
+from ..errors import BayflowerError, ConfigError, in_one_line
 from .layout import Deployment
 
 SERVER = "serverapp"  # the container in which commands about runs are run
@@ -35,7 +35,7 @@ def client() -> Any:
         found.ping()
     except Exception as error:
         raise BayflowerError(
-            f"the Docker engine does not answer ({' '.join(str(error).split())[:200]}); start it, "
+            f"the Docker engine does not answer ({in_one_line(error, 200)}); start it, "
             "or use: bayflower deploy up DIR --local"
         ) from None
     return found
@@ -143,7 +143,7 @@ def copy_out(deployment: Deployment, service: str, path: str, target: Path) -> N
         raise
     except Exception as error:
         raise BayflowerError(
-            f"{path} cannot be read from {service} ({' '.join(str(error).split())[:200]})"
+            f"{path} cannot be read from {service} ({in_one_line(error, 200)})"
         ) from None
     with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
         target.mkdir(parents=True, exist_ok=True)

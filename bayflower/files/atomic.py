@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
 
-from ..errors import BayflowerError, FormatError
+from ..errors import BayflowerError, FormatError, in_one_line
 from ..tree import Tensors, digest
 from . import vault
 
@@ -51,7 +51,7 @@ def save_tensors(path: Path, tensors: Tensors, head: dict[str, str], sealed: boo
         with suppress(OSError):
             part.unlink(missing_ok=True)
         if isinstance(error, (SafetensorError, OSError)):
-            what = " ".join(str(error).split())
+            what = in_one_line(error)
             raise BayflowerError(
                 f"{path} cannot be written ({what}); free some disk space or make the folder "
                 "writable"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from .. import __version__
 from ..config import Run
-from ..errors import BayflowerError, ConfigError
+from ..errors import BayflowerError, ConfigError, in_one_line
 from .place import RESULT
 from .texts import read_json, write_json
 from .tracking import TensorBoard, each_round, flat
@@ -117,8 +117,7 @@ class MLflow:
                 self.client.log_batch(self.id, params=settings[start : start + BATCH])
         except MlflowException as error:
             raise BayflowerError(
-                f"MLflow at {uri} does not take the run ({' '.join(str(error).split())}); check "
-                "--mlflow"
+                f"MLflow at {uri} does not take the run ({in_one_line(error)}); check --mlflow"
             ) from None
 
     def __call__(self, round: int, numbers: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ from ..data import (
     source_of,
     table_of,
 )
-from ..errors import BayflowerError, ConfigError
+from ..errors import BayflowerError, ConfigError, in_one_line
 from ..files import checkpoint, journal, lease, place
 from ..files import status as status_file
 from ..files.records import RoundRecord
@@ -139,7 +139,7 @@ def report_failure(status: Path, error: Exception) -> None:
         status,
         {
             "state": "failed",
-            "reason": " ".join(str(error).split()) or type(error).__name__,
+            "reason": in_one_line(error) or type(error).__name__,
             "kind": type(error).__name__,
         },
     )

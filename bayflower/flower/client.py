@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 from .. import methods
 from ..contract import ClientHalf
 from ..data import Scaling, Source, called, reported
-from ..errors import BayflowerError
+from ..errors import BayflowerError, in_one_line
 from ..files import journal
 from ..files.store import DiskStore, Saved, Store
 from ..networks.model import Model
@@ -129,7 +129,7 @@ def answer(message: Message, site: Site, work: Reply) -> Message:
         )
     except Exception as error:
         where = f"client {site.client}, round {head['round']}, {message.metadata.message_type}"
-        reason = " ".join(str(error).split()) + journal.origin_of(error)
+        reason = in_one_line(error) + journal.origin_of(error)
         log.debug("%s", traceback.format_exc(), extra=fields)
         raise BayflowerError(f"{where}: {type(error).__name__}: {reason}") from error
     keys = {"method": head["method"], "run": head["run"], "round": head["round"]}
@@ -323,7 +323,7 @@ def save_personal(folder: Path, end: dict[str, Any], formats: Any, source: Sourc
             "the personal model of client %d was not saved in %s: %s",
             end["client"],
             folder,
-            " ".join(str(error).split()),
+            in_one_line(error),
         )
 
 

@@ -15,7 +15,7 @@ from .. import methods
 from ..config import Limits, Run, Settings
 from ..contract import ClientHalf
 from ..data import ClientData, DataSettings
-from ..errors import BayflowerError
+from ..errors import BayflowerError, in_one_line
 from ..files.store import DiskStore, RunStore, Store
 from ..fused.engine import Fused
 from ..fused.run import SMALL_MODEL
@@ -132,7 +132,7 @@ class Crew:
                     self.answer(seats, kind == MessageType.TRAIN)
             except Exception as error:
                 log.debug("clients could not be worked on together", exc_info=True)
-                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                reason = in_one_line(error, 200) or type(error).__name__
                 self.remark(f"clients were answered one by one because of an error: {reason}")
                 for seat in seats:
                     seat.ready = None

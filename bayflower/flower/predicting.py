@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from ..data.outcomes import kind_of, of_array
-from ..errors import BayflowerError, ConfigError, WireError
+from ..errors import BayflowerError, ConfigError, WireError, in_one_line
 from ..recipes import Training
 from ..tasks import EXTRA, Task
 from ..tree import Tensors
@@ -43,7 +43,7 @@ def read(text: str) -> Training:
         said = json.loads(text)
         return Training(**{name: said[name] for name in SHAPING})
     except (TypeError, ValueError, KeyError, ConfigError) as error:
-        raise WireError(f"the task cannot be read: {' '.join(str(error).split())}") from None
+        raise WireError(f"the task cannot be read: {in_one_line(error)}") from None
 
 
 def task_of(training: Training, y: Tensor, classes: int) -> Task:

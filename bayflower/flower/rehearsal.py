@@ -8,7 +8,7 @@ import torch
 
 from .. import methods
 from ..config import Training
-from ..errors import BayflowerError, ConfigError
+from ..errors import BayflowerError, ConfigError, in_one_line
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.ownnoise import client_half
@@ -63,7 +63,7 @@ def rehearse(
     except BayflowerError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = in_one_line(error, 200)
         raise ConfigError(
             f"{row.name} cannot train model {model.name}: {type(error).__name__}: {reason}"
         ) from error

@@ -16,7 +16,7 @@ from flwr.common.config import parse_config_args
 
 from ..config import Run, Settings
 from ..data import DataSettings
-from ..errors import BayflowerError, ConfigError
+from ..errors import BayflowerError, ConfigError, in_one_line
 from ..rounds.halves import make_halves
 from ..rounds.result import result
 from . import plug
@@ -88,7 +88,7 @@ def overrides(texts: list[str]) -> dict[str, Any]:
     try:
         return dict(parse_config_args(texts))
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise ConfigError(
             f"--run-config cannot be read ({reason}); write it as 'key=1 other=\"text\"'"
         ) from None

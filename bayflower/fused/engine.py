@@ -22,6 +22,7 @@ from .. import metrics
 from ..config import Run
 from ..contract import Purpose, Survey, Work
 from ..data import ClientData
+from ..errors import in_one_line
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.halves import Halves
@@ -176,7 +177,7 @@ class Fused:
                         solo.train(self.unstacked, mine, own, data, seed=self.seed, **keys)
                     )
             except torch.linalg.LinAlgError as error:  # numbers that are none, in a matrix
-                self.failed[client] = f"the client failed: {' '.join(str(error).split())[:120]}"
+                self.failed[client] = f"the client failed: {in_one_line(error, 120)}"
                 if len(self.failed) == len(chosen):
                     raise
         losses = torch.tensor([part.loss for part in parts], dtype=torch.float64)

@@ -25,7 +25,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from .. import methods
-from ..errors import BayflowerError, ConfigError
+from ..errors import BayflowerError, ConfigError, in_one_line
 from ..files.children import end_with_parent
 from ..reproduce.cache import commit
 from ..rounds import solo
@@ -193,7 +193,7 @@ def one_run(job: Planned, folder: Path) -> Line:
         if job.rival.name in RIVALS and not isinstance(error, BayflowerError):
             raise
         kind = "" if isinstance(error, BayflowerError) else f"{type(error).__name__}: "
-        text = " ".join(str(error).split())
+        text = in_one_line(error)
         raise BayflowerError(
             f"{job.rival.name} on {job.case.title} failed: {kind}{text}; the same command goes on "
             "with the runs that are missing"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from ..stacked import chance
 from ..tasks import Task
 from ..tasks.saved import to_json
@@ -143,7 +143,7 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
                     if calls.inside
                     else f"model {model.name}"
                 )
-                reason = " ".join(str(error).split())[:200]
+                reason = in_one_line(error, 200)
                 raise ConfigError(
                     f"{where} cannot take a batch of shape {tuple(x.shape)}: {reason}; build the "
                     f"network for samples of shape {tuple(x.shape[1:])}"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import BayflowerError, ConfigError
+from ..errors import BayflowerError, ConfigError, in_one_line
 from ..files.atomic import below
 from ..tree import Tensors
 from . import classes, inputs
@@ -182,7 +182,7 @@ class Personal(nn.Module):
             with torch.no_grad():
                 parts = [named(self.ready(part.to(some.device))) for part in x.split(AT_ONCE)]
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = in_one_line(error, 200)
             raise BayflowerError(
                 f"the network failed on inputs of shape {tuple(x.shape)}, {x.dtype} ({reason}); "
                 "prepare them as in training"

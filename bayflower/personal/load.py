@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from ..files import vault
 from ..maths.tops import Top, derive, put, samples_of
 from ..networks.own import is_own, made, num_outputs
@@ -84,7 +84,7 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
     try:
         network.load_state_dict(state)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = in_one_line(error, 300)
         raise ConfigError(
             f"the network does not fit {folder / 'model.safetensors'}: {reason}; give the factory "
             "it was trained with"

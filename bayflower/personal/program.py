@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration import conformal
-from ..errors import BayflowerError
+from ..errors import BayflowerError, in_one_line
 from ..maths.tops import Processes
 from ..tree import Tensors
 from .network import Ready
@@ -88,16 +88,11 @@ def exported(path: Path, made: Program, example: Tensor, kind: str) -> str:
         return f"not written: {error}"
     # a network that cannot be exported does not affect the other files
     except Exception as error:
-        log.warning("%s was not written: %s", path, reason(error))
-        return f"not written: {type(error).__name__}: {reason(error)}"
+        log.warning("%s was not written: %s", path, in_one_line(error, 200))
+        return f"not written: {type(error).__name__}: {in_one_line(error, 200)}"
     finally:
         part.unlink(missing_ok=True)
     return path.name
-
-
-def reason(error: Exception) -> str:
-    """Return an error's text in one line."""
-    return " ".join(str(error).split())[:200]
 
 
 def traced(made: Program, example: Tensor) -> Iterator[Any]:
@@ -124,7 +119,7 @@ def traced(made: Program, example: Tensor) -> Iterator[Any]:
     except Exception as error:
         FAILED.clear()
         if key is not None:
-            FAILED[key] = f"{type(error).__name__}: {reason(error)}"
+            FAILED[key] = f"{type(error).__name__}: {in_one_line(error, 200)}"
         raise
     TRACED.clear()
     if key is not None:

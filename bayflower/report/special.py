@@ -12,7 +12,7 @@ import torch
 from .. import methods
 from ..contract import ServerHalf
 from ..data import load_federation
-from ..errors import BayflowerError
+from ..errors import BayflowerError, in_one_line
 from ..personal.made import numbers
 from ..personal.runs import Opened, client_state, kept, open_run
 from ..rounds.solo import one_thread, samples
@@ -101,9 +101,7 @@ def from_states(
                 say(f"features of {group.title}")
                 found += embedded(group, run, opened)
         except (BayflowerError, OSError) as error:
-            notes.append(
-                f"{group.title}: features and states are not shown ({' '.join(str(error).split())})"
-            )
+            notes.append(f"{group.title}: features and states are not shown ({in_one_line(error)})")
     return found, notes
 
 

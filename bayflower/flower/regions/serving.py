@@ -15,7 +15,7 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from ...errors import ConfigError
+from ...errors import ConfigError, in_one_line
 from ...files import journal, lease
 from .region import Region
 from .spool import Spool
@@ -49,7 +49,7 @@ def answer_one(region: Region, spool: Spool, number: str) -> None:
     try:
         content = region.answer(spool.read(number))
     except Exception as error:  # one request must not end the region
-        why = " ".join(str(error).split()) or type(error).__name__
+        why = in_one_line(error) or type(error).__name__
         log.warning("request %s: %s", number[:12], why)
         lease.check(spool.folder)
         spool.answer(number, None, why[:500] + journal.origin_of(error))

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...errors import BayflowerError, ConfigError
+from ...errors import BayflowerError, ConfigError, in_one_line
 from .worker import Worker
 
 log = logging.getLogger("bayflower")
@@ -53,7 +53,7 @@ def ray() -> Any:
 
 def refusal(address: str | None, error: Exception) -> str:
     """Return the line that says why there is no Ray."""
-    said = " ".join(str(error).split())[:200]
+    said = in_one_line(error, 200)
     if address:
         return f"there is no Ray at RAY_ADDRESS={address} ({said}); start it, or unset RAY_ADDRESS"
     return f"Ray could not be started ({said}); a busy machine starts it too slowly: try again"
