@@ -151,7 +151,7 @@ class ServerHalf(Portions, ABC):
     #   exact      both sides keep it: used as it is, or the whole update is refused
     update_fields: ClassVar[Mapping[str, Kind]] = {"params": "model", "buffers": "buffers"}
     has_claims: ClassVar[bool] = False  # if `claims` names something: max_share then holds a round
-    adds_up: ClassVar[bool] = False  # if a client adds what it sent to what it sends later
+    adds_up: ClassVar[bool] = False  # if a change is this round's move and the sum of all moves
 
     def check(self, state: Any, client: int, update: Any) -> str | None:
         """Return why a well-formed update (shapes, dtypes, finite) must not be used, or None."""

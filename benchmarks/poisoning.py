@@ -57,7 +57,7 @@ DIGITS = {
     "calibration": "off",
     "device": "cpu",
 }
-VERSION = 5  # of the gate, in each row: 5 = clients that oppose the others must stand apart
+VERSION = 6  # of the gate, in each row: 5 = opposing clients must stand apart; 6 = FedDC's moves
 
 
 def attacked(half: Any, state: Any, updates: Any, rows: Sequence[int], attack: str) -> Any:

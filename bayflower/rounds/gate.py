@@ -37,9 +37,15 @@ before. One that suddenly sends the opposite is left out of that round, before a
 
 If it goes on, the new direction becomes its past, and the rule above judges it.
 
-Where a client adds what it sent to what it sends later (`ServerHalf.adds_up`; FedDC's drift),
-honest clients come to oppose each other, and one that is left out goes farther in the next round.
-There nobody is left out for opposing the others; sizes are limited as usual.
+Where a client adds what it sent to what it sends later (`ServerHalf.adds_up`; FedDC's drift), a
+change c is its move of this round and the sum of all its moves so far. These sums come to oppose
+each other, honest or not, so the moves are compared in their place:
+
+    v_k = (c_k − h_k) / 2     the move of this round
+    h_k ← c_k − v_k           the sum of its moves, 0 at the start
+
+One that is left out goes on adding, and costs such a method more than elsewhere. So of the rules
+above only the first two hold, with m − a_k > CARRIED, and it counts again if a_k > 0.
 
 The server does not keep changes. It keeps a sketch of each, SIZE numbers: entry i is added to place
 i mod SIZE with a random sign, so that products of sketches are those of changes but for an error of
@@ -77,6 +83,8 @@ AGAIN, BACK = -0.1, 0.25
 UNDER, GAP, WIDER = -0.12, 0.2, 1.5
 STILL = 0.15
 TAIL, TAIL_STILL = 4.0, 3.0
+CARRIED = 0.5
+HUGE = 1e30  # of larger numbers no sum is kept
 MEMORY = 0.3
 TURNED = -0.15
 STEADY = 0.2
@@ -87,11 +95,14 @@ class Gate:
     """How far the clients of a run agree, and which of them are left out."""
 
     def __init__(self, adds_up: bool = False) -> None:
-        self.adds_up = adds_up  # then nobody is left out for its direction
+        self.adds_up = adds_up  # then moves are compared, not changes
         self.past: dict[int, list[float]] = {}  # by client: the cosines of its last rounds
         # by client: these cosines, and their mean
         self.means: dict[int, tuple[list[float], float]] = {}
         self.now: dict[int, Vector] = {}  # by client: the sketch of this round's change
+        self.moves: dict[int, Vector] = {}  # if adds_up: the sketch of this round's move
+        self.sums: dict[int, Vector] = {}  # ... of its moves so far and this one
+        self.drift: dict[int, Vector] = {}  # ... of its moves up to the last round
         self.out: dict[int, float] = {}  # by client that is left out: its mean cosine
         self.middle = 0.0  # median of the clients' mean cosines
         self.own: dict[int, Vector] = {}  # by client: its changes so far, int8; last seen last
@@ -113,8 +124,11 @@ class Gate:
         if not chosen:
             return
         sketches = [self.sketch(rows[part.name]) for part in chosen]
-        whole = unit(sum(sketches[1:], sketches[0]).cpu().double().numpy())
+        found = sum(sketches[1:], sketches[0]).cpu().double().numpy()
+        whole = unit(found)
         self.now.update(zip(clients, whole, strict=True))
+        if self.adds_up:
+            self.split(clients, found)
         known = [place for place, client in enumerate(clients) if models and client in self.own]
         if not known:
             return
@@ -125,6 +139,14 @@ class Gate:
             before = self.steady.get(client, [])
             if agreed < TURNED and len(before) >= LEAST and fmean(before) > STEADY:
                 self.turned[client] = agreed
+
+    def split(self, clients: Sequence[int], changes: Vector) -> None:
+        """Part the sketches of changes into this round's moves and the sums of all moves."""
+        changes = np.clip(np.nan_to_num(changes), -HUGE, HUGE)
+        for client, change in zip(clients, changes, strict=True):
+            move = (change - self.drift.get(client, np.zeros(SIZE))) / 2
+            self.moves[client] = unit(move[None])[0]
+            self.sums[client] = (change - move).astype(np.float32)
 
     def sketch(self, rows: Tensor) -> Tensor:
         """Return SIZE numbers of each client's change."""
@@ -146,9 +168,11 @@ class Gate:
         """
         if len(self.now) >= MANY:
             clients = sorted(self.now)  # so that the order of arrival does not matter
-            whole = np.stack([self.now[client] for client in clients])
+            now = short(np.stack([self.now[client] for client in clients]))
+            seen = self.moves if self.adds_up else self.now
+            whole = np.stack([seen[client] for client in clients])
             counts = np.array([client not in gone for client in clients])[:, None]
-            total, now = (whole if counts.all() else whole * counts).sum(0), short(whole)
+            total = (whole if counts.all() else whole * counts).sum(0)
             agreed: list[float] = []
             if len(clients) >= CROWD:
                 for begin in range(0, len(clients), BLOCK):
@@ -162,6 +186,7 @@ class Gate:
                 np.stack([self.own.pop(c, one) for c, one in zip(clients, now, strict=True)])
             )
             self.own.update(zip(clients, small(MEMORY * now + (1 - MEMORY) * before), strict=True))
+        self.drift.update(self.sums)
         self.undo()
         self.judge()
         self.forget()
@@ -170,16 +195,17 @@ class Gate:
         """Forget the clients beyond KEPT that took part longest ago."""
         many = len(self.own) - KEPT
         for client in [one for one in self.own if one not in self.out][: max(many, 0)]:
-            for known in (self.own, self.past, self.means, self.steady):
+            for known in (self.own, self.past, self.means, self.steady, self.drift):
                 known.pop(client, None)  # type: ignore[attr-defined]
 
     def undo(self) -> None:
         """Forget what was seen in this round."""
         self.now, self.itself, self.turned = {}, {}, {}
+        self.moves, self.sums = {}, {}
 
     def judge(self) -> None:
         """Decide who is left out."""
-        if self.adds_up or len(self.past) < CROWD:
+        if len(self.past) < CROWD:
             self.out = {}
             return
         for client, values in self.past.items():
@@ -190,11 +216,14 @@ class Gate:
         rounds = np.fromiter(map(len, self.past.values()), np.int64, len(clients))
         self.middle = middle = float(np.median(means))
         below, spread = middle - means, float(np.median(np.abs(means - middle)))
-        opposed = (
-            ((rounds >= 2) & (means < EARLY) & (below > AWAY))
-            | ((rounds >= LEAST) & (means < AGAINST) & (below > APART))
-            | ((rounds >= LATER) & (means < BELOW) & (below > max(NEAR, TIMES * spread)))
+        opposed = ((rounds >= 2) & (means < EARLY) & (below > AWAY)) | (
+            (rounds >= LEAST) & (means < AGAINST) & (below > APART)
         )
+        if self.adds_up:
+            opposed &= below > CARRIED
+        else:
+            late = (rounds >= LATER) & (means < BELOW)
+            opposed |= late & (below > max(NEAR, TIMES * spread))
         wide = middle - float(np.quantile(means, 0.25))
         apart = np.isin(clients, list(low_group(clients, means, 1, math.inf)))
         opposed &= apart | (below > TAIL * wide)
@@ -202,10 +231,12 @@ class Gate:
         if before.any():
             still = np.isin(clients, list(low_group(clients, means, 1, math.inf, STILL, 0.0)))
             still |= below > TAIL_STILL * wide
-            opposed = np.where(before, (means < AGAIN) & (below > BACK) & still, opposed)
-        enough = rounds >= LEAST
-        group = low_group(clients[enough], means[enough])
-        opposed |= np.isin(clients, list(group))
+            still &= (means < AGAIN) & (below > BACK)
+            opposed = np.where(before, means < 0 if self.adds_up else still, opposed)
+        if not self.adds_up:
+            enough = rounds >= LEAST
+            group = low_group(clients[enough], means[enough])
+            opposed |= np.isin(clients, list(group))
         self.out = {one: self.means[one][1] for one in clients[opposed].tolist()}
 
     def why(self, client: int) -> str | None:
@@ -225,25 +256,20 @@ class Gate:
 
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs, in JSON types."""
-        own = {
-            str(client): base64.b64encode(one.tobytes()).decode()
-            for client, one in self.own.items()  # last seen last
-        }
-        return {
+        found = {
             "past": {str(client): values for client, values in sorted(self.past.items())},
             "steady": {str(client): values for client, values in sorted(self.steady.items())},
-            "own": own,
+            "own": packed(self.own),  # last seen last
             "out": sorted(self.out),
         }
+        return found | ({"drift": packed(self.drift)} if self.drift else {})
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Go on from what `memory` returned."""
         self.past = {int(client): list(values) for client, values in memory.get("past", {}).items()}
         self.steady = {int(c): list(values) for c, values in memory.get("steady", {}).items()}
-        self.own = {
-            int(client): np.frombuffer(base64.b64decode(text), dtype=np.int8)
-            for client, text in memory.get("own", {}).items()
-        }
+        self.own = unpacked(memory.get("own", {}), np.int8)
+        self.drift = unpacked(memory.get("drift", {}), np.float32)
         self.out = dict.fromkeys(memory.get("out", []), 0.0)
         self.judge()
 
@@ -269,6 +295,16 @@ def low_group(
     wide = np.maximum(gap, wider * above[sizes])
     found = sizes[(values[sizes - 1] < under) & (gaps[sizes - 1] > wide)]
     return set(clients[: found[-1]].tolist()) if len(found) else set()
+
+
+def packed(vectors: Mapping[int, Vector]) -> dict[str, str]:
+    """Return vectors by client as text."""
+    return {str(c): base64.b64encode(one.tobytes()).decode() for c, one in vectors.items()}
+
+
+def unpacked(texts: Mapping[str, str], dtype: Any) -> dict[int, Vector]:
+    """Return the vectors of `packed`."""
+    return {int(c): np.frombuffer(base64.b64decode(one), dtype) for c, one in texts.items()}
 
 
 def unit(rows: Vector) -> Vector:

@@ -23,7 +23,7 @@ from bayflower.rounds.gate import MANY
 from bayflower.rounds.parts import STEP, Part, limited, parts_of, size_of
 from bayflower.rounds.robust import Limiter
 from bayflower.rounds.suspects import FAR, OPPOSED, TURNED, Suspects
-from bayflower.strategies import fedavg, feddc, fednp
+from bayflower.strategies import fedavg, fednp
 from bayflower.testing.runs import compare, outcomes
 from bayflower.tree import flatten, stack
 
@@ -375,21 +375,11 @@ def test_a_group_that_opposes_the_others_is_found_where_its_clients_alone_are_no
     assert 100 < some < 1900
 
 
-def test_nobody_is_left_out_for_its_direction_where_clients_carry_on_what_they_sent():
-    """FedDC: clients' drifts come to oppose each other, and one that is left out drifts farther."""
-    past = {client: [0.2] * gate.LAST for client in range(9)} | {9: [-0.5] * gate.LAST}
-    for adds_up, out in ((False, {9}), (True, set())):
-        found = gate.Gate(adds_up)
-        found.past = past
-        found.judge()
-        assert set(found.out) == out
-    assert not Limiter(server(fedavg), "gate").gate.adds_up
-    assert Limiter(server(feddc), "gate").gate.adds_up
-
-
 @pytest.mark.slow
 def test_feddc_trains_under_the_default_rule_as_without_it():
-    """At 30 rounds of digits two honest clients oppose the sum; without them it fell to 22 %."""
+    """At 30 rounds of digits the changes of two honest clients oppose the sum, their moves do not;
+    without these clients accuracy fell to 22 %.
+    """
     given = {"rounds": 30, "num_clients": 10, "evaluate_every": 0, "device": "cpu"}
     found = {}
     for how in ("off", "gate"):
