@@ -61,3 +61,8 @@ class PolicyError(BayflowerError):
 def in_one_line(error: BaseException, most: int | None = None) -> str:
     """Return an error's text in one line, of at most `most` characters."""
     return " ".join(str(error).split())[:most]
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the first sentence of what an error says."""
+    return (str(error) or type(error).__name__).splitlines()[0].split(". ")[0][:200]

@@ -22,7 +22,7 @@ from .. import metrics
 from ..config import Run
 from ..contract import Purpose, Survey, Work
 from ..data import ClientData
-from ..errors import in_one_line
+from ..errors import first_sentence, in_one_line
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.halves import Halves
@@ -37,6 +37,7 @@ from .totals import stacked_updates
 
 log = logging.getLogger("bayflower")
 TEST_PIECE = 256  # test samples of a client in one forward pass, at most
+LATER = "and from then on trained,"
 TEST_SAMPLES = 4096  # test samples of all clients in one forward pass
 TEST_WEIGHTS = 4e9  # bytes of the weights of all clients in one forward pass, at most
 
@@ -121,15 +122,9 @@ class Fused:
         if self.undecided:
             self.undecided = False
             self.one_by_one_because = choice.why_one_by_one(self, states, broadcast, chosen, round)
-        if not self.one_by_one_because:
-            try:
-                states, updates, losses = self._together(chosen, states, broadcast, round)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, NotImplementedError) as error:
-                self._give_up("trained", error)
-        if self.one_by_one_because:
-            states, updates, losses = self._one_by_one(chosen, states, broadcast, round)
+        args = (chosen, states, broadcast, round)
+        found = self._stacked("trained", lambda: self._together(*args))
+        states, updates, losses = self._one_by_one(*args) if found is None else found
         self.lap("messages")
         done = [client for client in chosen if client not in self.failed]
         return Replies(done, states, updates, losses, self.failed)
@@ -140,15 +135,22 @@ class Fused:
             self.bank.put(replies.clients, replies.states, round)
         self.lap("states")
 
-    def _give_up(self, what: str, error: Exception) -> None:
-        """Go on one by one, and say why."""
-        log.debug("the stack failed", exc_info=True)
-        said = str(error) or type(error).__name__
-        reason = said.splitlines()[0].split(". ")[0][:200]
-        self.one_by_one_because = (
-            f"clients were {what} one by one because the network cannot be stacked ({reason})"
-        )
-        log.warning(self.one_by_one_because)
+    def _stacked(self, what: str, fn: Callable[[], Any]) -> Any:
+        """Return fn(), which works on a stack; None if clients go on one by one."""
+        if self.one_by_one_because:
+            return None
+        try:
+            return fn()
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            log.debug("the stack failed", exc_info=True)
+            self.one_by_one_because = (
+                f"clients were {what} one by one because the network cannot be stacked "
+                f"({first_sentence(error)})"
+            )
+            log.warning(self.one_by_one_because)
+        return None
 
     def _together(
         self, chosen: list[int], states: Any, broadcast: Any, round: int
@@ -231,14 +233,9 @@ class Fused:
         states = self.bank.take(chosen)
         if self.half.phases(purpose):
             states = self._adapted(chosen, states, broadcast, purpose, round)
-        if not self.one_by_one_because:
-            try:
-                return states, self._test_together(chosen, states, broadcast, round, purpose)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, NotImplementedError) as error:
-                self._give_up("tested, and from then on trained,", error)
-        return states, self._test_one_by_one(chosen, states, broadcast, round)
+        args = (chosen, states, broadcast, round)
+        found = self._stacked(f"tested, {LATER}", lambda: self._test_together(*args, purpose))
+        return states, self._test_one_by_one(*args) if found is None else found
 
     def _test_together(
         self, chosen: list[int], states: Any, broadcast: Any, round: int, purpose: Purpose
@@ -357,20 +354,27 @@ class Fused:
     def _adapted(
         self, chosen: list[int], states: Any, broadcast: Any, purpose: Purpose, round: int
     ) -> Any:
-        if self.one_by_one_because:
-            keys: dict[str, Any] = {"seed": self.seed, "round": round}
-            return [  # no stack: a state may grow with the client's samples
-                solo.adapt(
-                    self.unstacked,
-                    take(states, i),
-                    take(broadcast, i) if self.per_client else broadcast,
-                    self.stack.alone(client),
-                    purpose,
-                    client=client,
-                    **keys,
-                )
-                for i, client in enumerate(chosen)
-            ]
+        args = (chosen, states, broadcast, purpose, round)
+        found = self._stacked(f"adapted, {LATER}", lambda: self._adapted_together(*args))
+        if found is not None:
+            return found
+        keys: dict[str, Any] = {"seed": self.seed, "round": round}
+        return [  # no stack: a state may grow with the client's samples
+            solo.adapt(
+                self.unstacked,
+                take(states, i),
+                take(broadcast, i) if self.per_client else broadcast,
+                self.stack.alone(client),
+                purpose,
+                client=client,
+                **keys,
+            )
+            for i, client in enumerate(chosen)
+        ]
+
+    def _adapted_together(
+        self, chosen: list[int], states: Any, broadcast: Any, purpose: Purpose, round: int
+    ) -> Any:
         data = self.stack.whole(chosen)
         work = vmap(lambda s, b, d: self.half.adapt(s, b, d, purpose), in_dims=(0, self._axis, 0))(
             states, broadcast, data

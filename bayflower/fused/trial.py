@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from ..errors import first_sentence
 from ..maths import curvature, meta
 from ..networks.model import Batch, Model
 from ..stacked import chance
@@ -61,8 +62,7 @@ def tried(model: Model, x: Tensor) -> Trial:
             keys = torch.zeros(TWO, dtype=torch.int64, device=x.device)
             vmap(chance.within(fn))(keys, params, buffers, clients)
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            said = str(error) or type(error).__name__
-            return said.splitlines()[0].split(". ")[0][:200]
+            return first_sentence(error)
         return None
 
     training = model.unstackable or why(first)

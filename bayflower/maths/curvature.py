@@ -42,7 +42,7 @@ from ..stacked.masked import MaskedBatchNorm
 from ..stacked.rewriting import used
 from ..stacked.stackable import StackedConv2d
 from ..tree import Tensors
-from .gradients import vjp
+from .gradients import are_plain, vjp
 
 Kind = Literal["fisher", "sketch", "empirical"]
 Rule = Callable[[nn.Module, Tensors, Tensors, Tensor, Tensor], Tensors]
@@ -70,8 +70,44 @@ def diagonal(
     """Return h = Σ_samples Σ_c ((∂f/∂w)ᵀ S_c)² by parameter, in evaluation mode; masked samples
     contribute nothing.
     """
+    if are_plain():
+        return one_after_another(model, params, buffers, batch, kind)
     with used("mapped"):  # samples are mapped, of clients alone too
         return found(model, params, buffers, batch, kind)
+
+
+def one_after_another(
+    model: Model, params: Tensors, buffers: Tensors, batch: Batch, kind: Kind
+) -> Tensors:
+    """Return h as it is defined, from one gradient a sample and column: for networks that can be
+    differentiated by plain autograd alone.
+    """
+    result = {name: torch.zeros_like(value) for name, value in params.items()}
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        for place in range(batch.x.shape[0]):
+            x, y, mask = (part[place : place + 1] for part in batch)
+            logits, _ = model.forward(leaves, buffers, x, train=False)
+            columns = columns_of(model, logits.detach(), Batch(x, y, mask), kind)
+            for column in columns:
+                slopes = torch.autograd.grad(
+                    logits,
+                    list(leaves.values()),
+                    column,
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                for name, slope in zip(leaves, slopes, strict=True):
+                    result[name] += slope.square()
+    return result
+
+
+def columns_of(model: Model, logits: Tensor, batch: Batch, kind: Kind) -> Tensor:
+    """Return the columns S of a batch; those of masked samples are 0."""
+    if model.task.classes:
+        return factor(logits, batch.y, kind) * batch.mask[:, None]
+    return model.task.factor(logits, batch.y, batch.mask) * batch.mask[:, None]
 
 
 def found(
@@ -87,10 +123,7 @@ def found(
         return forward(model, params, buffers, batch.x, probes)
 
     logits, pull, inputs = vjp(tapped, probes, has_aux=True)  # type: ignore[misc]
-    if model.task.classes:
-        columns = factor(logits, batch.y, kind) * batch.mask[:, None]
-    else:
-        columns = model.task.factor(logits, batch.y, batch.mask) * batch.mask[:, None]
+    columns = columns_of(model, logits, batch, kind)
     layers = dict(model.module_for(train=False).named_modules())
     result: Tensors = {}
     for path, grad in vmap(pull)(columns)[0].items() if probes else ():

@@ -82,4 +82,9 @@ def unstackable(network: nn.Module) -> str | None:
                 f"clients were trained one by one because layer {name!r} "
                 f"({type(module).__name__}) cannot leave padding out"
             )
+        if isinstance(module, COUPLING) and not module.track_running_stats:
+            return (
+                f"clients were trained one by one because layer {name!r} ({type(module).__name__} "
+                "with track_running_stats=False) takes the statistics of a batch in tests, too"
+            )
     return None

@@ -8,7 +8,8 @@ that use it in a way that `stacked/randomly.py` does not know.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from .. import metrics
 from ..contract import ClientHalf, Purpose, Survey, Work
 from ..data import ClientData, batches
 from ..errors import BayflowerError
+from ..maths.gradients import plainly
 from ..maths.tops import Topped
 from ..networks.model import Batch, Model
 from ..recipes import step as recipes
@@ -28,6 +30,7 @@ from ..recipes.rates import at_share
 from ..stacked import chance
 from ..tree import Tensors, map_tree
 
+log = logging.getLogger("bayflower")
 CHUNK = 1024  # test samples in one forward pass
 
 
@@ -82,18 +85,16 @@ def train(
     half: ClientHalf, state: Any, broadcast: Any, data: Batch, *, seed: int, client: int, round: int
 ) -> Trained:
     """Return the client's state, update and loss after one round."""
-    with seeded(seed, client, round):
-        work, loss = run_phases(
-            half,
-            half.begin(state, broadcast, data),
-            data,
-            "train",
-            seed=seed,
-            client=client,
-            round=round,
-        )
-        new_state, update = half.finish(state, surveyed(half, work, data), data)
-    return Trained(detach(new_state), detach(update), loss)
+    keys = {"seed": seed, "client": client, "round": round}
+
+    def trained() -> Trained:
+        with seeded(**keys):
+            begun = half.begin(state, broadcast, data)
+            work, loss = run_phases(half, begun, data, "train", **keys)
+            new_state, update = half.finish(state, surveyed(half, work, data), data)
+        return Trained(detach(new_state), detach(update), loss)
+
+    return differentiated(half.model, trained)
 
 
 def adapt(
@@ -112,10 +113,38 @@ def adapt(
     """
     if not half.phases(purpose):
         return state
-    with seeded(seed, client, round):
-        work = half.adapt(state, broadcast, data, purpose)
-        work, _ = run_phases(half, work, data, purpose, seed=seed, client=client, round=round)
-        return detach(half.finish_adapting(state, work, data, purpose))
+    keys = {"seed": seed, "client": client, "round": round}
+
+    def adapted() -> Any:
+        with seeded(**keys):
+            work = half.adapt(state, broadcast, data, purpose)
+            work, _ = run_phases(half, work, data, purpose, **keys)
+            return detach(half.finish_adapting(state, work, data, purpose))
+
+    return differentiated(half.model, adapted)
+
+
+def differentiated(model: Model, fn: Callable[[], Any]) -> Any:
+    """Return fn(), whose gradients are those of `torch.func`; where that cannot differentiate the
+    network, those of plain autograd, from then on.
+    """
+    if not model.seen.plain:
+        try:
+            return fn()
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            before = error
+        try:
+            with plainly(True):
+                found = fn()
+        except (RuntimeError, NotImplementedError) as error:
+            raise error from before
+        model.seen.plain = True
+        log.info("gradients by plain autograd, since torch.func has none: %s", before)
+        return found
+    with plainly(True):
+        return fn()
 
 
 def test(

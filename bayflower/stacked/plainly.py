@@ -118,6 +118,13 @@ def rms_norm(x: Tensor, size: Any, weight: Tensor | None = None, eps: float | No
     return found if weight is None else found * weight
 
 
+def cdist(x: Tensor, other: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
+    """Return the distance of each row of x from each row of another. The derivative of torch's own
+    is wrong when it is mapped over slopes alone (per-sample curvature), and has no derivative.
+    """
+    return torch.linalg.vector_norm(x.unsqueeze(-2) - other.unsqueeze(-3), p, -1)
+
+
 def view(x: Tensor, *shape: Any, **named: Any) -> Any:
     """Return x in another shape. A layer of a stack may lay its output out in another order than
     torch's own layer does, and then the numbers are copied.
@@ -137,6 +144,7 @@ def view_as(x: Tensor, other: Tensor) -> Tensor:
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **recurrent.functions(only_random=False),
+    **recurrent.cells(),
     functional.scaled_dot_product_attention: attention.scaled_dot_product,
     functional.multi_head_attention_forward: attention.multi_head,
     functional.adaptive_avg_pool2d: adaptive_avg_pool2d,
@@ -148,6 +156,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.prelu: prelu,
     functional.rms_norm: rms_norm,
     functional.rrelu: rrelu,
+    torch.cdist: cdist,
     torch._weight_norm: weight_norm,
     Tensor.view: view,
     Tensor.view_as: view_as,
@@ -181,4 +190,6 @@ TWICE: dict[Any, Callable[..., Any]] = {
     functional.embedding_bag: embedding_bag,
     functional.hardsigmoid: hardsigmoid,
     torch._weight_norm: weight_norm,
+    torch.cdist: cdist,
+    **recurrent.cells(),
 }

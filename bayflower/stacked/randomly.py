@@ -199,6 +199,27 @@ def fill_normal(x: Tensor, mean: float = 0, std: float = 1, *, generator: Any = 
     return x.copy_(mean + std * chance.normal(tuple(x.shape), x.device))
 
 
+def gumbel_softmax(
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    """Return a draw from the relaxed classes of `logits`; `hard`: one class, with the slopes of
+    the relaxed draw.
+    """
+    noise = -torch.log1p(-chance.uniform(tuple(logits.shape), logits.device))
+    soft = ((logits - noise.log().to(logits.dtype)) / tau).softmax(dim)
+    if not hard:
+        return soft
+    one = torch.zeros_like(soft).scatter(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return one - soft.detach() + soft
+
+
+def fill_exponential(x: Tensor, lambd: float = 1, *, generator: Any = None) -> Any:
+    """Set x to exponential numbers of rate `lambd`."""
+    if generator is not None:
+        return NotImplemented
+    return x.copy_(-torch.log1p(-chance.uniform(tuple(x.shape), x.device)) / lambd)
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.dropout: dropout,
     functional.dropout1d: of_channels(2),
@@ -207,6 +228,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.alpha_dropout: alpha_dropout,
     functional.feature_alpha_dropout: feature_alpha_dropout,
     functional.rrelu: rrelu,
+    functional.gumbel_softmax: gumbel_softmax,
     torch.dropout: low_dropout,
     torch.rand: made(chance.uniform),
     torch.randn: made(chance.normal),
@@ -217,6 +239,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.bernoulli_: fill_bernoulli,
     Tensor.uniform_: fill_uniform,
     Tensor.normal_: fill_normal,
+    Tensor.exponential_: fill_exponential,
 }
 
 

@@ -137,6 +137,38 @@ def recurrent(
     return run
 
 
+def one_time(cell: Cell, number: int) -> Callable[..., Any]:
+    """Return a function for torch's cell: one time of a recurrent network."""
+
+    def run(
+        x: Tensor,
+        hx: Any,
+        into: Tensor,
+        on: Tensor,
+        bias: Tensor | None = None,
+        own: Tensor | None = None,
+    ) -> Any:
+        begin: States = tuple(hx) if number == 2 else (hx,)
+        given, turned, last = x @ into.mT, begin[0] @ on.mT, None
+        if bias is not None and own is not None:
+            inside = cell is gru_cell  # its second bias belongs to W_h h alone
+            given, last = given + (bias if inside else bias + own), own if inside else None
+        states = cell(given, turned, last, begin)
+        return states if number == 2 else states[0]
+
+    return run
+
+
+def cells() -> dict[Any, Callable[..., Any]]:
+    """Return torch's functions for one time (nn.LSTMCell, GRUCell, RNNCell) and ours."""
+    return {
+        torch._VF.lstm_cell: one_time(lstm_cell, 2),
+        torch._VF.gru_cell: one_time(gru_cell, 1),
+        torch._VF.rnn_tanh_cell: one_time(rnn_cell(torch.tanh), 1),
+        torch._VF.rnn_relu_cell: one_time(rnn_cell(torch.relu), 1),
+    }
+
+
 def functions(only_random: bool) -> dict[Any, Callable[..., Any]]:
     """Return torch's functions and ours; with `only_random`, for networks with dropout between
     layers, and on a GPU inside `torch.func.grad`, where cuDNN's cannot be called.

@@ -48,6 +48,7 @@ class Seen:
     def __init__(self) -> None:
         self.replaced: dict[tuple[bool, Use], bool] = {}
         self.draws: bool | None = None
+        self.plain = False  # whether only plain autograd can differentiate it
 
 
 class Replacing(TorchFunctionMode):

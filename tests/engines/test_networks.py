@@ -43,10 +43,12 @@ CHEAP = {
     ("metavd", "text-lstm"),
     ("moon", "ft-transformer"),
     ("fedavg", "vit"),
+    ("maml", "gru-cell"),
+    ("fedper", "distances"),
 }
 ALL = {**LAYERS, **BROUGHT}
 # methods with states and derivatives of their own kind, on networks of one layer
-MORE = {("fedbps", "lstm-time-first"), ("pfedvmp", "attention")}
+MORE = {("fedbps", "lstm-time-first"), ("fedbps", "lstm-cell"), ("pfedvmp", "attention")}
 
 
 def tolerance(name: str, device: str) -> float:

@@ -24,6 +24,7 @@ from bayflower.flower.fusing import OWN_CODE, FusedGrid
 from bayflower.flower.loop import InProcessGrid, contexts
 from bayflower.flower.tryout import overrides, try_app
 from bayflower.personal import made
+from bayflower.personal.load import load_personal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -125,6 +126,52 @@ def test_stacked_clients_have_the_numbers_of_the_loop(method, settings, tmp_path
     # a mod ran once for each message, around the training
     states = [context.state for context in grid.contexts.values()]
     assert sum(state["calls"]["number"] for state in states if "calls" in state) == 9
+
+
+class Halved(torch.autograd.Function):
+    """A function of the older form, which torch.func does not differentiate: slopes are halved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / 2
+
+
+class OwnBackward(nn.Module):
+    """The network with slopes of one's own between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(Halved.apply(self.body(x))))
+
+
+@pytest.mark.parametrize("method", ["fedmap", pytest.param("fedbps", marks=pytest.mark.slow)])
+def test_a_network_that_torch_func_cannot_differentiate_runs_in_an_app(method, tmp_path):
+    """Calibration and personal models included; one by one, with the bits of the loop."""
+    found = []
+    for name, grid_of in (("loop", InProcessGrid), ("fused", FusedGrid)):
+        app = make_client_app(
+            method, model=OwnBackward, data=load, state=tmp_path / name, device="cpu", export=()
+        )
+        torch.manual_seed(1)
+        first = ArrayRecord(OwnBackward().state_dict())
+        grid = grid_of(app, contexts(range(3)))
+        kind = {"fedmap": strategies.FedMAP, "fedbps": strategies.FedBPS}[method]
+        strategy = kind(lr=0.05, local_epochs=1, run="one", calibration="shrunk")
+        found.append(strategy.start(grid, first, num_rounds=2))
+        assert strategy.faults == []
+        for client in range(3):
+            folder = tmp_path / name / "one" / f"client-{client}" / "personal"
+            model = load_personal(folder, OwnBackward)
+            assert model.predict_proba(torch.randn(4, 6).numpy()).shape == (4, 3)
+    assert gap(*found) == 0.0
+    assert "one by one because the network cannot be stacked" in grid.crew.remarks[0]
 
 
 def test_one_broken_client_does_not_stop_the_others(tmp_path):

@@ -121,7 +121,7 @@ def dense(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class Functional(nn.Module):
-    """Dropout and noise as functions, on the inputs too; one layer of dropout used twice."""
+    """Dropout, noise and draws as functions, on the inputs too; one layer of dropout used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +133,7 @@ class Functional(nn.Module):
         x = self.drop(self.first(x))
         if self.training:
             x = x + 0.1 * torch.randn_like(x) * torch.bernoulli(torch.full_like(x, 0.7))
+            x = x + nn.functional.gumbel_softmax(x, 0.7) + 0.1 * torch.empty_like(x).exponential_()
         return self.fc(self.drop(self.between(x)))
 
 

@@ -30,6 +30,33 @@ class Series(nn.Module):
         return self.fc(torch.tanh(self.out(y[:, -1] if self.first else y[-1])))
 
 
+class Stepped(nn.Module):
+    """A recurrent network as a loop over its times."""
+
+    def __init__(self, kind: Any, **more: Any) -> None:
+        super().__init__()
+        self.cell, self.out, self.fc = kind(6, 4, **more), nn.Linear(4, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        state = None
+        for time in x.unbind(1):
+            state = self.cell(time, state)
+        last = state[0] if isinstance(state, tuple) else state
+        return self.fc(torch.tanh(self.out(last)))
+
+
+class Distances(nn.Module):
+    """Radial basis functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(7, 12))
+        self.out, self.fc = nn.Linear(7, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        return self.fc(self.out(torch.exp(-0.1 * torch.cdist(x, self.centres))))
+
+
 class Attends(nn.Module):
     """Multi-head attention by itself, with weights that are asked for."""
 
@@ -178,6 +205,10 @@ LAYERS: dict[str, Case] = {
     "gru": Case(lambda: Series(nn.GRU, False, num_layers=2, dropout=0.3), SERIES),
     "gru-two-ways": Case(lambda: Series(nn.GRU, bidirectional=True, bias=False), SERIES),
     "rnn": Case(lambda: Series(nn.RNN, num_layers=2, nonlinearity="relu"), SERIES),
+    "lstm-cell": Case(lambda: Stepped(nn.LSTMCell), SERIES),
+    "gru-cell": Case(lambda: Stepped(nn.GRUCell), SERIES),
+    "rnn-cell": Case(lambda: Stepped(nn.RNNCell, bias=False, nonlinearity="relu"), SERIES),
+    "distances": Case(Distances, (12,)),
     "attention": Case(Attends, SERIES),
     "attention-of-functions": Case(Own, TEXT, WORDS),
     "transformer": Case(lambda: Transformer(0.0), TEXT, WORDS),

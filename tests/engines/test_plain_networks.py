@@ -1,0 +1,238 @@
+"""Networks that `torch.func` cannot differentiate train all the same, one by one, on every engine;
+curvature one sample after another, as it is defined.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import some, worst_difference
+from torch import nn
+from torch.func import vmap
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+from zoo import CLASSES, RANDOM, WORDS, Case, federation, halves_of, on_two_engines
+from zoomany import LAYERS
+
+from bayflower.config import parse
+from bayflower.maths import curvature
+from bayflower.maths.gradients import grad, grad_and_value, plainly
+from bayflower.networks.model import Batch, Model
+from bayflower.rounds import solo
+from bayflower.stacked import chance
+from bayflower.stacked.plainly import cdist
+from bayflower.stacked.randomly import fill_exponential, gumbel_softmax
+
+STEP = {"local_steps": 1, "batch_size": 8, "lr": 0.1}
+
+
+class Reversed(torch.autograd.Function):
+    """The older form of a function of one's own: the sign of slopes is turned round."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+class Net(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between, first=None) -> None:
+        super().__init__()
+        self.first, self.head = first or nn.Linear(12, 8), nn.Linear(8, CLASSES)
+        self.between = between
+
+    def forward(self, x):
+        return self.head(self.between(self, x))
+
+
+class Packed(nn.Module):
+    """Texts of different lengths, packed; 0 is no word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(WORDS, 5), nn.LSTM(5, 6, batch_first=True)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        x = x.long()
+        sizes = (x > 0).sum(1).clamp(min=1).cpu()
+        some = pack_padded_sequence(self.words(x), sizes, batch_first=True, enforce_sorted=False)
+        return self.head(self.body(some)[1][0][-1])
+
+
+def saved(net, x):
+    return torch.tanh(checkpoint(net.first, x, use_reentrant=False))
+
+
+def branched(net, x):
+    y = net.first(x)
+    return torch.tanh(y) if float(y.detach().sum()) > 0 else torch.relu(y)
+
+
+NETWORKS = {
+    "own-function": Case(lambda: Net(lambda net, x: Reversed.apply(net.first(x)).tanh()), (12,)),
+    "checkpoint": Case(lambda: Net(saved), (12,)),
+    "packed": Case(Packed, (6,), WORDS),
+    "branches": Case(lambda: Net(branched), (12,)),
+}
+METHODS = ["fedavg", "fedbps", "maml", "metavd", "fedla", "fedpop", "pfedvmp"]
+FEW = {("fedbps", "own-function"), ("maml", "checkpoint"), ("fedavg", "packed")}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_step_is_that_of_a_plain_training_loop(name):
+    """Oracle: torch's own module, `backward` and a step by hand."""
+    case = NETWORKS[name]
+    data = federation(case).clients[0]
+    run = parse("fedavg", {"optimizer": "sgd", "local_epochs": 1, **STEP})
+    model = Model(case.factory, CLASSES, "own", case.head)
+    halves = halves_of("fedavg", model, run)
+    params, buffers = model.initial(0, torch.float64)
+    module = model.module(params, buffers).train()
+    x, y = torch.tensor(data.x_train).double(), torch.tensor(data.y_train)
+    nn.functional.cross_entropy(module(x), y).backward()
+    want = {n: p.detach() - STEP["lr"] * p.grad for n, p in module.named_parameters()}
+    start = halves.server.broadcast(halves.server.init(params, buffers, [0]), 0)
+    batch = solo.samples(data, torch.device("cpu"), torch.float64).train
+    fresh = halves.client.init(params, buffers)
+    got = solo.train(halves.client, fresh, start, batch, seed=0, client=0, round=1).update
+    assert worst_difference(got.params, want, 1e-12) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "pair", some([(m, n) for n in NETWORKS for m in METHODS], FEW), ids=lambda pair: "-".join(pair)
+)
+def test_engines_give_the_same_bits_and_say_why_clients_are_not_stacked(pair):
+    method, name = pair
+    more = {"dropout_layer": "head"} if method == "metavd" else {}
+    loop, fused = on_two_engines(method, NETWORKS[name], **more)
+    assert "one by one because the network cannot be stacked" in fused.remarks[0]
+    assert worst_difference(fused.server_state, loop.server_state, 0) == 0
+    assert not loop.faults
+    assert math.isfinite(loop.rounds[0]["train_loss"])
+
+
+def test_an_error_of_the_network_itself_is_what_is_told():
+    def broken(net, x):
+        raise RuntimeError("no such thing")
+
+    run = parse("fedavg", {"optimizer": "sgd", **STEP})
+    model = Model(lambda: Net(broken), CLASSES)
+    halves = halves_of("fedavg", model, run)
+    params, buffers = model.initial(0)
+    start = halves.server.broadcast(halves.server.init(params, buffers, [0]), 0)
+    data = federation(NETWORKS["branches"]).clients[0]
+    batch = solo.samples(data, torch.device("cpu"), torch.float32).train
+    state = halves.client.init(params, buffers)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        solo.train(halves.client, state, start, batch, seed=0, client=0, round=1)
+    assert not model.seen.plain
+
+
+def test_plain_gradients_are_those_of_torch_func_also_inside_each_other():
+    """Oracle: torch.func; a gradient of a gradient, values beside it, an input without effect."""
+    draw = torch.Generator().manual_seed(0)
+    params = {
+        "a": torch.randn(4, generator=draw).double(),
+        "b": torch.randn(4, generator=draw).double(),
+    }
+
+    def inner(some, scale):
+        return (some["a"].sin() * scale).sum() ** 2, {"seen": some["a"] * 2}
+
+    def outer(some):
+        slopes, beside = grad(inner, has_aux=True)(some, 1.5)
+        return (slopes["a"] ** 3).sum() + (some["b"] ** 2).sum(), beside
+
+    want = grad_and_value(outer, has_aux=True)(params)
+    with plainly(True), torch.no_grad():
+        got = grad_and_value(outer, has_aux=True)(params)
+    assert worst_difference(got[0], want[0], 1e-14) < 1e-14
+    assert torch.equal(got[1][0], want[1][0])
+    assert torch.equal(got[1][1]["seen"], want[1][1]["seen"])
+    assert not got[1][0].requires_grad
+    with plainly(True):
+        assert torch.equal(grad(lambda some: some["a"].sum())(params)["b"], torch.zeros(4).double())
+
+
+ALL = {**RANDOM, **LAYERS}
+
+
+@pytest.mark.parametrize(
+    "name", some(sorted(ALL), ["distances", "lstm-cell", "transformer", "rnn"])
+)
+def test_curvature_by_formulas_is_that_of_its_definition(name):
+    """Each sample and each column by itself, with plain autograd; the last sample is masked."""
+    case = ALL[name]
+    model = Model(case.factory, CLASSES, "own", case.head)
+    params, buffers = model.initial(0, torch.float64)
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(3, *case.shape, generator=draw).double()
+    x = torch.randint(0, case.words, x.shape, generator=draw).double() if case.words else x
+    batch = Batch(x, torch.tensor([0, 1, 2]), torch.tensor([1.0, 1.0, 0.0]).double())
+    want = curvature.one_after_another(model, params, buffers, batch, "fisher")
+    got = curvature.diagonal(model, params, buffers, batch)
+    two = {n: torch.stack([value] * 2) for n, value in params.items()}
+    kept = {n: torch.stack([value] * 2) for n, value in buffers.items()}
+    stacked = model.for_stacks(False)
+    both = vmap(lambda p, b: curvature.diagonal(stacked, p, b, batch))(two, kept)
+    for entry, value in want.items():
+        scale = 1e-9 * max(float(value.abs().max()), 1e-30)
+        assert float((got[entry] - value).abs().max()) < scale, entry
+        assert float((both[entry][1] - value).abs().max()) < scale, entry
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.5])
+def test_distances_are_torchs_with_slopes(p):
+    draw = torch.Generator().manual_seed(2)
+    x, y = (torch.randn(2, n, 5, generator=draw).double().requires_grad_() for n in (3, 4))
+    found = [fn(x, y, p) for fn in (torch.cdist, cdist)]
+    assert torch.allclose(*found, rtol=1e-12)
+    slopes = [torch.autograd.grad(one.square().sum(), (x, y)) for one in found]
+    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(*slopes, strict=True))
+
+
+def test_classes_are_drawn_with_their_probabilities():
+    """Gumbel's rule: the largest of logits + noise is a draw from the softmax. Slopes of a hard
+    draw are those of the soft one.
+    """
+    logits = torch.tensor([0.0, 1.0, -0.5, 2.0]).double()
+    many = logits.expand(200_000, 4)
+    with chance.step(7), chance.one_pass():
+        hard = gumbel_softmax(many, hard=True)
+        times = fill_exponential(torch.empty(200_000).double(), 2.0)
+    assert set(hard.round(decimals=9).unique().tolist()) == {0.0, 1.0}
+    error = 4 * (0.25 / 200_000) ** 0.5
+    assert float((hard.mean(0) - logits.softmax(0)).abs().max()) < error
+    assert abs(float(times.mean()) - 0.5) < 4 * 0.5 / 200_000**0.5
+    assert abs(float((times > 1).double().mean()) - math.exp(-2)) < error
+    x = logits.clone().requires_grad_()
+    slopes = []
+    for sharp in (False, True):
+        with chance.step(3), chance.one_pass():
+            drawn = gumbel_softmax(x, 0.5, sharp)
+        slopes.append(torch.autograd.grad((drawn * torch.arange(4)).sum(), x)[0])
+    assert torch.allclose(*slopes)
+
+
+def test_batchnorm_without_running_statistics_is_tested_client_by_client():
+    """Its tests depend on the whole batch, so padding must not be there."""
+    case = Case(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4, track_running_stats=False),
+            nn.Flatten(),
+            nn.Linear(144, CLASSES),
+        ),
+        (3, 8, 8),
+    )
+    loop, fused = on_two_engines("fedper", case)
+    assert "takes the statistics of a batch in tests, too" in fused.remarks[0]
+    assert worst_difference(fused.server_state, loop.server_state, 0) == 0
