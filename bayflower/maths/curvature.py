@@ -255,30 +255,40 @@ RULES: dict[type, Rule] = {
 
 
 # -- which layers have a formula -----------------------------------------------------------------
+def called(
+    model: Model, shape: tuple[int, ...], whole: torch.dtype | None, device: torch.device
+) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Return the shapes of inputs and outputs by layer, for each call in a pass of two samples."""
+    found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    module = model.module_for(train=False)
+    params, buffers = (
+        {name: value.detach().to(device) for name, value in tensors}
+        for tensors in (module.named_parameters(), module.named_buffers())
+    )
+    dtype = next(iter(params.values())).dtype
+
+    def note(path: str, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        found.setdefault(path, []).append((tuple(x.shape), tuple(y.shape)))
+        return y
+
+    with hooked(model, note):
+        x = torch.zeros(2, *shape, dtype=whole or dtype, device=device)
+        model.forward(params, buffers, x, train=False)
+    return found
+
+
 @lru_cache(maxsize=16)
 def make_plan(model: Model, shape: tuple[int, ...], whole: torch.dtype | None = None) -> Passes:
     """Return the plan for inputs of `shape`, of the dtype `whole` if they are whole numbers, from a
     pass of two samples without numbers: a layer used once, in a way the formulas know.
     """
-    calls: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    meta = torch.device("meta")
-    params, buffers = (
-        {name: value.to(meta) for name, value in tensors}
-        for tensors in (
-            model.module_for(train=False).named_parameters(),
-            model.module_for(train=False).named_buffers(),
-        )
-    )
-    dtype = next(iter(params.values())).dtype
-
-    def note(path: str, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        calls.setdefault(path, []).append((tuple(x.shape), tuple(y.shape)))
-        return y
-
-    with hooked(model, note):
-        model.forward(
-            params, buffers, torch.empty(2, *shape, dtype=whole or dtype, device=meta), train=False
-        )
+    try:
+        calls = called(model, shape, whole, torch.device("meta"))
+    except (RuntimeError, NotImplementedError) as error:
+        if "device" not in str(error):
+            raise
+        # the network makes tensors of its own, such as a mask, where it finds numbers
+        calls = called(model, shape, whole, torch.device("cpu"))
     owners: dict[int, list[str]] = {}
     for path, layer in model.module_for(train=False).named_modules():
         for name, value in layer.named_parameters(recurse=False):

@@ -91,7 +91,22 @@ def needs(task: Task) -> str:
 
 
 def check_layers(module: nn.Module, name: str) -> None:
-    """Raise if a network has layers whose shapes are not known yet, or no parameters."""
+    """Raise if a network has layers whose shapes are not known yet, complex parameters, or none, or
+    if it is wrapped in a way that hides its layers.
+    """
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ConfigError(
+            f"model {name} is a {type(module).__name__}; give the network inside it: clients are "
+            "spread over devices here"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(f"model {name} is scripted; give the network without torch.jit")
+    for path, value in module.named_parameters():
+        if value.is_complex() and value.requires_grad:
+            raise ConfigError(
+                f"parameter {path!r} of model {name} is complex; keep it as real numbers (…, 2), "
+                "and use torch.view_as_complex in forward()"
+            )
     for path, layer in module.named_modules():
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
             raise ConfigError(
@@ -145,8 +160,8 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
                 )
                 reason = in_one_line(error, 200)
                 raise ConfigError(
-                    f"{where} cannot take a batch of shape {tuple(x.shape)}: {reason}; build the "
-                    f"network for samples of shape {tuple(x.shape[1:])}"
+                    f"{where} cannot take a batch of shape {tuple(x.shape)}: {reason}; "
+                    f"{remedy(module, x)}"
                 ) from error
         last = calls.last
         for path, what in memory(module, model).items():
@@ -159,6 +174,18 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
                 )
         check_logits(logits, x, module, model, last)
     return logits, last
+
+
+def remedy(module: nn.Module, x: Tensor) -> str:
+    """Return what to do about a pass that failed."""
+    for name, value in module.named_parameters():
+        if value.is_floating_point() and value.dtype != torch.get_default_dtype():
+            kind = str(value.dtype).removeprefix("torch.")
+            return (
+                f"parameter {name!r} was made as {kind}, but parameters have the dtype of the run: "
+                "leave conversions out of the network, and set dtype or bf16"
+            )
+    return f"build the network for samples of shape {tuple(x.shape[1:])}"
 
 
 def check_logits(logits: Any, x: Tensor, module: nn.Module, model: Model, last: str) -> None:

@@ -39,9 +39,12 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unflattened(module: nn.Module) -> nn.Module:
     """Return the module, whose recurrent layers no longer lay out their weights for cuDNN in every
-    pass: weights that are passed in, or wrapped by `torch.func`, have no storage to lay out.
+    pass: weights that are passed in, or wrapped by `torch.func`, have no storage to lay out. Sparse
+    slopes become dense ones, which can be stacked.
     """
     for part in module.modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            part.sparse = False
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters = nothing  # type: ignore[method-assign]
             # cuDNN lays such weights out in every pass, and says so

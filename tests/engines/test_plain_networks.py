@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import vmap
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
-from zoo import CLASSES, RANDOM, WORDS, Case, federation, halves_of, on_two_engines
+from zoo import CLASSES, RANDOM, WORDS, Case, agree, federation, halves_of, on_two_engines
 from zoomany import LAYERS
 
 from bayflower.config import parse
@@ -236,3 +236,9 @@ def test_batchnorm_without_running_statistics_is_tested_client_by_client():
     loop, fused = on_two_engines("fedper", case)
     assert "takes the statistics of a batch in tests, too" in fused.remarks[0]
     assert worst_difference(fused.server_state, loop.server_state, 0) == 0
+
+
+def test_curvature_of_a_network_that_makes_tensors_of_its_own():
+    """They are on the CPU, whatever its inputs are on; clients are stacked all the same."""
+    case = Case(lambda: Net(lambda net, x: (net.first(x) + torch.ones(8)).tanh()), (12,))
+    agree("fedbps", case)

@@ -200,6 +200,14 @@ class Wrapped(nn.Module):
         return {"scores": self.fc(x.flatten(1))}
 
 
+class Double(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 3).double())
+
+    def forward(self, x):
+        return super().forward(x.double())
+
+
 def chain(*layers):
     return lambda: nn.Sequential(nn.Flatten(), *layers)
 
@@ -244,6 +252,13 @@ REFUSED = {
         r"layer '1' \(Linear\(in_features=60, .* cannot take a batch of shape",
     ),
     "lazy": (chain(nn.LazyLinear(3)), {}, r"layer '1' \(LazyLinear\) is lazy"),
+    "parallel": (lambda: nn.DataParallel(Net()), {}, "is a DataParallel; give the network inside"),
+    "complex": (
+        chain(nn.Linear(64, 3, dtype=torch.cfloat)),
+        {},
+        "parameter '1.weight' of model Sequential is complex; keep it as real numbers",
+    ),
+    "converted": (Double, {}, "parameter '1.weight' was made as float64, but parameters have"),
     "hidden state": (Hidden, {}, "model Hidden keeps 'h' from one call to the next"),
     "softmax": (
         chain(nn.Linear(64, 5), nn.Linear(5, 3), nn.Softmax(1)),
