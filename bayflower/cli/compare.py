@@ -206,6 +206,7 @@ def watching(
 def show(done: list[tuple[Planned, dict[str, Any]]], study: Study) -> None:
     """Print the tables of a study, what they say, and where the runs are."""
     from ..report.collect import Found, group
+    from ..report.learning import still_learning
     from ..report.text import comparison_table, uncertainty_comparison
     from ..report.verdict import verdicts
     from .results import show_groups
@@ -224,4 +225,8 @@ def show(done: list[tuple[Planned, dict[str, Any]]], study: Study) -> None:
         show_groups(groups)
     for remark in dict.fromkeys(result["remark"] for result in results if result["remark"]):
         console.print(f"note: {remark}", style="yellow", markup=False)
+    for result in results:
+        if said := still_learning(result):
+            line = f"{result['method']}, seed {result['seed']}: {said}"
+            console.print(f"note: {line}", style="yellow", markup=False)
     console.print(f"written: {study.out}/METHOD/seed-SEED/result.json", markup=False)

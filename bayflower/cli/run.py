@@ -141,13 +141,15 @@ def run(
     if as_json:
         print(json.dumps(result))
         return
+    from ..report.learning import still_learning
     from ..report.text import result_table, uncertainty_table
 
     console = Console()
     console.print(result_table(result))
     if (more := uncertainty_table(result)) is not None:
         console.print(more)
-    for line in [*([result["remark"]] if result["remark"] else []), *result["faults"][-5:]]:
+    notes = [line for line in (result["remark"], still_learning(result)) if line]
+    for line in [*notes, *result["faults"][-5:]]:
         console.print(f"note: {line}", style="yellow", markup=False)
     console.print(f"written: {folder / 'result.json'}", markup=False)
 
