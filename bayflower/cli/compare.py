@@ -226,7 +226,7 @@ def show(done: list[tuple[Planned, dict[str, Any]]], study: Study) -> None:
     for remark in dict.fromkeys(result["remark"] for result in results if result["remark"]):
         console.print(f"note: {remark}", style="yellow", markup=False)
     for result in results:
-        if said := still_learning(result):
-            line = f"{result['method']}, seed {result['seed']}: {said}"
+        if note := still_learning(result):
+            line = f"{result['method']}, seed {result['seed']}: {note}"
             console.print(f"note: {line}", style="yellow", markup=False)
     console.print(f"written: {study.out}/METHOD/seed-SEED/result.json", markup=False)
