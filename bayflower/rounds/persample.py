@@ -26,9 +26,9 @@ from torch.func import vmap
 from ..contract import ClientHalf, Phase, Work
 from ..data.batches import SECRET
 from ..errors import ConfigError
-from ..maths.gradients import grad_and_value
+from ..maths.gradients import are_plain, grad_and_value
 from ..networks.model import Batch, Model
-from ..tree import Tensors
+from ..tree import Tensors, stack
 
 
 @lru_cache(maxsize=64)
@@ -78,7 +78,10 @@ def sample_private(kind: type[ClientHalf]) -> type[ClientHalf]:
                 scale = mask * clip / norm.clamp(min=clip)
                 return {name: value * scale for name, value in grads.items()}, loss * mask
 
-            grads, losses = vmap(one)(batch.x, batch.y, batch.mask)
+            if are_plain():
+                grads, losses = stack([one(*row) for row in zip(*batch, strict=True)])
+            else:
+                grads, losses = vmap(one)(batch.x, batch.y, batch.mask)
             width = clip * self.training.sample_noise
             found = {
                 name: (value.sum(0) + width * secret[SECRET + name]) / phase.batch_size

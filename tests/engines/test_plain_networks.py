@@ -5,6 +5,7 @@ curvature one sample after another, as it is defined.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from bayflower.maths import curvature
 from bayflower.maths.gradients import grad, grad_and_value, plainly
 from bayflower.networks.model import Batch, Model
 from bayflower.rounds import solo
+from bayflower.rounds.persample import sample_private
 from bayflower.stacked import chance
 from bayflower.stacked.plainly import cdist
 from bayflower.stacked.randomly import fill_exponential, gumbel_softmax
@@ -117,6 +119,48 @@ def test_engines_give_the_same_bits_and_say_why_clients_are_not_stacked(pair):
     assert worst_difference(fused.server_state, loop.server_state, 0) == 0
     assert not loop.faults
     assert math.isfinite(loop.rounds[0]["train_loss"])
+
+
+def test_private_samples_are_cut_one_by_one():
+    """dp=sample. Oracle: the same function in the newer form, which torch.func takes; without noise,
+    which is secret.
+    """
+
+    class Turned(torch.autograd.Function):
+        """The newer form of `Reversed`."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.view_as(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return -g
+
+    run = parse("fedavg", {"optimizer": "sgd", **STEP, "batch_size": 3})
+    training = replace(run.training, sample_clip=0.3, sample_noise=0.0)
+    found, plain = [], []
+    for function in (Reversed, Turned):
+        case = Case(lambda f=function: Net(lambda net, x: f.apply(net.first(x)).tanh()), (12,))
+        data = federation(case).clients[0]
+        model = Model(case.factory, CLASSES)
+        halves = halves_of("fedavg", model, run)
+        half = sample_private(type(halves.client))(run.options, training, model)
+        params, buffers = model.initial(0, torch.float64)
+        start = halves.server.broadcast(halves.server.init(params, buffers, [0]), 0)
+        batch = solo.samples(data, torch.device("cpu"), torch.float64).train
+        place = {"seed": 0, "client": 0, "round": 1}
+        fresh = half.init(params, buffers)
+        found.append(solo.train(half, fresh, start, batch, **place).update.params)
+        plain.append(model.seen.plain)
+    assert plain == [True, False]
+    assert worst_difference(*found, 1e-12) < 1e-12
 
 
 def test_an_error_of_the_network_itself_is_what_is_told():
