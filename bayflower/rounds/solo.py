@@ -131,7 +131,7 @@ def differentiated(model: Model, fn: Callable[[], Any]) -> Any:
     if not model.seen.plain:
         try:
             return fn()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.linalg.LinAlgError):  # not for want of a derivative
             raise
         except (RuntimeError, NotImplementedError) as error:
             before = error

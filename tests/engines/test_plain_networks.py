@@ -122,7 +122,7 @@ def test_engines_give_the_same_bits_and_say_why_clients_are_not_stacked(pair):
 
 
 def test_private_samples_are_cut_one_by_one():
-    """dp=sample. Oracle: the same function in the newer form, which torch.func takes; without noise,
+    """dp=sample. Oracle: the same function in the newer form, which torch.func takes; no noise,
     which is secret.
     """
 
