@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import bayflower
 from bayflower.cli import app
 from bayflower.report.learning import SHORT, still_learning
 
@@ -46,15 +47,27 @@ def test_missing_and_infinite_losses_are_no_curve():
     assert still_learning({}) is None
 
 
-def test_the_terminal_and_the_report_say_it(tmp_path):
-    run, quiet = CliRunner(), ["--clients", "3", "--set", "evaluate_every=0"]
-    for lr, said in (("0.0001", True), ("0.01", False)):
-        out = tmp_path / lr
-        args = ["run", "fedavg", "--rounds", "8", "--set", f"lr={lr}", "--out", str(out), *quiet]
-        done = run.invoke(app, args)
-        assert done.exit_code == 0, done.output
-        text = " ".join(done.output.split())
-        assert (SHORT in text) == said
-        page = out / "report.html"
-        assert run.invoke(app, ["report", str(out), "--html", str(page)]).exit_code == 0
-        assert (SHORT in page.read_text()) == said
+FEW = {"keep": 0.2, "evaluate_every": 0, "calibration": "off", "rounds": 8}
+SHORTLY, LONG = {"lr": 0.0003, "local_epochs": 2}, {"lr": 0.05, "local_epochs": 30}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(SHORTLY, True), pytest.param(LONG, False, marks=pytest.mark.slow)]
+)
+def test_the_terminal_and_the_report_say_it(how, said, tmp_path):
+    run, out, page = CliRunner(), tmp_path / "run", tmp_path / "report.html"
+    given = [f"--set={key}={value}" for key, value in {**FEW, **how}.items()]
+    args = ["run", "fedavg", "--clients", "3", "--out", str(out), *given]
+    done = run.invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert (SHORT in " ".join(done.output.split())) == said
+    assert run.invoke(app, ["report", str(out), "--html", str(page)]).exit_code == 0
+    assert (SHORT in page.read_text()) == said
+
+
+@pytest.mark.slow
+def test_a_notebook_says_it():
+    found = [
+        bayflower.fit("fedavg", "digits", num_clients=3, **FEW, **how) for how in (SHORTLY, LONG)
+    ]
+    assert [SHORT in one._repr_html_() for one in found] == [True, False]
