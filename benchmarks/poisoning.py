@@ -6,6 +6,8 @@
     python -m benchmarks.poisoning --epochs 5 --methods fedivon,feddc --bad 1 --out FILE
                                                    methods that one epoch a round leaves half
                                                    trained, with five
+    python -m benchmarks.poisoning --others --methods fedavg,scaffold --bad 1 --out FILE
+                                                   attacks that keep within an honest size
     python -m benchmarks.poisoning_cost            what the defence costs honest federations
     python -m benchmarks.poisoning_page FILES      take printed rows over, and write the page
 
@@ -44,6 +46,8 @@ from bayflower.tree import digest, flatten, map_tree, take
 
 ABSENT = "absent"  # no attack: the attackers do not take part
 ATTACKS = ("random", "flip", "scaled", "count", "certainty")
+# the changes of an attacker that keeps within an honest size, or nearly
+OTHERS = ("longer flip", "noise", "nothing", "against mean", "little", "shift", "one entry")
 ROUNDS, CLIENTS = 20, 10
 DIGITS = {
     "dataset": "digits",
@@ -90,7 +94,8 @@ def attacked(half: Any, state: Any, updates: Any, rows: Sequence[int], attack: s
                     if attack == "certainty":
                         leaf[row] = certain(kind, name, leaf[row])
                     continue
-                leaf[row] = base + poison(attack, step, draw)
+                honest = [one for one in range(len(leaf)) if one not in rows]
+                leaf[row] = base + poison(attack, step, draw, leaf[honest] - base)
         fields[field] = with_leaves(value, leaves)
     return updates._replace(**fields)
 
@@ -105,13 +110,32 @@ def certain(kind: str, name: str, value: torch.Tensor) -> torch.Tensor:
     return value * 1e4 if lies else value
 
 
-def poison(attack: str, step: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Return the change that an attacker sends in place of its own."""
-    if attack == "random":
+def poison(
+    attack: str, step: torch.Tensor, draw: torch.Generator, others: torch.Tensor
+) -> torch.Tensor:
+    """Return the change that an attacker sends in place of its own; `others` are those of the
+    honest clients.
+    """
+    if attack in ("random", "noise"):
         wild = torch.randn(step.shape, generator=draw, dtype=step.dtype)
-        return 100 * step.norm() / wild.norm().clamp(min=1e-30) * wild
+        times = 100 if attack == "random" else 1
+        return times * step.norm() / wild.norm().clamp(min=1e-30) * wild
     if attack == "scaled":
         return 100 * step
+    if attack == "longer flip":
+        return -1.7 * step
+    if attack == "nothing":
+        return torch.zeros_like(step)
+    if attack == "against mean":
+        return -1.5 * others.mean(0)
+    if attack == "little":
+        return others.mean(0) - 1.5 * others.std(0)
+    if attack == "shift":
+        return torch.full_like(step, float(step.norm()) / math.sqrt(step.numel()))
+    if attack == "one entry":
+        found = step.flatten().clone()
+        found[found.abs().argmax()] = -1.5 * step.norm()
+        return found.reshape(step.shape)
     return -step  # flip; lies about counts and certainties come with it
 
 
@@ -279,18 +303,24 @@ class Measured:
 
 
 def table(
-    names: Sequence[str], bad: int, rules: Sequence[str], seed: int, epochs: int, out: Path | None
+    names: Sequence[str],
+    bad: int,
+    rules: Sequence[str],
+    seed: int,
+    epochs: int,
+    out: Path | None,
+    attacks: Sequence[str] = (*ATTACKS, ABSENT),
 ) -> None:
     """Measure one row a method, rule and attack; more than one epoch a round is noted in a row."""
     done = known(out, "method", "robust", "attackers", "attack", "seed", "epochs")
     longer = {"epochs": epochs} if epochs > 1 else {}
     for method, rule in product(names, rules):
-        if (method, rule, bad, ABSENT, seed, longer.get("epochs")) in done:
+        if (method, rule, bad, attacks[-1], seed, longer.get("epochs")) in done:
             continue
         one = Measured(method, rule, bad, {**DIGITS, "local_epochs": epochs, "seed": seed})
         step = one.apart(one.end, one.start)
         rows: dict[str, dict[str, Any]] = {}
-        for attack in (*ATTACKS, ABSENT):
+        for attack in attacks:
             row = {"method": method, "robust": rule, "attackers": bad, "attack": attack}
             row |= {"seed": seed, "version": VERSION, "clean": one.clean, **longer}
             if attack == "certainty" and one.same_as_flip():
@@ -327,6 +357,7 @@ def main() -> None:
     parser.add_argument("--rules", default="gate")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--epochs", type=int, default=1, help="local epochs of a round")
+    parser.add_argument("--others", action="store_true", help=", ".join(OTHERS))
     parser.add_argument(
         "--out", default="", help="a file for JSON lines; rows that it has are skipped"
     )
@@ -336,7 +367,8 @@ def main() -> None:
     names = given.methods.split(",") if given.methods else shared
     out = Path(given.out) if given.out else None
     for bad, seed in product(given.bad.split(","), given.seeds.split(",")):
-        table(names, int(bad), given.rules.split(","), int(seed), given.epochs, out)
+        attacks = OTHERS if given.others else (*ATTACKS, ABSENT)
+        table(names, int(bad), given.rules.split(","), int(seed), given.epochs, out, attacks)
 
 
 if __name__ == "__main__":

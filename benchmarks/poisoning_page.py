@@ -22,6 +22,15 @@ ROWS, PAGE = HERE / "poisoning.jsonl", HERE / "poisoning.md"
 READING = HERE / "poisoning_reading.md"
 NAMES = {"scaled": "×100"}
 ATTACKS = ("random", "flip", "scaled", "count", "certainty", "absent")
+OTHERS = {
+    "longer flip": "flip × 1.7",
+    "noise": "noise",
+    "nothing": "nothing",
+    "against mean": "against the mean",
+    "little": "a little",
+    "shift": "shift",
+    "one entry": "one entry",
+}
 KEYS = ("method", "robust", "attackers", "attack", "data", "seed", "epochs")
 WORDS = {1: "One attacker", 3: "Three attackers"}
 LONGER = 5  # local epochs of the methods that one epoch a round leaves half trained
@@ -191,6 +200,28 @@ class Case:
         return self.where(one)
 
 
+def others(rows: Sequence[Row]) -> list[str]:
+    """Return the table of attacks within an honest size."""
+    case, names = Case(rows, 1), ("flip", *OTHERS, "absent")
+    methods = [one for one in case.methods if (one, "noise") in case.of]
+    lines = [
+        "## One attacker of ten, robust=gate, other attacks in all rounds: points from clean",
+        "",
+        "Changes of an honest size, or nearly: the flip times 1.7; a random direction of the",
+        "honest norm; no change; −1.5 times the mean of the others, which an attacker would have",
+        "to know; their mean less 1.5 standard deviations in each entry; the same number in every",
+        "entry; the largest entry replaced by −1.5 times the norm. Each field of an update is",
+        "changed so. Flip and absent are those of the table above, which may have more seeds.",
+        "",
+        f"| method | seeds | {' | '.join(OTHERS.get(one, one) for one in names)} |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for method in methods:
+        cells = " | ".join(case.cell(method, one, "always") for one in names)
+        lines.append(f"| {method} | {len(case.of[method, 'noise'])} | {cells} |")
+    return [*lines, ""] if methods else []
+
+
 def cost(rows: Sequence[Row]) -> list[str]:
     """Return the table of what honest federations pay."""
     lines = [
@@ -278,7 +309,7 @@ def main() -> None:
     longer = Case(rows, 1, epochs=LONGER)
     if longer.methods:
         lines += [*longer.table("once"), *longer.table("always")]
-    lines += [*cost(rows), *aims(rows), READING.read_text()]
+    lines += [*others(rows), *cost(rows), *aims(rows), READING.read_text()]
     for bad in (1, 3):
         lines += Case(rows, bad, "off").table("once")
     PAGE.write_text("\n".join(lines).rstrip("\n") + "\n")
