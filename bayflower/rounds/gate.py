@@ -99,10 +99,9 @@ class Gate:
         self.past: dict[int, list[float]] = {}  # by client: the cosines of its last rounds
         # by client: these cosines, and their mean
         self.means: dict[int, tuple[list[float], float]] = {}
-        self.now: dict[int, Vector] = {}  # by client: the sketch of this round's change
-        self.moves: dict[int, Vector] = {}  # if adds_up: the sketch of this round's move
-        self.sums: dict[int, Vector] = {}  # ... of its moves so far and this one
-        self.drift: dict[int, Vector] = {}  # ... of its moves up to the last round
+        # by client: the sketch of this round's change, of length 1 unless moves are compared
+        self.now: dict[int, Vector] = {}
+        self.drift: dict[int, Vector] = {}  # if adds_up, by client: the sketch of its moves' sum
         self.out: dict[int, float] = {}  # by client that is left out: its mean cosine
         self.middle = 0.0  # median of the clients' mean cosines
         self.own: dict[int, Vector] = {}  # by client: its changes so far, int8; last seen last
@@ -126,9 +125,8 @@ class Gate:
         sketches = [self.sketch(rows[part.name]) for part in chosen]
         found = sum(sketches[1:], sketches[0]).cpu().double().numpy()
         whole = unit(found)
-        self.now.update(zip(clients, whole, strict=True))
-        if self.adds_up:
-            self.split(clients, found)
+        now = np.clip(np.nan_to_num(found), -HUGE, HUGE) if self.adds_up else whole
+        self.now.update(zip(clients, now, strict=True))
         known = [place for place, client in enumerate(clients) if models and client in self.own]
         if not known:
             return
@@ -140,13 +138,13 @@ class Gate:
             if agreed < TURNED and len(before) >= LEAST and fmean(before) > STEADY:
                 self.turned[client] = agreed
 
-    def split(self, clients: Sequence[int], changes: Vector) -> None:
-        """Part the sketches of changes into this round's moves and the sums of all moves."""
-        changes = np.clip(np.nan_to_num(changes), -HUGE, HUGE)
-        for client, change in zip(clients, changes, strict=True):
-            move = (change - self.drift.get(client, np.zeros(SIZE))) / 2
-            self.moves[client] = unit(move[None])[0]
-            self.sums[client] = (change - move).astype(np.float32)
+    def moves(self, clients: Sequence[int]) -> Vector:
+        """Return the sketches of this round's moves, of length 1, and add them to their sums."""
+        changes = np.stack([self.now[client] for client in clients])
+        before = np.stack([self.drift.get(client, np.zeros(SIZE)) for client in clients])
+        found = (changes - before) / 2
+        self.drift.update(zip(clients, (changes - found).astype(np.float32), strict=True))
+        return unit(found)
 
     def sketch(self, rows: Tensor) -> Tensor:
         """Return SIZE numbers of each client's change."""
@@ -166,11 +164,11 @@ class Gate:
         """End a round, of which the clients `gone` are left out: compare the changes, and say who
         opposes the others in the next one.
         """
-        if len(self.now) >= MANY:
-            clients = sorted(self.now)  # so that the order of arrival does not matter
-            now = short(np.stack([self.now[client] for client in clients]))
-            seen = self.moves if self.adds_up else self.now
-            whole = np.stack([seen[client] for client in clients])
+        clients = sorted(self.now)  # so that the order of arrival does not matter
+        moves = self.moves(clients) if self.adds_up and clients else None
+        if len(clients) >= MANY:
+            seen = np.stack([self.now[client] for client in clients])
+            whole, now = seen if moves is None else moves, short(seen)
             counts = np.array([client not in gone for client in clients])[:, None]
             total = (whole if counts.all() else whole * counts).sum(0)
             agreed: list[float] = []
@@ -186,7 +184,6 @@ class Gate:
                 np.stack([self.own.pop(c, one) for c, one in zip(clients, now, strict=True)])
             )
             self.own.update(zip(clients, small(MEMORY * now + (1 - MEMORY) * before), strict=True))
-        self.drift.update(self.sums)
         self.undo()
         self.judge()
         self.forget()
@@ -201,7 +198,6 @@ class Gate:
     def undo(self) -> None:
         """Forget what was seen in this round."""
         self.now, self.itself, self.turned = {}, {}, {}
-        self.moves, self.sums = {}, {}
 
     def judge(self) -> None:
         """Decide who is left out."""

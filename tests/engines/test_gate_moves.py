@@ -10,10 +10,19 @@ import torch
 from conftest import small_prepared
 
 from bayflower.engines import execute
+from bayflower.fused.workers.cargo import (
+    add_seen,
+    received,
+    seen_by,
+    shipped,
+    with_half,
+    without_half,
+)
 from bayflower.methods import METHODS
 from bayflower.rounds import gate
 from bayflower.rounds.gate import Gate
 from bayflower.rounds.parts import Part
+from bayflower.rounds.robust import Limiter
 
 CLIENTS, SIZE = 10, 3000
 
@@ -84,6 +93,26 @@ def test_a_round_that_is_undone_adds_nothing_and_a_resumed_run_goes_on():
     assert broken.past == straight.past
     assert broken.memory() == straight.memory()
     assert "drift" not in Gate().memory()
+
+
+def test_what_parts_of_a_federation_saw_is_what_one_server_sees():
+    """Workers and regions see some clients each; the run's gate takes the moves apart."""
+    rng = np.random.default_rng(3)
+    half = METHODS["feddc"].server.__new__(METHODS["feddc"].server)
+    one, many = (Limiter(half, "gate") for _ in range(2))
+    sums, common = np.zeros((CLIENTS, SIZE)), drawn(rng)
+    part = Part("params", "params", "model", {}, {})
+    for _ in range(4):
+        changes = told(common + drawn(rng, CLIENTS), sums)
+        shown(one.gate, changes)
+        for some in ([0, 3, 4, 9], [1, 2, 5, 6, 7, 8]):
+            there = with_half(without_half(many), half)
+            there.gate.see(some, [part], {"params": torch.tensor(changes[some])})
+            add_seen(many, received(shipped(seen_by(there))))
+        one.gate.close()
+        many.gate.close()
+    assert many.gate.past == one.gate.past
+    assert many.gate.memory() == one.gate.memory()
 
 
 def test_numbers_that_are_none_stay_with_their_client():
