@@ -325,9 +325,7 @@ def test_what_clients_carry_on_and_what_they_keep_are_limited_apart():
 
 
 def test_too_few_clients_limit_nobody():
-    """Of three clients no two make a majority that can be told: their updates stay as they are, bit
-    for bit, in every round.
-    """
+    """Of three clients no two make a majority that can be told: updates keep their bits."""
     rng = np.random.default_rng(4)
     limiter = Limiter(server(), "gate")
     for _ in range(3):
@@ -358,9 +356,7 @@ SENT = {one for one, row in METHODS.items() if row.server.update_fields.get("par
     "method", some(sorted(SENT - {"local", "fedproto"}), KINDS - {"fedla", "fedbps", "metavd"})
 )
 def test_one_client_moves_no_methods_model_far_over_flower(method):
-    """Without `robust` the same reply moves it ten times as far or more, where it is not refused
-    anyway. The client is named.
-    """
+    """The same reply moves it far more without `robust`, unless refused; the client is named."""
     moved = {}
     for how in ("off", "gate"):
         states = []
