@@ -74,6 +74,7 @@ def on_end(x):
     """Take one argument, which is too few."""
 
 
+@pytest.mark.slow
 def test_a_comparison_chooses_rounds_once_for_each_method(tmp_path):
     """The rounds are those that `fit` chooses with the first seed; every seed trains them. Another
     setting leads to another search, a second call to none.

@@ -22,6 +22,7 @@ class Net(nn.Module):
         return self.factor * self.layer(x)
 
 
+@pytest.mark.slow
 def test_clients_share_the_trace_but_no_number(tmp_path, monkeypatch):
     calls = []
     export = torch.export.export

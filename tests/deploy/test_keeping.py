@@ -142,6 +142,7 @@ class Sites(DiskStore):
         return self.root / f"client-{client}" / "state" / run / f"client-{client}"
 
 
+@pytest.mark.slow
 def test_a_backup_brings_server_and_clients_back_to_one_round(tmp_path):
     """After a backup of round 2 the run goes on to round 5. Restored, it goes on from round 2 to
     the same bits, without a fault. Parts that do not belong together are refused.

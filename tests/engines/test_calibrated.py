@@ -327,6 +327,7 @@ def test_impossible_tallies_are_refused(spoil: str) -> None:
         read_judged({**flat, **changes[spoil]}, 10, 0 if spoil == "too many" else number)
 
 
+@pytest.mark.slow
 def test_a_client_fits_its_posteriors_once_for_all_requests(monkeypatch) -> None:
     counts = {"fit": 0, "hold": 0}
 

@@ -207,6 +207,7 @@ def sender(halves, device="cpu"):
     return lambda chunk: halves.server.broadcast(state, chunk[0])
 
 
+@pytest.mark.slow
 def test_a_cpu_takes_no_more_clients_than_fit_into_its_memory(monkeypatch):
     prepared = small_prepared("fedmap", "fused", **SGD)
     whole = execute(prepared)

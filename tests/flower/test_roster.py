@@ -139,6 +139,7 @@ def test_a_late_client_that_never_trains_is_tested_as_new():
     assert sorted(town.strategy.outcome.new_clients["personal"]) == [5]
 
 
+@pytest.mark.slow
 def test_a_silent_client_counts_as_gone_and_is_not_asked_again():
     plan = {round: [0, 1, 2] for round in range(1, 6)}
     town = Town("fedavg", plan, tamper=silent(1, {2, 3, 4, 5}), leave_after=2)

@@ -350,6 +350,7 @@ def test_products_formed_on_the_way_equal_products_formed_before():
 
 @settings(max_examples=60, deadline=None)
 @given(rows, rows)
+@pytest.mark.slow
 def test_a_packed_total_goes_on_as_if_it_had_stayed(
     first: list[list[float]], second: list[list[float]]
 ) -> None:

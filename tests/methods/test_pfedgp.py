@@ -178,6 +178,7 @@ def by_node(u, y, signs, iterations):
     return torch.stack([*losses, 0 * u.sum()]).sum()
 
 
+@pytest.mark.slow
 def test_a_client_predicts_from_its_own_samples():
     """Better than chance by far after two rounds, also for a client that never trained, on both
     engines.
