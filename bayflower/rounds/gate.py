@@ -138,9 +138,8 @@ class Gate:
             if agreed < TURNED and len(before) >= LEAST and fmean(before) > STEADY:
                 self.turned[client] = agreed
 
-    def moves(self, clients: Sequence[int]) -> Vector:
+    def moves(self, clients: Sequence[int], changes: Vector) -> Vector:
         """Return the sketches of this round's moves, of length 1, and add them to their sums."""
-        changes = np.stack([self.now[client] for client in clients])
         before = np.stack([self.drift.get(client, np.zeros(SIZE)) for client in clients])
         found = (changes - before) / 2
         self.drift.update(zip(clients, (changes - found).astype(np.float32), strict=True))
@@ -165,10 +164,12 @@ class Gate:
         opposes the others in the next one.
         """
         clients = sorted(self.now)  # so that the order of arrival does not matter
-        moves = self.moves(clients) if self.adds_up and clients else None
+        seen = (
+            np.stack([self.now[client] for client in clients]) if clients else np.zeros((0, SIZE))
+        )
+        whole = self.moves(clients, seen) if self.adds_up and clients else seen
         if len(clients) >= MANY:
-            seen = np.stack([self.now[client] for client in clients])
-            whole, now = seen if moves is None else moves, short(seen)
+            now = short(seen)
             counts = np.array([client not in gone for client in clients])[:, None]
             total = (whole if counts.all() else whole * counts).sum(0)
             agreed: list[float] = []

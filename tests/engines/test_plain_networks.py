@@ -14,7 +14,17 @@ from torch import nn
 from torch.func import vmap
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
-from zoo import CLASSES, RANDOM, WORDS, Case, agree, federation, halves_of, on_two_engines
+from zoo import (
+    CLASSES,
+    RANDOM,
+    WORDS,
+    Case,
+    Reversed,
+    agree,
+    federation,
+    halves_of,
+    on_two_engines,
+)
 from zoomany import LAYERS
 
 from bayflower.config import parse
@@ -28,18 +38,6 @@ from bayflower.stacked.plainly import cdist
 from bayflower.stacked.randomly import fill_exponential, gumbel_softmax
 
 STEP = {"local_steps": 1, "batch_size": 8, "lr": 0.1}
-
-
-class Reversed(torch.autograd.Function):
-    """The older form of a function of one's own: the sign of slopes is turned round."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return -g
 
 
 class Net(nn.Module):

@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from torch import nn
 from typer.testing import CliRunner
+from zoo import Reversed
 
 from bayflower import strategies
 from bayflower.cli import app as command
@@ -128,18 +129,6 @@ def test_stacked_clients_have_the_numbers_of_the_loop(method, settings, tmp_path
     assert sum(state["calls"]["number"] for state in states if "calls" in state) == 9
 
 
-class Halved(torch.autograd.Function):
-    """A function of the older form, which torch.func does not differentiate: slopes are halved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g / 2
-
-
 class OwnBackward(nn.Module):
     """The network with slopes of one's own between its layers."""
 
@@ -148,7 +137,7 @@ class OwnBackward(nn.Module):
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
 
     def forward(self, x):
-        return self.head(torch.relu(Halved.apply(self.body(x))))
+        return self.head(torch.relu(Reversed.apply(self.body(x))))
 
 
 @pytest.mark.parametrize("method", ["fedmap", pytest.param("fedbps", marks=pytest.mark.slow)])

@@ -120,6 +120,20 @@ def dense(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     )
 
 
+class Reversed(torch.autograd.Function):
+    """The older form of a function of one's own, which torch.func does not differentiate: the
+    sign of slopes is turned round.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
 class Functional(nn.Module):
     """Dropout, noise and draws as functions, on the inputs too; one layer of dropout used twice."""
 
