@@ -206,7 +206,7 @@ def watching(
 def show(done: list[tuple[Planned, dict[str, Any]]], study: Study) -> None:
     """Print the tables of a study, what they say, and where the runs are."""
     from ..report.collect import Found, group
-    from ..report.learning import still_learning
+    from ..report.learning import SHORT, still_learning
     from ..report.text import comparison_table, uncertainty_comparison
     from ..report.verdict import verdicts
     from .results import show_groups
@@ -225,8 +225,6 @@ def show(done: list[tuple[Planned, dict[str, Any]]], study: Study) -> None:
         show_groups(groups)
     for remark in dict.fromkeys(result["remark"] for result in results if result["remark"]):
         console.print(f"note: {remark}", style="yellow", markup=False)
-    for result in results:
-        if note := still_learning(result):
-            line = f"{result['method']}, seed {result['seed']}: {note}"
-            console.print(f"note: {line}", style="yellow", markup=False)
+    if learning := dict.fromkeys(one["method"] for one in results if still_learning(one)):
+        console.print(f"note: {', '.join(learning)}: {SHORT}", style="yellow", markup=False)
     console.print(f"written: {study.out}/METHOD/seed-SEED/result.json", markup=False)
