@@ -1,5 +1,6 @@
-"""One layer of LSTMs for stacks of networks, all times: one product of matrices and one kernel for
-the gates a time step on a GPU, forward and backward; the slopes of the weights are one product.
+"""One layer of LSTMs for stacks of networks, all times. On a GPU one kernel goes through all times
+where the weights fit on the chip (`lstmwholekernels.py`), else one a time, forward and backward.
+The slopes of the weights are one product.
 
     symbol       here    shape of one client
     W_x x_t + b  given   (T, B, 4H): what the input gives to the gates
@@ -91,10 +92,13 @@ class Slopes(Function):
 def stacked_lstm(given: Tensor, on: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
     """Return (hs, the last c, gates, cs) with the clients' axis in front."""
     if has_kernels(given) and given.dtype in (torch.float32, torch.bfloat16):
-        from . import lstmkernels
+        from . import lstmkernels, lstmwholekernels
 
         first = given.transpose(0, 1).contiguous()
-        found = lstmkernels.ahead(first, on, h, c)
+        if (shape := lstmwholekernels.shape_of(h)) is None:
+            found = lstmkernels.ahead(first, on, h, c)
+        else:
+            found = lstmwholekernels.ahead(first, on, h, c, shape)
         hs_of_all, gates_of_all, cs_of_all = (one.transpose(0, 1) for one in found)
         return hs_of_all, cs_of_all[:, -1].clone(), gates_of_all, cs_of_all
     clients, times, batch, _ = given.shape
@@ -127,11 +131,14 @@ def stacked_slopes(
     """Return the gradients with the clients' axis in front."""
     clients, times, batch, wide = hs.shape
     if has_kernels(gates) and gates.dtype in (torch.float32, torch.bfloat16):
-        from . import lstmkernels
+        from . import lstmkernels, lstmwholekernels
 
-        ordered = (one.transpose(0, 1).contiguous() for one in (gates, cs))
-        slopes = to_hs if to_hs.stride(-1) == 1 else to_hs.contiguous()
-        found, to_begin = lstmkernels.back(slopes.transpose(0, 1), to_c, on, c, *ordered)
+        one, two = (one.transpose(0, 1).contiguous() for one in (gates, cs))
+        slopes = (to_hs if to_hs.stride(-1) == 1 else to_hs.contiguous()).transpose(0, 1)
+        if (shape := lstmwholekernels.shape_of(h)) is None:
+            found, to_begin = lstmkernels.back(slopes, to_c, on, c, one, two)
+        else:
+            found, to_begin = lstmwholekernels.back(slopes, to_c, on, c, one, two, shape)
         to_h = torch.bmm(found[0], on)
         return (*of_weights(found.transpose(0, 1), h, hs), to_h, to_begin)
     rows = clients * batch
