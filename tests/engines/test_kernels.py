@@ -16,7 +16,7 @@ from bayflower.data import batches
 from bayflower.stacked import chance, lstm, randomly, routes
 from bayflower.stacked.stackable import for_stacks
 
-lstmwholekernels = pytest.importorskip("bayflower.stacked.lstmwholekernels", exc_type=ImportError)
+lstmwholekernels = pytest.importorskip("bayflower.stacked.lstmwholekernels")
 
 pytestmark = [
     pytest.mark.gpu,
