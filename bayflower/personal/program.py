@@ -65,10 +65,11 @@ def exported(path: Path, made: Program, example: Tensor, kind: str) -> str:
             # fixed draws are made here once, outside of tracing
             want = [made(example[:size]) for size in (1, len(example))]
             failed: BayflowerError | None = None
-            for program in traced(made, example):
+            for program, new in traced(made, example):
                 if kind == "pt2":
                     torch.export.save(program, part)
-                    run: Any = torch.export.load(part).module()
+                    # reading takes longer than all else: once for each program that was traced
+                    run: Any = (torch.export.load(part) if new else program).module()
                 else:
                     run = to_onnx(part, program, list(want[0]))
                 try:
@@ -95,21 +96,21 @@ def exported(path: Path, made: Program, example: Tensor, kind: str) -> str:
     return path.name
 
 
-def traced(made: Program, example: Tensor) -> Iterator[Any]:
-    """Yield the program of a module: first that of the last module, with these numbers, if both
-    have the same form; then one that is traced now. Tracing takes most of the time, and the clients
-    of a run differ in numbers only. All kinds of files of a module share one program. A form that
-    could not be traced is not tried again.
+def traced(made: Program, example: Tensor) -> Iterator[tuple[Any, bool]]:
+    """Yield the program of a module, and whether it is new: first that of the last module, with
+    these numbers, if both have the same form; then one that is traced now. Tracing takes most of
+    the time, and the clients of a run differ in numbers only. All kinds of files of a module share
+    one program. A form that could not be traced is not tried again.
     """
     if made.graph is not None:
-        yield made.graph
+        yield made.graph, True
         return
     key, numbers = form(made, example), made.state_dict(keep_vars=True)
     known = TRACED.get(key) if key is not None else None
     if known is not None and set(known.state_dict) <= set(numbers):
         known.state_dict.update({name: numbers[name] for name in known.state_dict})
         made.graph = known
-        yield known
+        yield known, False
     if key in FAILED:
         raise UntraceableError(FAILED[key])
     batch = torch.export.Dim("batch", min=1)
@@ -125,7 +126,7 @@ def traced(made: Program, example: Tensor) -> Iterator[Any]:
     if key is not None:
         TRACED[key] = program
     made.graph = program
-    yield program
+    yield program, True
 
 
 def form(made: Program, example: Tensor) -> str | None:
@@ -136,11 +137,22 @@ def form(made: Program, example: Tensor) -> str | None:
         return None
     parts: list[Any] = [(tuple(example.shape[1:]), example.dtype, repr(made))]
     for path, module in made.named_modules():
-        own = {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
-        parts.append((path, type(module), sorted(own.items())))
+        own = [
+            (name, plain(value)) for name, value in vars(module).items() if isinstance(value, PLAIN)
+        ]
+        parts.append((path, type(module), sorted(own)))
     for name, value in made.state_dict().items():
         parts.append((name, tuple(value.shape), value.dtype))
     return repr((parts, sorted(made.ready.parts)))
+
+
+def plain(value: Any) -> Any:
+    """Return an attribute as tracing may write it down. Of another object in a list its kind says
+    enough: its text has a place in memory, so that no two clients would have the same.
+    """
+    if isinstance(value, (list, tuple)):
+        return repr([plain(one) for one in value])
+    return repr(value) if isinstance(value, PLAIN) else repr(type(value))
 
 
 def check(got: Tensors, want: Tensors, ready: Ready) -> None:

@@ -11,11 +11,12 @@ from bayflower.personal.network import Ready
 
 
 class Net(nn.Module):
-    """A network whose factor no tensor shows."""
+    """A network whose factor no tensor shows, with a list of objects as libraries keep them."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
+        self.kept = [object(), (1, object())]
         self.layer = nn.Linear(5, 3)
 
     def forward(self, x):
