@@ -249,6 +249,7 @@ class FusedRun:
             with self.meter.time("training"):
                 message = self.broadcast_to(chunk)
                 got = self.engine.train(chunk, message, round)
+            self.limiter.catch_up()  # while the device trains
             # exact sums if trained one by one: then results equal the loop engine's bit for bit
             totals = totals or totals_for(
                 self.run, self.halves, not self.engine.one_by_one_because, sizes, self.limiter

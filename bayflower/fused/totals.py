@@ -154,5 +154,5 @@ class Totals:
         self.suspects.into(self.exact, standing)
         self.exact.drop(self.server.negligible(self.exact.names()))
         self.told = self.limiter.lines()
-        self.limiter.close()
+        self.limiter.close(late=True)
         return self.fast or {name: value.to(device) for name, value in self.exact.value().items()}

@@ -309,8 +309,11 @@ def unit(rows: Vector) -> Vector:
     found = np.array(rows, float)
     for begin in range(0, len(found), BLOCK):  # small enough for a processor's cache
         part = found[begin : begin + BLOCK]
-        np.nan_to_num(part, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-        part /= np.maximum(np.abs(part).max(-1, keepdims=True), TINY)  # so that no square is inf
+        most = np.abs(part).max(-1, keepdims=True)
+        if not np.isfinite(most).all():
+            np.nan_to_num(part, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+            most = np.abs(part).max(-1, keepdims=True)
+        part /= np.maximum(most, TINY)  # so that no square is inf
         part /= np.maximum(np.sqrt((part * part).sum(-1, keepdims=True)), TINY)
     return found
 

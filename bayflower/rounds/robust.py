@@ -78,10 +78,12 @@ class Limiter:
         self.refused: set[int] = set()  # those of them whose reply counts as invalid
         self.most = MOST  # samples for which a client may count in this round
         self.known: set[tuple[int | None, str]] = set()  # (client, kind) already reported
+        self.open = False  # whether the last round has still to be closed
 
     @property
     def holds(self) -> bool:
         """Return whether this round's updates must wait for each other."""
+        self.catch_up()
         return self.on and (self.by_itself or self.how in HOLDING)
 
     @property
@@ -102,6 +104,7 @@ class Limiter:
         self, state: Any, clients: Sequence[int], updates: Any, claims: Mapping[str, Tensor]
     ) -> Measured:
         """Note the sizes and directions of stacked updates, and return what was measured."""
+        self.catch_up()
         parts = parts_of(self.half, state, updates)
         rows = {part.name: flat(part) for part in parts if part.rule in ("step", "exact", "rows")}
         sizes = {part.name: size_of(part, rows.get(part.name)) for part in parts}
@@ -237,8 +240,13 @@ class Limiter:
         if self.by_itself:
             self.limits = limits_of(self.now, self.factors)
 
-    def close(self) -> None:
-        """End a round: what was seen in it counts for the next ones."""
+    def close(self, late: bool = False) -> None:
+        """End a round: what was seen in it counts for the next ones. With `late` this waits for
+        `catch_up`, so that it can be done while the clients of the next round train.
+        """
+        self.open = late
+        if late:
+            return
         if not self.on or not self.now:
             return
         if sum(map(len, self.now["num_examples"])) >= FEW:
@@ -253,6 +261,11 @@ class Limiter:
             self.gate.close(self.left)
         self.suspects = Suspects()
 
+    def catch_up(self) -> None:
+        """Close the last round, if that has waited."""
+        if self.open:
+            self.close()
+
     def told(self, clients: int) -> dict[str, str]:
         """Return the limits that clients keep themselves, as keys of a request's header."""
         return self.unseen.told(clients) if self.unseen is not None else {}
@@ -266,12 +279,14 @@ class Limiter:
 
     def undo(self) -> None:
         """Forget what was seen in this round."""
+        self.catch_up()
         self.now, self.suspects = {}, Suspects()
         if self.gate is not None:
             self.gate.undo()
 
     def memory(self) -> dict[str, Any]:
         """Return what a resumed run needs, in JSON types; {} before the first round."""
+        self.catch_up()
         if self.unseen is not None:
             return {ROBUST: {"moved": self.unseen.past}} if self.unseen.past else {}
         if not self.past:

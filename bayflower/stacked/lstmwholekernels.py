@@ -28,7 +28,6 @@ from .lstmkernels import _sigmoid, _tanh
 
 SAMPLES = 16  # of a program
 WIDEST = 256  # hidden units; the weights of more do not fit on the chip
-TURNS = 3  # with more launches than this one kernel a time is as fast
 # older Tritons cannot promise that all programs run at once
 COOPERATIVE = any(one.name == "launch_cooperative_grid" for one in fields(CUDAOptions))
 
@@ -276,7 +275,7 @@ def shape_of(states: Tensor) -> Shape | None:
         return None
     programs, blocks = triton.cdiv(wide, units), triton.cdiv(batch, SAMPLES)
     room = seen["multiprocessor_count"] // (programs * blocks)
-    if not room or triton.cdiv(clients, room) > TURNS:
+    if not room:
         return None
     some = triton.cdiv(clients, triton.cdiv(clients, room))
     grids = tuple(

@@ -156,7 +156,7 @@ def test_dropout_on_the_device_has_the_bits_of_a_cpu(shape):
     assert torch.equal(slope.cpu(), vmap(grad(lambda x, key: one(key, x).sum()))(x, keys))
 
 
-# the last: more programs than the device has room for at once; wider than one kernel takes
+# the last two: more programs than the device has room for at once; wider than one kernel takes
 LAYERS = [(3, 1, 40, 6), (3, 4, 256, 80), (2, 8, 8, 1), (3, 9, 64, 5), (3, 33, 100, 6)]
 LAYERS += [(40, 4, 256, 7), (2, 4, 300, 5)]
 

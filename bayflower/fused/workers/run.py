@@ -173,6 +173,7 @@ class WorkersRun(FusedRun):
         self, round: int, chosen: list[int], sizes: dict[int, int], count: Count
     ) -> tuple[Losses, int]:
         herd: Herd = self.engine
+        self.limiter.catch_up()
         single = self.limiter.holds or self.run.privacy.on or self.server is not self.plain.server
         secure = (count.secure[0], 0, 0) if count.secure else None
         limiter = None if single else cargo.without_half(self.limiter)
