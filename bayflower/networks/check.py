@@ -15,12 +15,14 @@ from ..errors import ConfigError, in_one_line
 from ..stacked import chance
 from ..tasks import Task
 from ..tasks.saved import to_json
+from ..tree import Tensors
 from .model import Model
 from .several import Layout, one_tensor
 
 FEW = 4  # samples of the trial pass
 # layers that make probabilities: ours come after the network
 ENDS = (nn.Softmax, nn.Softmax2d, nn.Sigmoid)
+LARGE = 100.0  # weights with which logits are far outside of 0…1
 
 
 def checked_model(
@@ -173,6 +175,8 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
                     "forward(), or make it a registered buffer"
                 )
         check_logits(logits, x, module, model, last)
+    if model.task.classes or model.task.name == "labels":
+        check_open(model, params, buffers, x)
     return logits, last
 
 
@@ -214,6 +218,28 @@ def check_logits(logits: Any, x: Tensor, module: nn.Module, model: Model, last: 
         raise ConfigError(
             f"layer {last!r} of model {name} is a {type(end).__name__}; leave it out: the network "
             "must give logits"
+        )
+
+
+def check_open(model: Model, params: Tensors, buffers: Tensors, x: Tensor) -> None:
+    """Raise if the outputs stay within 0…1 even with large random weights in the head: forward()
+    ends in a softmax or a sigmoid that is no layer.
+    """
+    try:
+        names = sorted(model.head_names)
+    except ConfigError:  # it has none, or none that is trained: only some methods need one
+        return
+    draw = torch.Generator().manual_seed(0)
+    large = {
+        name: (LARGE * torch.randn(params[name].shape, generator=draw)).to(params[name])
+        for name in names
+    }
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), chance.step(0):
+        found, _ = model.forward({**params, **large}, buffers, x, False)
+    if bool(((found >= 0) & (found <= 1)).all()):
+        raise ConfigError(
+            f"model {model.name} gives numbers from 0 to 1 whatever its weights are: forward() "
+            "ends in a softmax or a sigmoid; leave it out: the network must give logits"
         )
 
 
