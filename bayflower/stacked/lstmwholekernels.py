@@ -21,15 +21,27 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime import driver
 
 from .lstmkernels import _sigmoid, _tanh
 
 SAMPLES = 16  # of a program
 WIDEST = 256  # hidden units; the weights of more do not fit on the chip
-# older Tritons cannot promise that all programs run at once
-COOPERATIVE = any(one.name == "launch_cooperative_grid" for one in fields(CUDAOptions))
+NARROW = 128  # hidden units up to which one kernel a time is faster ahead, with tensor cores
+
+
+def cooperative() -> bool:
+    """Return whether Triton can promise that all programs run at once; older ones, and those for
+    other makes, cannot.
+    """
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError:
+        return False
+    return any(one.name == "launch_cooperative_grid" for one in fields(CUDAOptions))
+
+
+COOPERATIVE = cooperative()
 
 
 @triton.jit
@@ -257,7 +269,7 @@ class Shape(NamedTuple):
         }
 
 
-def shape_of(states: Tensor) -> Shape | None:
+def shape_of(states: Tensor, forward: bool) -> Shape | None:
     """Return how a layer with the states (A, B, H) is shared out on their device; None if one
     kernel a time is to be taken instead. float32 without TF32 is three products in TF32, which have
     its accuracy.
@@ -266,6 +278,8 @@ def shape_of(states: Tensor) -> Shape | None:
     if wide > WIDEST or not COOPERATIVE:
         return None
     exact = states.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    if forward and not exact and wide <= NARROW:
+        return None
     units = 16 if exact else 32
     seen = driver.active.utils.get_device_properties(states.device.index)
     hidden = max(16, triton.next_power_of_2(wide))
