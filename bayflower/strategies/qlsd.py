@@ -135,6 +135,8 @@ class Server(pvi.Server):
 
     state_type: ClassVar[type] = State  # type: ignore[assignment]
     broadcast_type: ClassVar[type] = Broadcast  # type: ignore[assignment]
+    # the memory is counted here and there, as a factor is; codes have no size of their own
+    update_fields = {"buffers": "buffers", "norms": "factor"}
     headings = {
         "sample_spread": Heading(
             "Spread of the samples", "mean standard deviation", "Of all weights, over rounds."

@@ -50,7 +50,8 @@ def small_prepared(method: str, engine: str = "loop", **changes: Any) -> Prepare
 
 class Bench:
     """A method with some clients' updates of one round. `settings` are what the method needs to be
-    itself; `returns_one_update` says that one update alone, finalised, is the next global model.
+    itself; `returns_one_update` says that one update alone, finalised, is the next global model;
+    `near` is how far a stack may be from the same clients one by one.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Bench:
         clients: int = 4,
         settings: Mapping[str, Any] | None = None,
         returns_one_update: bool = True,
+        near: float = 2e-5,
     ) -> None:
-        self.returns_one_update = returns_one_update
+        self.returns_one_update, self.near = returns_one_update, near
         # SGD, because Adam divides by the size of a gradient: one that is zero but for rounding (a
         # bias before BatchNorm) becomes a step
         sgd = {"dtype": dtype, "optimizer": "sgd", "lr": 0.05, "momentum": 0.9}

@@ -211,7 +211,7 @@ class Promises:
             for got, want in zip(
                 map(bench.read, take(together, position)), map(bench.read, alone), strict=True
             ):
-                assert worst_difference(got, want, zero=1e-5) < 2e-5
+                assert worst_difference(got, want, zero=1e-5) < bench.near
 
     def test_shapes_of_messages_are_known_without_making_them(self, bench: Bench) -> None:
         """`packed_shapes` of stacked updates are the shapes of `pack`."""

@@ -22,12 +22,15 @@ class MethodContract(Promises, Declared):
     """Extend this class, name the method, and pytest tests every promise of the contract.
 
     `settings` are what the method needs to be itself, e.g. a network. Set `returns_one_update` to
-    False if one update alone, finalised, is not the next global model; then test your formula.
+    False if one update alone, finalised, is not the next global model; then test your formula. A
+    method that rounds what it sends needs a larger `near`: how far a stack may be from the same
+    clients one by one.
     """
 
     method: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}
     returns_one_update: ClassVar[bool] = True
+    near: ClassVar[float] = 2e-5
 
     @classmethod
     def network(cls, wanted: str) -> str:
@@ -93,9 +96,12 @@ def made(suite: type[MethodContract], model: str, dtype: str) -> Bench:
     """Return a bench of a suite's method; made once."""
     key = (suite, model, dtype)
     if key not in BENCHES:
-        alone = suite.returns_one_update
+        alone, near = suite.returns_one_update, suite.near
         BENCHES[key] = Bench(
-            suite.method, model, dtype, settings=suite.settings, returns_one_update=alone
+            *(suite.method, model, dtype),
+            settings=suite.settings,
+            returns_one_update=alone,
+            near=near,
         )
     return BENCHES[key]
 

