@@ -8,7 +8,6 @@ values of the method's paper, which its Config holds.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import types
 import typing
@@ -20,7 +19,7 @@ import torch
 
 from . import methods
 from .data import DataSettings, resolve
-from .errors import ConfigError, check_least, field_types
+from .errors import ConfigError, check_least, field_types, hint_for
 from .networks.papers import check_name
 from .recipes import RECIPE
 from .recipes import Training as Training  # part of a run's settings
@@ -298,12 +297,7 @@ def parse(
     for key, value in {**usual, **given}.items():
         name = key.replace("-", "_")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean {close[0]!r}?"
-                if close
-                else f"`bayflower settings {method}` lists them"
-            )
+            hint = hint_for(name, known, method)
             raise ConfigError(f"method {method!r} has no setting {key!r}; {hint}")
         group = known[name]
         chosen[group][name] = convert(name, value, field_types(kinds[group])[name])

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 _types: dict[type, Mapping[str, Any]] = {}
+# what settings are called elsewhere
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "eta"), ("lr",)),
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs"), ("local_epochs",)),
+    **dict.fromkeys(("num_rounds", "n_rounds", "num_server_rounds"), ("rounds",)),
+    **dict.fromkeys(("label", "labels", "label_column", "y", "outcome"), ("target",)),
+    **dict.fromkeys(("client", "client_column", "hospital", "group"), ("site", "sites")),
+    **dict.fromkeys(("clients", "n_clients", "partitions"), ("num_clients",)),
+    **dict.fromkeys(("network", "net", "module"), ("model",)),
+    **dict.fromkeys(("batch", "bs"), ("batch_size",)),
+    **dict.fromkeys(("gpu", "cuda"), ("device",)),
+    **dict.fromkeys(("random_state", "seed_value"), ("seed",)),
+}
 
 
 class BayflowerError(Exception):
@@ -21,6 +35,14 @@ def field_types(kind: type) -> Mapping[str, Any]:
     if kind not in _types:
         _types[kind] = get_type_hints(kind)
     return _types[kind]
+
+
+def hint_for(name: str, known: Iterable[str], method: str) -> str:
+    """Return what to do about a name that is no setting."""
+    names = list(known)
+    close = [one for one in ELSEWHERE.get(name, ()) if one in names]
+    close = close or difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"`bayflower settings {method}` lists them"
 
 
 def check_choices(config: Any) -> None:

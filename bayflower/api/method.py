@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from .. import methods
-from ..errors import ConfigError
+from ..errors import ConfigError, hint_for
 
 
 class Method:
@@ -46,10 +45,5 @@ def check_settings(method: str, given: dict[str, Any], also: tuple[str, ...] = (
     known = names(method)
     for key in given:
         if key not in known:
-            close = difflib.get_close_matches(key, [*known, *also], n=1)
-            hint = (
-                f"did you mean {close[0]!r}?"
-                if close
-                else f"`bayflower settings {method}` lists them"
-            )
+            hint = hint_for(key, [*also, *known], method)
             raise ConfigError(f"method {method!r} has no setting {key!r}; {hint}")

@@ -192,6 +192,8 @@ BAD = {
     "open argument": (clients(), {"model": torch.nn.Linear}, "needs in_features, out_features"),
     "an option": (clients(), {"local_epoch": 2}, "did you mean 'local_epochs'?"),
     "an argument": (clients(), {"callback": print}, "did you mean 'callbacks'?"),
+    "a word of others": (clients(), {"learning_rate": 0.1}, "did you mean 'lr'?"),
+    "another": (clients(), {"hospital": "place"}, "did you mean 'site'?"),
     "a network": (clients(), {"model": "mpl"}, "did you mean 'mlp'?"),
     "an engine": (clients(), {"engine": "fuse"}, "engine must be one of"),
     "not importable": (clients(), {"model": lambda: TWO, "engine": "ray"}, "other processes"),
