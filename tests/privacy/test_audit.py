@@ -47,8 +47,9 @@ def trained(ready, there, dead):
     people, moved = run.server.mechanism.people, []
 
     def with_canaries(chunk, message, round):
-        updates, losses = train(chunk, message, round)
-        for place, client in enumerate(chunk):
+        replies = train(chunk, message, round)
+        updates = replies.updates
+        for place, client in enumerate(replies.clients):
             canary = client - HONEST
             if canary < 0:
                 continue
@@ -56,7 +57,7 @@ def trained(ready, there, dead):
                 updates.params[one][place] = sent
             if there[canary]:
                 updates.params[name][place].view(-1)[dead[canary]] += 50.0  # cut to the clip
-        return updates, losses
+        return replies
 
     run.engine.train = with_canaries
     for round in range(1, ROUNDS + 1):
