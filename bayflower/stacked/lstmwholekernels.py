@@ -304,7 +304,7 @@ def ahead(given: Tensor, on: Tensor, h: Tensor, c: Tensor, shape: Shape) -> tupl
     """
     times, clients, batch, four = given.shape
     wide = four // 4
-    on, h, c = on.contiguous(), h.contiguous(), c.contiguous()
+    on, h, c = (one.to(given.dtype).contiguous() for one in (on, h, c))
     hs, cs = (given.new_empty(times, clients, batch, wide) for _ in range(2))
     gates = torch.empty_like(given)
     counts = torch.zeros(clients, shape.blocks, times, dtype=torch.int32, device=given.device)
@@ -327,7 +327,7 @@ def back(
     any order of times, clients and samples.
     """
     times, clients, batch, wide = cs.shape
-    on, c, to_c = on.contiguous(), c.contiguous(), to_c.contiguous()
+    on, c, to_c = on.to(gates.dtype).contiguous(), c.contiguous(), to_c.contiguous()
     found, to_begin = torch.empty_like(gates), torch.empty_like(to_c)
     counts = torch.zeros(clients, shape.blocks, times, dtype=torch.int32, device=gates.device)
     rooms = (clients, shape.blocks, 2, shape.programs, SAMPLES, shape.hidden)
