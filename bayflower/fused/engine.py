@@ -202,7 +202,8 @@ class Fused:
         self.bank.ahead(ordered, training)
         for (purpose, _, number), stacked in self.stacked_phases.items():
             if purpose == "train" and number == len(ordered):
-                stacked.draw(ordered, round)
+                # the samples of a crowd are not there yet
+                (stacked.draw if self.stack.moving else stacked.prepare)(ordered, round)
 
     def close(self) -> None:
         """Free the device's memory."""

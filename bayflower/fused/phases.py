@@ -77,6 +77,8 @@ class StackedPhase:
         self.work: Fixed | None = None
         self.replay = Replay(self._step, graphs)
         self.plan: tuple[Any, np.ndarray] | None = None
+        # a round that is prepared: its clients and number, their steps and samples
+        self.ready: tuple[Any, tuple[np.ndarray, np.ndarray]] | None = None
 
     def draw(self, chosen: Sequence[int], round: int) -> np.ndarray:
         """Return the batches of a round; they may have been drawn in advance."""
@@ -107,8 +109,29 @@ class StackedPhase:
         """Return (the stacked work after the phase, in the phase's own tensors; each client's
         summed loss; the samples each has seen).
         """
+        lengths, seen = self.prepare(chosen, round)
+        self.at.zero_()
+        self.losses.zero_()
+        if self.work is None:
+            self.work = Fixed.of_work(work)
+        else:
+            self.work.load(work)
+        self.ready = None
+        for size, times in segments(lengths, self.sizes):
+            self.replay(size, times)
+        return self.work.tree, self.losses, seen
+
+    def prepare(self, chosen: Sequence[int], round: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bring to the device what the steps of a round need besides the work, and return how many
+        steps each client takes and how many samples it sees. This may be done while the device is
+        busy with the round before: it comes behind that in its queue.
+        """
+        key = (tuple(chosen), round)
+        if self.ready is not None and self.ready[0] == key:
+            return self.ready[1]
         plan = self.draw(chosen, round)
-        lengths = (plan[:, :, 0, 0] >= 0).sum(0)
+        there = plan >= 0
+        lengths = there[:, :, 0, 0].sum(0)
         rows = upload(plan, self.stack.device)
         start = self.stack.train.start[self.stack.index(chosen)]
         self.places.copy_(rows.clamp(min=0) + start[:, None, None])
@@ -124,15 +147,9 @@ class StackedPhase:
         draw, augment = batches.layers_keys, f"augment/{stage}"
         own = partial(self.keys_of, draw, augment, chosen, round=round)
         self.recipe.load(self.stack.index(chosen), round, lengths, own)
-        self.at.zero_()
-        self.losses.zero_()
-        if self.work is None:
-            self.work = Fixed.of_work(work)
-        else:
-            self.work.load(work)
-        for size, times in segments(lengths, self.sizes):
-            self.replay(size, times)
-        return self.work.tree, self.losses, (plan >= 0).sum((0, 2, 3))
+        found = lengths, there.sum((0, 2, 3))
+        self.ready = key, found
+        return found
 
     def _step(self, size: int) -> None:
         """Take one step with the first `size` clients."""
