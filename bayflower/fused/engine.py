@@ -202,7 +202,7 @@ class Fused:
         self.bank.ahead(ordered, training)
         for (purpose, _, number), stacked in self.stacked_phases.items():
             if purpose == "train" and number == len(ordered):
-                # the samples of a crowd are not there yet
+                # samples that move are not there yet
                 (stacked.draw if self.stack.moving else stacked.prepare)(ordered, round)
 
     def close(self) -> None:
@@ -219,9 +219,7 @@ class Fused:
     def test(
         self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose
     ) -> dict[str, dict[int, Any]]:
-        """Return every view's tally of every client in `chosen`,
-        after the adaptation of `purpose`.
-        """
+        """Return every view's tally of each client in `chosen` after the adaptation of `purpose`."""
         return self.adapted_test(chosen, broadcast, round, purpose)[1]
 
     def adapted_test(
