@@ -219,7 +219,7 @@ class Fused:
     def test(
         self, chosen: list[int], broadcast: Any, round: int, purpose: Purpose
     ) -> dict[str, dict[int, Any]]:
-        """Return every view's tally of each client in `chosen` after the adaptation of `purpose`."""
+        """Return every view's tally of each client, after the adaptation of `purpose`."""
         return self.adapted_test(chosen, broadcast, round, purpose)[1]
 
     def adapted_test(
