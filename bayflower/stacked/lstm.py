@@ -95,7 +95,7 @@ def stacked_lstm(given: Tensor, on: Tensor, h: Tensor, c: Tensor) -> tuple[Tenso
         from . import lstmkernels, lstmwholekernels
 
         first = given.transpose(0, 1).contiguous()
-        if (shape := lstmwholekernels.shape_of(h, forward=True)) is None:
+        if (shape := lstmwholekernels.shape_of(h)) is None:
             found = lstmkernels.ahead(first, on, h, c)
         else:
             found = lstmwholekernels.ahead(first, on, h, c, shape)
@@ -135,7 +135,7 @@ def stacked_slopes(
 
         one, two = (one.transpose(0, 1).contiguous() for one in (gates, cs))
         slopes = (to_hs if to_hs.stride(-1) == 1 else to_hs.contiguous()).transpose(0, 1)
-        if (shape := lstmwholekernels.shape_of(h, forward=False)) is None:
+        if (shape := lstmwholekernels.shape_of(h)) is None:
             found, to_begin = lstmkernels.back(slopes, to_c, on, c, one, two)
         else:
             found, to_begin = lstmwholekernels.back(slopes, to_c, on, c, one, two, shape)

@@ -27,7 +27,6 @@ from .lstmkernels import _sigmoid, _tanh
 
 SAMPLES = 16  # of a program
 WIDEST = 256  # hidden units; the weights of more do not fit on the chip
-NARROW = 128  # hidden units up to which one kernel a time is faster ahead, with tensor cores
 
 
 def cooperative() -> bool:
@@ -99,9 +98,6 @@ def _ahead(
     u0, first = tl.program_id(0) * UNITS, tl.program_id(2) * SAMPLES
     u, b = u0 + tl.arange(0, UNITS), first + tl.arange(0, SAMPLES)
     good = (b < batch)[:, None] & (u < wide)[None, :]
-    n = tl.arange(0, 4 * UNITS)
-    all_u = u0 + n // 4
-    whole = (b < batch)[:, None] & (all_u < wide)[None, :]
     on += a * 4 * wide * wide
     w0 = _weights(on, u0, 0, wide, UNITS, DEPTH)
     w1, w2, w3 = w0, w0, w0
@@ -112,16 +108,20 @@ def _ahead(
         w3 = _weights(on, u0, 3 * DEPTH, wide, UNITS, DEPTH)
     kind = hs.dtype.element_ty
     # row t of (times, clients, batch, ·)
-    given += a * batch * 4 * wide + b[:, None] * 4 * wide + ((n % 4) * wide + all_u)[None, :]
-    gates += a * batch * 4 * wide + b[:, None] * 4 * wide + ((n % 4) * wide + all_u)[None, :]
+    row = a * batch * 4 * wide + b[:, None] * 4 * wide + u[None, :]
+    given += row
+    gates += row
     place = a * batch * wide + b[:, None] * wide + u[None, :]
     counts += (a * tl.num_programs(2) + tl.program_id(2)) * times
     before = h + a * batch * wide
     cell = tl.load(c + place, mask=good, other=0.0).to(tl.float32)
-    acc = tl.load(given, mask=whole, other=0.0).to(tl.float32)
+    x_i = tl.load(given, mask=good, other=0.0).to(tl.float32)
+    x_f = tl.load(given + wide, mask=good, other=0.0).to(tl.float32)
+    x_g = tl.load(given + 2 * wide, mask=good, other=0.0).to(tl.float32)
+    x_o = tl.load(given + 3 * wide, mask=good, other=0.0).to(tl.float32)
     for t in range(times):
         part = _states(before, wide, 0, batch, wide, first, SAMPLES, DEPTH)
-        acc = tl.dot(part, w0, acc, input_precision=PRECISION)
+        acc = tl.dot(part, w0, input_precision=PRECISION)
         if CHUNKS > 1:
             part = _states(before, wide, DEPTH, batch, wide, first, SAMPLES, DEPTH)
             acc = tl.dot(part, w1, acc, input_precision=PRECISION)
@@ -130,20 +130,26 @@ def _ahead(
             acc = tl.dot(part, w2, acc, input_precision=PRECISION)
             part = _states(before, wide, 3 * DEPTH, batch, wide, first, SAMPLES, DEPTH)
             acc = tl.dot(part, w3, acc, input_precision=PRECISION)
-        # σ(x) of i, f and o, tanh(x) of g, which is the third
-        bent = tl.where((n % 4 == 2)[None, :], _tanh(acc), _sigmoid(acc))
-        even, odd = tl.split(tl.reshape(bent, (SAMPLES, UNITS, 2, 2)))
+        even, odd = tl.split(tl.reshape(acc, (SAMPLES, UNITS, 2, 2)))
         i, g = tl.split(even)
         f, o = tl.split(odd)
+        i, f, g, o = _sigmoid(i + x_i), _sigmoid(f + x_f), _tanh(g + x_g), _sigmoid(o + x_o)
         cell = f * cell + i * g
         tl.store(hs + place, (o * _tanh(cell)).to(kind), mask=good)
         tl.debug_barrier()
         tl.atomic_add(counts + t, 1, sem="release", scope="gpu")
         # what no other program waits for comes behind the sign
         tl.store(cs + place, cell.to(kind), mask=good)
-        tl.store(gates, bent.to(kind), mask=whole)
+        tl.store(gates, i.to(kind), mask=good)
+        tl.store(gates + wide, f.to(kind), mask=good)
+        tl.store(gates + 2 * wide, g.to(kind), mask=good)
+        tl.store(gates + 3 * wide, o.to(kind), mask=good)
         given += 4 * step
-        acc = tl.load(given, mask=whole & (t + 1 < times), other=0.0).to(tl.float32)
+        more = good & (t + 1 < times)
+        x_i = tl.load(given, mask=more, other=0.0).to(tl.float32)
+        x_f = tl.load(given + wide, mask=more, other=0.0).to(tl.float32)
+        x_g = tl.load(given + 2 * wide, mask=more, other=0.0).to(tl.float32)
+        x_o = tl.load(given + 3 * wide, mask=more, other=0.0).to(tl.float32)
         before = hs + a * batch * wide
         hs += step
         cs += step
@@ -269,7 +275,7 @@ class Shape(NamedTuple):
         }
 
 
-def shape_of(states: Tensor, forward: bool) -> Shape | None:
+def shape_of(states: Tensor) -> Shape | None:
     """Return how a layer with the states (A, B, H) is shared out on their device; None if one
     kernel a time is to be taken instead. float32 without TF32 is three products in TF32, which have
     its accuracy.
@@ -278,8 +284,6 @@ def shape_of(states: Tensor, forward: bool) -> Shape | None:
     if wide > WIDEST or not COOPERATIVE:
         return None
     exact = states.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    if forward and not exact and wide <= NARROW:
-        return None
     units = 16 if exact else 32
     seen = driver.active.utils.get_device_properties(states.device.index)
     hidden = max(16, triton.next_power_of_2(wide))

@@ -170,14 +170,13 @@ def test_lstms_have_the_numbers_of_the_plain_formula(
     torch.backends.cuda.matmul.allow_tf32 = kind != "float32"
     if way == "one a time":
         monkeypatch.setattr(lstmwholekernels, "COOPERATIVE", False)
-    monkeypatch.setattr(lstmwholekernels, "NARROW", 0)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     inputs = (
         torch.randn(clients, times, batch, 4 * wide, device="cuda", dtype=dtype),
         torch.randn(clients, 4 * wide, wide, device="cuda", dtype=dtype) / wide**0.5,
         *(torch.randn(clients, batch, wide, device="cuda", dtype=dtype) for _ in range(2)),
     )
-    taken = lstmwholekernels.shape_of(inputs[2], forward=True)
+    taken = lstmwholekernels.shape_of(inputs[2])
     assert (taken is not None) == (way == "one kernel" and wide <= lstmwholekernels.WIDEST)
 
     def total(layer):
