@@ -14,13 +14,14 @@ from ..contract import Purpose, Survey
 from ..data import DataSettings
 from ..networks.model import Batch
 from ..rounds import deciding, solo, uncertain
-from ..rounds.calibrated import One, tests_of
+from ..rounds.calibrated import Calibrated, One, tests_of
 from ..rounds.deciding import Choice, Held
 from ..rounds.uncertain import Fitted, Uncertain
 from ..stacked.replay import Graphs
 from ..tree import map_tree, stack, take, to
 from .engine import Fused
 from .phases import StackedPass
+from .spread import Running
 from .stack import Ragged, ragged
 
 KEPT = 2**28  # numbers of fitted models that are kept between passes; beyond, they are made again
@@ -260,3 +261,24 @@ def leaves(tree: Any) -> list[Tensor]:
     for one in tree if isinstance(tree, list) else [tree]:
         map_tree(lambda leaf: found.append(leaf), one)
     return found
+
+
+def calibrated_classes(run: Running, newcomers: Fused | None, round: int) -> Calibrated:
+    """Return the uncertainty of all clients after the last round."""
+
+    def clients(fused: Fused, chosen: Sequence[int], purpose: Purpose) -> Calibration:
+        chunks = fused.chunks(chosen, run.broadcast_to)
+        return Calibration(fused, chunks, run.broadcast_to, round, purpose, run.run.data)
+
+    own = clients(run.engine, run.tested, "finetune")
+    total = own.hold()
+    assert total is not None
+    total = own.score(total)
+    found, kinds = own.judge(total), own.uncertain.kinds
+    others: dict[int, One] = {}
+    if newcomers is not None:
+        new = clients(newcomers, run.tested_new, "new")
+        new.hold()
+        new.score(total)
+        others = new.judge(total)
+    return Calibrated(found, others, total, kinds)

@@ -117,7 +117,7 @@ class Fused:
         self.lap("other")
         self.failed = {}
         self.hold(chosen)
-        states = self.bank.take(chosen)
+        before = states = self.bank.take(chosen)
         self.lap("states")
         if self.undecided:
             self.undecided = False
@@ -127,7 +127,7 @@ class Fused:
         states, updates, losses = self._one_by_one(*args) if found is None else found
         self.lap("messages")
         done = [client for client in chosen if client not in self.failed]
-        return Replies(done, states, updates, losses, self.failed)
+        return Replies(done, states, updates, losses, self.failed, before)
 
     def keep(self, replies: Replies, round: int) -> None:
         """Store the new states of clients that trained; those of others stay as they were."""

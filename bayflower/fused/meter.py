@@ -65,6 +65,11 @@ class Meter:
         with torch.cuda.stream(stream):
             yield
 
+    def reach(self, mark: Mark) -> None:
+        """Wait until the device has come to a mark."""
+        if not isinstance(mark, float):
+            mark.synchronize()
+
     def between(self, begin: Mark, end: Mark) -> float:
         """Return the seconds between two marks; wait for the second if necessary."""
         if isinstance(begin, float) or isinstance(end, float):

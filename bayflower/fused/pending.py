@@ -60,6 +60,10 @@ class Pending:
         while len(self.waiting) > 1:
             self._write(self.waiting.pop(0))
 
+    def drop(self) -> None:
+        """Forget the last round, which is done again."""
+        self.waiting.pop()
+
     def flush(self) -> None:
         """Wait for all rounds and write their records; later work counts to no round."""
         while self.waiting:

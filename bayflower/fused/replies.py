@@ -26,6 +26,7 @@ class Replies(NamedTuple):
     updates: Any
     losses: Tensor
     lost: dict[int, str]
+    before: Any = None  # the states that they started from
 
     def valid(self, halves: Halves, state: Any) -> Replies:
         """Return the replies whose numbers all are numbers; this waits for the device."""
@@ -44,18 +45,23 @@ class Replies(NamedTuple):
             take(self.updates, rows),
             self.losses[rows],
             self.lost | lost,
+            take(self.before, rows),
         )
 
 
 def suspicious(updates: Any, losses: Tensor) -> list[int]:
     """Return the places of clients with a sum that is not finite: few operations, read at once."""
+    return [place for place, fine in enumerate(finite(updates, losses).tolist()) if not fine]
+
+
+def finite(updates: Any, losses: Tensor) -> Tensor:
+    """Return for each client whether all sums are finite."""
     sums = [
         leaf.detach().reshape(len(leaf), -1).sum(1).double().to(losses.device)
         for leaf in flatten(updates).values()
         if leaf.is_floating_point() and leaf.numel()
     ]
-    whole = torch.stack([*sums, losses.double()]).isfinite().all(0)
-    return [place for place, fine in enumerate(whole.tolist()) if not fine]
+    return torch.stack([*sums, losses.double()]).isfinite().all(0)
 
 
 def problem(halves: Halves, state: Any, update: Any, loss: float) -> str | None:

@@ -22,19 +22,20 @@ from ..files.journal import NO_REPLY
 from ..files.records import Outcome, Progress, RoundRecord, Views, curve_point
 from ..privacy.budget import Budget
 from ..rounds import prints, schedule, solo
-from ..rounds.calibrated import Calibrated, One
 from ..rounds.diverged import EMPTY_ROUNDS, stopped
 from ..rounds.halves import Halves
 from ..rounds.refine import refiner_of
 from ..rounds.robust import Limiter, changed
 from ..tree import Tensors, flatten, stack, to, unflatten
 from . import asked, secure, states, traffic
+from .ahead import Ahead
 from .beside import Seat
-from .calibrate import Calibration
+from .calibrate import calibrated_classes
 from .disk import DiskBank
 from .engine import Fused
 from .meter import Meter
 from .pending import Losses, Pending
+from .replies import Replies
 from .secure import totals_for
 from .spread import calibrated_numbers
 from .totals import Totals
@@ -125,6 +126,7 @@ class FusedRun:
         if resume:
             self._go_on(resume)
         self.pending = Pending(self.records, self.meter, progress)
+        self.ahead = Ahead(self)
 
     def _engine(self, resume: Checkpoint | None) -> Any:
         """Return what trains and tests the clients."""
@@ -165,6 +167,7 @@ class FusedRun:
             due = schedule.checkpoint_due(round, self.settings.checkpoint_every, last)
             if due and self.out is not None:
                 self.save(round)
+        self.ahead.settled()
         self.pending.flush()
         self._choose_tested(last)
         views = self.test(self.engine, self.tested, last, "finetune") if self.tested else {}
@@ -215,6 +218,7 @@ class FusedRun:
         chosen = self.clients_of(round)
         before: Views = {}
         if chosen and schedule.test_due(round, self.settings.evaluate_every):
+            self.ahead.settled()
             self.pending.flush()  # so that the test does not count as training time
             before = self.test(self.engine, chosen, round - 1, "finetune")
             self.records[-1].update(curve_point(before, self.halves.model.task))
@@ -231,10 +235,21 @@ class FusedRun:
             losses, stacked = self._train(round, chosen, sizes, count)
         else:  # nobody was sampled, which only a private run allows: it adds noise
             self.state = self.server.finalise(self.state, {})
-        count.weights = {client: self.limiter.counted(client, sizes[client]) for client in chosen}
+        if self.ahead.unread is None:
+            count.weights = self.weights(chosen)
         report = partial(self._report, self.state, self.budget.shown() if self.budget else {})
         self.pending.add(round, losses, count, report, stacked, begin)
         self.lap("records")
+
+    def weights(self, chosen: Sequence[int]) -> dict[int, int]:
+        """Return for how many samples each client of the last round counts."""
+        return {client: self.limiter.counted(client, self.samples[client]) for client in chosen}
+
+    def _trained(self, chunk: list[int], round: int) -> tuple[Any, Replies]:
+        """Return the broadcast to some clients, and what they give back."""
+        with self.meter.time("training"):
+            message = self.broadcast_to(chunk)
+            return message, self.engine.train(chunk, message, round)
 
     def _train(
         self, round: int, chosen: list[int], sizes: dict[int, int], count: traffic.Count
@@ -246,9 +261,7 @@ class FusedRun:
         losses: Losses = []
         chunks = self.engine.chunks(chosen, self.broadcast_to)
         for chunk in chunks:
-            with self.meter.time("training"):
-                message = self.broadcast_to(chunk)
-                got = self.engine.train(chunk, message, round)
+            message, got = self.ahead.tried(partial(self._trained, chunk, round))
             self.limiter.catch_up()  # while the device trains
             # exact sums if trained one by one: then results equal the loop engine's bit for bit
             totals = totals or totals_for(
@@ -260,17 +273,27 @@ class FusedRun:
                 self.engine.prefetch(self.clients_of(round + 1), round + 1, chunk)
                 self.lap("drawing")
             with self.meter.time("aggregation"):
-                got = got.valid(self.halves, self.state)
-                self.engine.keep(got, round)
-                self._lost(round, got.lost)
-                if got.clients:
+                if self.ahead.may(chunks, totals, got):
+                    self.ahead.add(round, got, totals, count)
                     losses.append((got.clients, got.losses))
-                    totals.add(self.state, got.clients, got.updates)
-                if last and self._any_reply(round, losses):
-                    self._close(round, totals)
+                else:
+                    got = self._added(round, got, totals, losses)
+                    if last and self._any_reply(round, losses):
+                        self._close(round, totals)
+                    self.ahead.calm = totals.calm and not got.lost
             self.lap("aggregation")
             count.add(chunk, self.halves, message, got.clients, got.updates, sizes)
         return losses, 0 if self.engine.one_by_one_because else max(map(len, chunks))
+
+    def _added(self, round: int, got: Replies, totals: Totals, losses: Losses) -> Replies:
+        """Add the replies of some clients, and return those that are good."""
+        got = got.valid(self.halves, self.state)
+        self.engine.keep(got, round)
+        self._lost(round, got.lost)
+        if got.clients:
+            losses.append((got.clients, got.losses))
+            totals.add(self.state, got.clients, got.updates)
+        return got
 
     def _close(self, round: int, totals: Totals) -> None:
         """Update the server's state by the sum of a round."""
@@ -344,32 +367,15 @@ class FusedRun:
 
     def calibrate(self, newcomers: Fused | None, round: int) -> Any:
         """Return the calibrated uncertainty of all clients after the last round."""
-        if not self.halves.model.task.classes:
-            with self.meter.time("calibration"):
-                return calibrated_numbers(self, newcomers, round)
+        classes = self.halves.model.task.classes
         with self.meter.time("calibration"):
-            own = self._calibration(self.engine, self.tested, round, "finetune")
-            total = own.hold()
-            assert total is not None
-            total = own.score(total)
-            clients, kinds = own.judge(total), own.uncertain.kinds
-            others: dict[int, One] = {}
-            if newcomers is not None:
-                new = self._calibration(newcomers, self.tested_new, round, "new")
-                new.hold()
-                new.score(total)
-                others = new.judge(total)
-        return Calibrated(clients, others, total, kinds)
-
-    def _calibration(
-        self, fused: Fused, chosen: Sequence[int], round: int, purpose: Purpose
-    ) -> Calibration:
-        chunks = fused.chunks(chosen, self.broadcast_to)
-        return Calibration(fused, chunks, self.broadcast_to, round, purpose, self.run.data)
+            found = calibrated_classes if classes else calibrated_numbers
+            return found(self, newcomers, round)
 
     def save(self, round: int) -> None:
         """Write a checkpoint after a round."""
         assert self.out is not None
+        self.ahead.settled()
         self.pending.flush()
         # saves the measured decision: measured again after a restart, it could differ
         one_by_one = bool(self.engine.one_by_one_because)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..maths.exact import Total
 from ..rounds.halves import Halves
 from ..rounds.robust import HOLDING, Limiter, Measured
 from ..rounds.suspects import Apart, Why
-from ..tree import map_tree, take, to
+from ..tree import Tensors, map_tree, take, to
 
 
 def stacked_updates(updates: list[Any]) -> Any:
@@ -35,6 +35,16 @@ def stacked_updates(updates: list[Any]) -> Any:
     return map_tree(join, *updates)
 
 
+class Hasty(NamedTuple):
+    """What was measured of updates that were added as if nobody had to be left out, and by which
+    factors they and their claims were cut.
+    """
+
+    seen: Measured | None
+    cuts: Tensors
+    claims: Tensors
+
+
 class Totals:
     """The sum of a round's statistics: by the method's fast sum if `fast` and it has one, else
     exactly, client by client. `limiter` limits what is added; where updates must wait for each
@@ -50,6 +60,7 @@ class Totals:
         self.exact, self.suspects = Total(), Apart()
         self.held: list[tuple[Any, list[int], Any]] = []
         self.told: list[tuple[int | None, str]] = []  # of the round, once it is summed
+        self.calm = False  # whether the fast sum was enough and nobody was a suspect
 
     def add(self, state: Any, chunk: list[int], updates: Any) -> None:
         """Add the stacked updates of some clients."""
@@ -95,6 +106,25 @@ class Totals:
                 assert seen is not None
                 self._join(pair[1], self._total(state, chunk, limiter.muted(seen), places) or {})
         return True
+
+    def hasty(self, state: Any, chunk: list[int], updates: Any) -> Hasty:
+        """Add the method's fast sum as if nobody had to be left out, without waiting for a GPU.
+        Return what was measured, to be read later.
+        """
+        server, limiter, found = self.server, self.limiter, Hasty(None, {}, {})
+        if limiter.on:
+            claims = server.stacked_claims(state, updates)
+            seen = limiter.look(state, chunk, updates, claims)
+            done = limiter.cut(seen, blindly=True)
+            factors = limiter.within({name: seen.sizes[name] for name in claims})
+            updates = done.updates
+            if factors:
+                updates = server.stacked_reduced(state, updates, factors)
+            found = Hasty(seen, done.factors, factors)
+        used = server.total(state, tuple(chunk), updates)
+        assert used is not None  # a round before had one
+        self._join(self.fast, used)
+        return found
 
     def _total(self, state: Any, chunk: list[int], updates: Any, places: list[int]) -> Sum | None:
         """Return the method's fast sum over the clients at `places` of a chunk."""
@@ -148,7 +178,9 @@ class Totals:
             self._release()
         else:
             self.limiter.settle()
-        standing = self.limiter.suspects.standing
+        suspects = self.limiter.suspects
+        standing = suspects.standing
+        self.calm = bool(self.fast) and not any(suspects.of.values())
         for why, (used, left) in self.apart.items():
             self._join(self.fast, left if why & standing else used)
         self.suspects.into(self.exact, standing)

@@ -60,7 +60,7 @@ import base64
 import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,6 +91,13 @@ STEADY = 0.2
 BLOCK = 256  # rows that are worked on at once
 
 
+class Sketches(NamedTuple):
+    """Sketches of the changes of some clients, and whether they are changes of models."""
+
+    rows: Tensor
+    models: bool
+
+
 class Gate:
     """How far the clients of a run agree, and which of them are left out."""
 
@@ -116,18 +123,30 @@ class Gate:
         """Note the directions of stacked changes, and who turned against its own past; `rows` are
         the changes of parts by name, one row a client.
         """
+        found = self.look(parts, rows)
+        if found is not None:
+            self.note(clients, found)
+
+    def look(self, parts: Sequence[Part], rows: Mapping[str, Tensor]) -> Sketches | None:
+        """Return the sketches of stacked changes, None without any; a GPU is not waited for."""
         chosen = [part for part in parts if part.kind == "model" and not part.name.endswith(")")]
         chosen = chosen or [part for part in parts if part.rule == "rows"]
         models = bool(chosen)
         chosen = chosen or [part for part in parts if part.rule == "step"]
         if not chosen:
-            return
+            return None
         sketches = [self.sketch(rows[part.name]) for part in chosen]
-        found = sum(sketches[1:], sketches[0]).cpu().double().numpy()
+        return Sketches(sum(sketches[1:], sketches[0]), models)
+
+    def note(self, clients: Sequence[int], sketches: Sketches) -> None:
+        """Note the directions of changes, and who turned against its own past."""
+        found = sketches.rows.cpu().double().numpy()
         whole = unit(found)
         now = np.clip(np.nan_to_num(found), -HUGE, HUGE) if self.adds_up else whole
         self.now.update(zip(clients, now, strict=True))
-        known = [place for place, client in enumerate(clients) if models and client in self.own]
+        known = [
+            place for place, client in enumerate(clients) if sketches.models and client in self.own
+        ]
         if not known:
             return
         past = unit(np.stack([self.own[clients[place]] for place in known]))

@@ -204,10 +204,16 @@ def usual(values: Tensor) -> Tensor:
 
 
 def limited(
-    parts: list[Part], updates: Any, sizes: Tensors, limits: Tensors, first: bool
+    parts: list[Part],
+    updates: Any,
+    sizes: Tensors,
+    limits: Tensors,
+    first: bool,
+    blindly: bool = False,
 ) -> Limited:
     """Return stacked updates within the limits. What is within them keeps its bits. In the first
-    round no precision has been sent that others could be compared with.
+    round no precision has been sent that others could be compared with. Limits are numbers on the
+    CPU. `blindly`: do not look whether anything is to be cut, which would wait for a GPU.
     """
     factors: Tensors = {}
     fields: dict[str, Any] = {}
@@ -216,7 +222,7 @@ def limited(
             continue
         if first and part.rule == "precision":
             part = part._replace(sent={})
-        most, size = limits[part.name].to(sizes[part.name].device), sizes[part.name]
+        most, size = limits[part.name], sizes[part.name]
         held = fields.get(part.field, getattr(updates, part.field))
         if part.rule == "log_weight":
             factors[part.name] = (most - size).exp().clamp(max=1.0)
@@ -229,15 +235,14 @@ def limited(
                 scale = together(parts, sizes, limits)
             factors[part.name] = scale
             compared = part.rule == "precision" and part.sent  # number by number
-            if not compared and not bool((scale < 1).any()):
+            if not (compared or blindly) and not bool((scale < 1).any()):
                 continue  # the usual case: nothing to compute
             now = named(held)
             leaves = {name: shortened(part, name, scale, now[name]) for name in part.leaves}
             fields[part.field] = with_leaves(held, leaves)
     if "num_examples" in limits:
         number = updates.num_examples
-        most = limits["num_examples"].to(number.device)
-        cap = most.floor().clamp(min=1, max=2**53).to(number.dtype)
+        cap = limits["num_examples"].floor().clamp(min=1, max=2**53).to(number.dtype)
         factors["num_examples"] = (cap.double() / number.double()).clamp(max=1.0)
         fields["num_examples"] = torch.minimum(number, cap)
     return Limited(updates._replace(**fields), factors)
@@ -249,7 +254,7 @@ def together(parts: list[Part], sizes: Tensors, limits: Tensors) -> Tensor:
     for part in parts:
         if part.kind == "factor" and part.name in limits:
             size = sizes[part.name]
-            most = limits[part.name].to(size.device)
+            most = limits[part.name]
             found.append(torch.where(size > most, most / size.clamp(min=TINY), 1.0))
     return torch.stack(found).amin(0)
 

@@ -22,7 +22,6 @@ each other. The limits above hold as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,14 +31,14 @@ from torch import Tensor
 from ..contract import ServerHalf
 from ..files.checkpoint import Checkpoint
 from ..tree import Tensors, map_tree, take
-from .gate import Gate
+from .gate import Gate, Sketches
+from .medians import FEW, joined, limits_of
 from .order import ordered
-from .parts import LEVEL, TINY, Limited, Part, flat, limited, parts_of, size_of, usual
-from .suspects import BEYOND, EXACT, FAR, OPPOSED, TURNED, Suspects, Verdict, claims_of, settled
+from .parts import LEVEL, TINY, Limited, Part, flat, limited, parts_of, size_of
+from .suspects import BEYOND, EXACT, FAR, OPPOSED, TURNED, Suspects, Verdict, settled
 from .unseen import Unseen
 
 ROUNDS = 3  # rounds whose clients make a median
-FEW = 4  # a round with fewer clients says nothing of what is usual
 ROBUST = "robust"  # the key of the limits in a checkpoint
 GATE = "gate"
 HOLDING = ("median", "trimmed", "krum")
@@ -53,7 +52,9 @@ class Measured(NamedTuple):
     clients: Sequence[int]
     parts: list[Part]
     updates: Any
-    sizes: Tensors
+    sizes: Tensors  # where the updates are
+    sketches: Sketches | None = None
+    known: Tensors = {}  # the sizes on the CPU, once they have been read
 
 
 class Limiter:
@@ -105,40 +106,68 @@ class Limiter:
     ) -> Measured:
         """Note the sizes and directions of stacked updates, and return what was measured."""
         self.catch_up()
+        return self.note(self.look(state, clients, updates, claims))
+
+    def look(
+        self, state: Any, clients: Sequence[int], updates: Any, claims: Mapping[str, Tensor]
+    ) -> Measured:
+        """Return what is measured of stacked updates, without waiting for a GPU."""
         parts = parts_of(self.half, state, updates)
         rows = {part.name: flat(part) for part in parts if part.rule in ("step", "exact", "rows")}
         sizes = {part.name: size_of(part, rows.get(part.name)) for part in parts}
-        self.factors |= {part.name: part.factor for part in parts}
         sizes |= {"num_examples": updates.num_examples.double(), **claims}
-        for name, value in sizes.items():
-            self.now.setdefault(name, []).append(value.detach())
+        sketches = self.gate.look(parts, rows) if self.gate is not None else None
+        return Measured(clients, parts, updates, sizes, sketches)
+
+    def note(self, seen: Measured) -> Measured:
+        """Note what was measured, and return it with the sizes on the CPU."""
+        clients = seen.clients
+        if not seen.known:
+            values = torch.stack([*seen.sizes.values()]).detach().cpu()
+            seen = seen._replace(known=dict(zip(seen.sizes, values.unbind(), strict=True)))
+        self.factors |= {part.name: part.factor for part in seen.parts}
+        for name, value in seen.known.items():
+            self.now.setdefault(name, []).append(value)
         self.suspects.clients.update(clients)
         if self.gate is not None:
-            self.gate.see(clients, parts, rows)
+            if seen.sketches is not None:
+                self.gate.note(clients, seen.sketches)
             self.suspects.of[OPPOSED] |= {one for one in clients if one in self.gate.out}
             self.suspects.of[TURNED] |= {one for one in clients if one in self.gate.turned}
-        return Measured(clients, parts, updates, sizes)
+        return seen
 
     def limit(self, seen: Measured) -> Limited:
         """Return stacked updates within the limits, but for claims. Note who is far beyond them."""
+        self.suspect(seen)
+        done = self.cut(seen)
+        self.suspects.cuts.append((seen.clients, done.factors))
+        return done
+
+    def suspect(self, seen: Measured) -> None:
+        """Note who is far beyond the limits."""
         exact = [part for part in seen.parts if part.rule == "exact"]
         far = leaps(seen, exact, self.limits)
         self.suspects.of[EXACT] |= far if self.refuses else set()
         if self.gate is not None:
             far |= leaps(seen, [part for part in seen.parts if part.kind in LEAPS], self.limits)
         self.suspects.of[FAR] |= far
-        done = limited(seen.parts, seen.updates, seen.sizes, self.limits, not self.past)
-        kept = {part.name: seen.sizes[part.name] for part in exact}
-        self.suspects.cuts.append((seen.clients, {**done.factors, **self.within(kept)}))
-        return done
+
+    def cut(self, seen: Measured, blindly: bool = False) -> Limited:
+        """Return stacked updates within the limits, but for claims, and all factors. `blindly`:
+        without waiting for a GPU.
+        """
+        known = (seen.parts, seen.updates, seen.sizes, self.limits, not self.past)
+        done = limited(*known, blindly=blindly)
+        kept = {part.name: seen.sizes[part.name] for part in seen.parts if part.rule == "exact"}
+        return Limited(done.updates, {**done.factors, **self.within(kept)})
 
     def muted(self, seen: Measured) -> Any:
         """Return stacked updates of clients that are left out, but cannot be dropped: they change
         nothing and count for one sample.
         """
-        number = seen.sizes["num_examples"]
-        none = {part.name: number.new_zeros(()) for part in seen.parts if part.rule == "step"}
-        limits = {**self.limits, **none, "num_examples": number.new_ones(())}
+        zero, one = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        none = {part.name: zero for part in seen.parts if part.rule == "step"}
+        limits = {**self.limits, **none, "num_examples": one}
         return limited(seen.parts, seen.updates, seen.sizes, limits, not self.past).updates
 
     def why(self, client: int) -> frozenset[str]:
@@ -183,7 +212,7 @@ class Limiter:
         found = {}
         for name, size in sizes.items():
             if name in self.limits:
-                most = self.limits[name].to(size.device)
+                most = self.limits[name]
                 found[name] = torch.where(size > most, most / size.clamp(min=TINY), 1.0)
         return found
 
@@ -320,49 +349,15 @@ def leaps(seen: Measured, parts: Sequence[Part], limits: Tensors) -> set[int]:
     """Return the clients that go BEYOND times their limit in one of these parts. A client with more
     samples than most trains for longer, and may go farther in the same proportion.
     """
-    sizes, names = seen.sizes, [part.name for part in parts if part.name in limits]
+    sizes, names = seen.known, [part.name for part in parts if part.name in limits]
     if not names:
         return set()
     number, count = sizes["num_examples"], limits["num_examples"]
-    longer = (number * LEVEL / count.to(number.device)).clamp(min=1.0)
+    longer = (number * LEVEL / count).clamp(min=1.0)
     times = torch.stack(
-        [sizes[name] / limits[name].to(number.device).clamp(min=TINY) / longer for name in names]
+        [sizes[name] / limits[name].clamp(min=TINY) / longer for name in names]
     ).amax(0)
     return {one for one, far in zip(seen.clients, times.tolist(), strict=True) if far > BEYOND}
-
-
-def limits_of(sizes: Mapping[str, Sequence[Tensor]], factors: Mapping[str, float]) -> Tensors:
-    """Return the limits that the sizes of some rounds give, by name."""
-    seen = {name: joined(values) for name, values in sizes.items()}
-    claims = [seen[name] for name in sorted(seen) if claims_of(name)]
-    return {
-        name: limit_of(name, values, factors.get(name, LEVEL), claims)
-        for name, values in seen.items()
-    }
-
-
-def limit_of(name: str, values: Tensor, factor: float, claims: Sequence[Tensor]) -> Tensor:
-    """Return the limit that the sizes of some clients give; infinity where too few say something.
-    A claim that few others make is compared with all claims.
-    """
-    if name == "log_weight":
-        middle = values.median() + math.log(LEVEL)
-        return middle if len(values) >= FEW else torch.full_like(middle, math.inf)
-    own = enough(values, factor)
-    if not claims_of(name):
-        return own
-    return torch.where(own.isinf(), enough(joined(claims), factor), own)
-
-
-def enough(values: Tensor, factor: float) -> Tensor:
-    """Return the median of the positive numbers times `factor`; infinity if they are too few."""
-    middle = factor * usual(values[:, None])[0]
-    return torch.where((values > 0).sum() < FEW, torch.full_like(middle, math.inf), middle)
-
-
-def joined(values: Sequence[Tensor]) -> Tensor:
-    """Return the numbers of some clients as one tensor, where the last of them are."""
-    return torch.cat([value.to(values[-1].device) for value in values])
 
 
 def changed(resume: Checkpoint, now: str) -> list[str]:
