@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -84,45 +85,80 @@ def plan(
     ]
 
 
-def table(
-    sizes: Sequence[int],
-    clients: Sequence[int],
-    phase: Phase,
-    *,
-    seed: int,
-    round: int,
-    purpose: str,
-    coupled: bool,
-    steps: int,
-    width: int,
-) -> np.ndarray:
-    """Return the plans of many clients as one array (steps, clients, phase.batches, width) of
-    sample numbers, −1 where there is none.
-    """
-    rows = np.full((steps, len(sizes), phase.batches, width), -1, np.int32)
-    stream, known = f"batches/{purpose}/{phase.name}", np.asarray(sizes)
+class Layout(NamedTuple):
+    """Where the batches of many clients lie in one array: a function of their sizes alone."""
+
+    sizes: tuple[int, ...]  # samples of each client
+    epochs: tuple[int, ...]  # shuffles that each client needs
+    begins: tuple[int, ...]  # where each client's shuffled samples begin, one client after another
+    places: np.ndarray  # (steps, clients, phase.batches, width): which of them; the last: none
+
+
+def layout(sizes: Sequence[int], phase: Phase, *, coupled: bool, steps: int, width: int) -> Layout:
+    """Return the layout of `table`."""
+    known = np.asarray(sizes)
+    epochs, cuts_of = np.empty(len(known), np.int64), {}
     for size in np.unique(known).tolist():
-        places = np.flatnonzero(known == size)
-        cuts = _sizes(size, phase, coupled)
+        cuts_of[size] = cuts = _sizes(size, phase, coupled)
         count = num_steps(size, phase, coupled)
-        epochs = -(-count * phase.batches // len(cuts))
-        some = [clients[place] for place in places.tolist()]
-        orders = shuffles.permutations(seed, stream, some, round, size, epochs)
-        if orders is None:
-            orders = np.empty((len(some), epochs, size), np.int32)
-            for row, client in enumerate(some):
-                generator = rng(seed, stream, client, round)
-                for epoch in range(epochs):
-                    orders[row, epoch] = generator.permutation(size)
-        drawn = np.full((len(some), epochs, len(cuts), width), -1, np.int32)
+        epochs[known == size] = -(-count * phase.batches // len(cuts))
+    ends = np.cumsum(epochs * known)
+    begins = ends - epochs * known
+    rows = np.full((steps, len(known), phase.batches, width), ends[-1], np.int64)
+    for size, cuts in cuts_of.items():
+        places = np.flatnonzero(known == size)
+        times, count = int(epochs[places[0]]), num_steps(size, phase, coupled)
+        orders = begins[places, None] + np.arange(times * size)
+        orders = orders.reshape(len(places), times, size)
+        drawn = np.full((len(places), times, len(cuts), width), ends[-1], np.int64)
         whole = size - cuts[-1]  # all batches are full but perhaps the last
         if len(cuts) > 1:
-            full = orders[:, :, :whole].reshape(len(some), epochs, -1, phase.batch_size)
+            full = orders[:, :, :whole].reshape(len(places), times, -1, phase.batch_size)
             drawn[:, :, :-1, : phase.batch_size] = full
         drawn[:, :, -1, : cuts[-1]] = orders[:, :, whole:]
-        flat = drawn.reshape(len(some), -1, width)[:, : count * phase.batches]
-        rows[:count, places] = flat.reshape(len(some), count, phase.batches, width).swapaxes(0, 1)
-    return rows
+        flat = drawn.reshape(len(places), -1, width)[:, : count * phase.batches]
+        rows[:count, places] = flat.reshape(len(places), count, phase.batches, width).swapaxes(0, 1)
+    return Layout(
+        tuple(known.tolist()), tuple(epochs.tolist()), (*begins.tolist(), int(ends[-1])), rows
+    )
+
+
+def table(
+    known: Layout, clients: Sequence[int], name: str, *, seed: int, round: int, purpose: str
+) -> np.ndarray:
+    """Return the plans of many clients in the phase `name` as one array (steps, clients,
+    phase.batches, width) of sample numbers, −1 where there is none.
+    """
+    stream = f"batches/{purpose}/{name}"
+    drawn = np.empty(known.begins[-1] + 1, np.int32)
+    drawn[-1] = -1
+    left = range(len(clients))
+    if len(clients) >= shuffles.MANY:
+        left = _shared(known, clients, drawn, (seed, stream, round))
+    for place in left:
+        size, begin = known.sizes[place], known.begins[place]
+        generator = rng(seed, stream, clients[place], round)
+        for start in range(begin, begin + known.epochs[place] * size, size):
+            drawn[start : start + size] = generator.permutation(size)
+    return drawn[known.places]
+
+
+def _shared(
+    known: Layout, clients: Sequence[int], drawn: np.ndarray, keys: tuple[int, str, int]
+) -> Sequence[int]:
+    """Draw for clients of one size at once, and return the places of the others."""
+    (seed, stream, round), left = keys, []
+    sizes = np.asarray(known.sizes)
+    for size in np.unique(sizes).tolist():
+        places = np.flatnonzero(sizes == size)
+        times, begins = known.epochs[places[0]], np.asarray(known.begins)[places]
+        some = [clients[place] for place in places.tolist()]
+        orders = shuffles.permutations(seed, stream, some, round, size, times)
+        if orders is None:
+            left += places.tolist()
+        else:
+            drawn[begins[:, None] + np.arange(times * size)] = orders.reshape(len(some), -1)
+    return left
 
 
 def noise(

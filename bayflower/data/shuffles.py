@@ -80,8 +80,8 @@ def first_keys(seed: int, stream: str, clients: Sequence[int], round: int) -> np
     """Return what `batches.rng(seed, stream, client, round).integers(2**62)` gives each client;
     None if it must be asked.
     """
-    words = entropy(seed, stream, clients, round)
-    if words is None or len(clients) < MANY:
+    words = entropy(seed, stream, clients, round) if len(clients) >= MANY else None
+    if words is None:
         return None
     found = (philox(keys_of(words), 1)[:, 0] >> np.uint64(2)).astype(np.int64)
     own = int(generator(words[0]).integers(2**62))
@@ -94,8 +94,9 @@ def permutations(
     """Return `times` permutations of `size` numbers for each client (C, times, size), as its
     generator gives them one after another; None if it must be asked.
     """
-    words = entropy(seed, stream, clients, round)
-    if words is None or len(clients) < MANY or size > LONGEST:
+    few = len(clients) < MANY or size > LONGEST
+    words = None if few else entropy(seed, stream, clients, round)
+    if words is None:
         return None
     blocks = -(-(2 * (size - 1) * times + 32) // 8)
     drawn = philox(keys_of(words), blocks).astype("<u8").view("<u4")  # the lower half first

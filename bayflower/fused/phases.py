@@ -77,6 +77,7 @@ class StackedPhase:
         self.work: Fixed | None = None
         self.replay = Replay(self._step, graphs)
         self.plan: tuple[Any, np.ndarray] | None = None
+        self.layout: batches.Layout | None = None  # of the last plan
         # a round that is prepared: its clients and number, their steps and samples
         self.ready: tuple[Any, tuple[np.ndarray, np.ndarray]] | None = None
 
@@ -84,21 +85,12 @@ class StackedPhase:
         """Return the batches of a round; they may have been drawn in advance."""
         key = (tuple(chosen), round)
         if self.plan is None or self.plan[0] != key:
-            sizes = [self.stack.size(client) for client in chosen]
-            self.plan = (
-                key,
-                batches.table(
-                    sizes,
-                    chosen,
-                    self.phase,
-                    seed=self.seed,
-                    round=round,
-                    purpose=self.purpose,
-                    coupled=self.coupled,
-                    steps=self.steps,
-                    width=self.width,
-                ),
-            )
+            sizes = tuple(self.stack.size(client) for client in chosen)
+            if self.layout is None or self.layout.sizes != sizes:
+                lengths = {"steps": self.steps, "width": self.width}
+                self.layout = batches.layout(sizes, self.phase, coupled=self.coupled, **lengths)
+            own = {"seed": self.seed, "round": round, "purpose": self.purpose}
+            self.plan = key, batches.table(self.layout, chosen, self.phase.name, **own)
         return self.plan[1]
 
     def keys_of(self, draw: Callable[..., Any], *known: Any, round: int) -> Any:

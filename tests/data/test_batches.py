@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bayflower.contract import Phase
 from bayflower.data import largest_batch, noise, num_steps, plan, rng
-from bayflower.data.batches import noise_key, normal, table
+from bayflower.data.batches import layout, noise_key, normal, table
 from bayflower.errors import BayflowerError, ConfigError
 
 
@@ -148,17 +148,8 @@ def check_table(sizes: list[int], clients: list[int], coupled: bool) -> None:
     for phase in (phase_of(batch_size=8, **length) for length in lengths):
         steps = max(num_steps(size, phase, coupled) for size in sizes)
         width = max(largest_batch(size, phase, coupled) for size in sizes)
-        rows = table(
-            sizes,
-            clients,
-            phase,
-            seed=3,
-            round=2,
-            purpose="train",
-            coupled=coupled,
-            steps=steps,
-            width=width,
-        )
+        known = layout(sizes, phase, coupled=coupled, steps=steps, width=width)
+        rows = table(known, clients, phase.name, seed=3, round=2, purpose="train")
         for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
             want = plan(
                 size, phase, seed=3, client=client, round=2, purpose="train", coupled=coupled

@@ -71,10 +71,11 @@ def test_tables_of_many_clients_are_the_plans_of_each(coupled, given):
     clients = list(range(len(sizes)))
     steps = max(batches.num_steps(size, phase, coupled) for size in set(sizes))
     width = max(batches.largest_batch(size, phase, coupled) for size in set(sizes))
-    keys = {"seed": 3, "round": 2, "purpose": "train", "coupled": coupled}
-    table = batches.table(sizes, clients, phase, **keys, steps=steps, width=width)
+    keys = {"seed": 3, "round": 2, "purpose": "train"}
+    known = batches.layout(sizes, phase, coupled=coupled, steps=steps, width=width)
+    table = batches.table(known, clients, phase.name, **keys)
     for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
-        plan = batches.plan(size, phase, client=client, **keys)
+        plan = batches.plan(size, phase, client=client, coupled=coupled, **keys)
         for step, groups in enumerate(plan):
             for group, rows in enumerate(groups):
                 assert table[step, place, group, : len(rows)].tolist() == rows.tolist()
