@@ -45,6 +45,7 @@ from ..maths.laplace import Seen, independent
 from ..maths.propagation import regulariser, tilted
 from ..maths.tilted import make_slopes
 from ..networks.model import Batch, Model
+from ..stacked.meanlayer import layer_mean, layer_sum
 from ..strategies.fednp import EXTRA, Update, classifier
 from ..tree import Tensors, choose, map_tree
 from . import fedavg
@@ -126,7 +127,7 @@ class Client(fedavg.Global):
             self.network(params), work.buffers, batch.x, train=True, mask=batch.mask
         )
         nll = self.model.mean_nll(logits, batch.y, batch.mask)
-        f = self.summed_f(params, features, batch.mask) / batch.mask.sum().clamp(min=1)
+        f = layer_mean(features.flatten(1), *self.f_layer(params), batch.mask)
         layers = {
             name.removeprefix(EXTRA + "npn."): value
             for name, value in params.items()
@@ -148,10 +149,9 @@ class Client(fedavg.Global):
         """Return the parameters of the user's network."""
         return {name: value for name, value in params.items() if not name.startswith(EXTRA)}
 
-    def summed_f(self, params: Tensors, features: Tensor, mask: Tensor) -> Tensor:
-        """Return the f-layer's output summed over the samples that the mask marks, (D,)."""
-        out = features.flatten(1) @ params[EXTRA + "f.weight"] + params[EXTRA + "f.bias"]
-        return (out * mask[:, None]).sum(0)
+    def f_layer(self, params: Tensors) -> tuple[Tensor, Tensor]:
+        """Return weight and bias of the f-layer."""
+        return params[EXTRA + "f.weight"], params[EXTRA + "f.bias"]
 
     def site(self, f: Tensor) -> Tensor:
         """Return f as the site has it: `site=scalar` takes its mean (E-N10), `site=none` a placebo
@@ -166,7 +166,8 @@ class Client(fedavg.Global):
         _, features, _ = self.model.forward_features(
             self.network(work.params), work.buffers, batch.x, train=False
         )
-        return Survey({"f": self.summed_f(work.params, features, batch.mask)}, {})
+        found = layer_sum(features.flatten(1), *self.f_layer(work.params), batch.mask)
+        return Survey({"f": found}, {})
 
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return the new factor, damped [eq. 10], and (theta_k, n_k, its change)."""

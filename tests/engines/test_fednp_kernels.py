@@ -1,4 +1,4 @@
-"""The GPU kernels of FedNP's regulariser against the plain formula in float64, client by client:
+"""The GPU kernels of FedNP's regulariser and f-layer against plain formulas in float64:
 values, gradients, and what has no kernels.
 """
 
@@ -11,6 +11,7 @@ from torch.func import grad, grad_and_value, vmap
 from bayflower.maths import npn, propagation
 from bayflower.maths.gaussian import Diagonal
 from bayflower.maths.tilted import make_slopes
+from bayflower.stacked import meanlayer
 
 pytest.importorskip("bayflower.stacked.propagationkernels")
 
@@ -130,3 +131,24 @@ def test_other_moments_and_numbers_take_the_plain_formula():
     big = npn.initial(10, 200, 5, 0.1, torch.Generator(), torch.float32)
     big = {name: value.cuda() for name, value in big.items()}
     assert not propagation.has_form(args[0], big, args[2], make_slopes("trapezoid"))
+
+
+@pytest.mark.parametrize(
+    ("clients", "samples", "features", "outputs"),
+    [(50, 10, 512, 10), (3, 150, 300, 7), (1, 1, 1, 1), (2, 3, 1000, 200)],
+)
+def test_a_layers_mean_over_a_batch_is_that_of_the_plain_formula(
+    clients, samples, features, outputs
+):
+    make = torch.Generator().manual_seed(0)
+    shapes = ((samples, features), (features, outputs), (outputs,))
+    learned = tuple(torch.randn(clients, *s, generator=make).cuda() for s in shapes)
+    mask = torch.ones(clients, samples).cuda()
+    mask[-1, samples // 2 :] = 0
+    assert meanlayer.has_form(*(one[0] for one in learned), mask[0])
+
+    def loss(learned, mask):
+        return meanlayer.layer_mean(*learned, mask).square().sum()
+
+    got = vmap(grad_and_value(loss))(learned, mask)
+    assert_near(got, vmap(grad_and_value(loss))(exact(learned), mask.double()), 1e-5)
