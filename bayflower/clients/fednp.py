@@ -42,8 +42,10 @@ from ..contract import Phase, Posterior, Survey, Work
 from ..maths import npn
 from ..maths.gaussian import Diagonal, damp, quotient
 from ..maths.laplace import Seen, independent
-from ..maths.tilted import Tilted, bounded, make_slopes, tilt
+from ..maths.propagation import regulariser, tilted
+from ..maths.tilted import make_slopes
 from ..networks.model import Batch, Model
+from ..stacked.meanlayer import layer_mean, layer_sum
 from ..strategies.fednp import EXTRA, Update, classifier
 from ..tree import Tensors, choose, map_tree
 from . import fedavg
@@ -125,52 +127,53 @@ class Client(fedavg.Global):
             self.network(params), work.buffers, batch.x, train=True, mask=batch.mask
         )
         nll = self.model.mean_nll(logits, batch.y, batch.mask)
-        f = self.summed_f(params, features, batch.mask) / batch.mask.sum().clamp(min=1)
-        z = self.tilted(f, work.memo.cavity)
+        f = layer_mean(features.flatten(1), *self.f_layer(params), batch.mask)
         layers = {
             name.removeprefix(EXTRA + "npn."): value
             for name, value in params.items()
             if name.startswith(EXTRA + "npn.")
         }
         target = params[classifier(params, self.model.head_names)].reshape(-1)
-        kl = npn.kl_theta(
-            npn.forward(layers, npn.Gauss(z.mean, z.variance)), target, self.config.epsilon
-        ) + npn.kl_z(z.mean, z.variance)
-        return nll + self.config.np_weight * kl, buffers
+        kl = regulariser(
+            self.site(f),
+            work.memo.cavity,
+            layers,
+            target,
+            self.slopes,
+            self.config.epsilon,
+            self.config.np_weight,
+        )
+        return nll + kl, buffers
 
     def network(self, params: Tensors) -> Tensors:
         """Return the parameters of the user's network."""
         return {name: value for name, value in params.items() if not name.startswith(EXTRA)}
 
-    def summed_f(self, params: Tensors, features: Tensor, mask: Tensor) -> Tensor:
-        """Return the f-layer's output summed over the samples that the mask marks, (D,)."""
-        out = features.flatten(1) @ params[EXTRA + "f.weight"] + params[EXTRA + "f.bias"]
-        return (out * mask[:, None]).sum(0)
+    def f_layer(self, params: Tensors) -> tuple[Tensor, Tensor]:
+        """Return weight and bias of the f-layer."""
+        return params[EXTRA + "f.weight"], params[EXTRA + "f.bias"]
 
-    def tilted(self, f: Tensor, cavity: Diagonal) -> Tilted:
-        """Return cavity × σ(f z), in the dtype of f; `site=scalar` takes the mean over f first
-        (E-N10), `site=none` a placebo of 0.
+    def site(self, f: Tensor) -> Tensor:
+        """Return f as the site has it: `site=scalar` takes its mean (E-N10), `site=none` a placebo
+        of 0.
         """
-        mean, var = (
-            value.to(f.dtype) for value in (cavity.shift / cavity.precision, 1 / cavity.precision)
-        )
         if self.config.site == "scalar":
-            f = f.mean().expand(f.shape)
-        elif self.config.site == "none":
-            f = torch.zeros_like(f)
-        return tilt(mean, var, bounded(f, var), self.slopes)
+            return f.mean().expand(f.shape)
+        return torch.zeros_like(f) if self.config.site == "none" else f
 
     def survey(self, work: Work, batch: Batch) -> Survey:
         """Return what `batch` adds to f over all local data, in evaluation mode."""
         _, features, _ = self.model.forward_features(
             self.network(work.params), work.buffers, batch.x, train=False
         )
-        return Survey({"f": self.summed_f(work.params, features, batch.mask)}, {})
+        found = layer_sum(features.flatten(1), *self.f_layer(work.params), batch.mask)
+        return Survey({"f": found}, {})
 
     def finish(self, state: Any, work: Work, data: Batch) -> tuple[Any, Any]:
         """Return the new factor, damped [eq. 10], and (theta_k, n_k, its change)."""
         number, memo = count(data), work.memo
-        site = self.tilted(work.survey.total["f"].double() / number, memo.cavity).site
+        f = self.site(work.survey.total["f"].double() / number)
+        site = tilted(f, memo.cavity, self.slopes).site
         new = damp(memo.own, site, self.config.damping)
         good = new.precision.isfinite() & new.shift.isfinite()
         change = Diagonal(

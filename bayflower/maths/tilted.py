@@ -105,6 +105,13 @@ def quadrature(nodes: int) -> Slopes:
     return partial(trapezoid, nodes=nodes)
 
 
+def nodes_of(slopes: Slopes) -> int | None:
+    """Return the nodes of a back-end that is the trapezoid rule, None for another."""
+    if isinstance(slopes, partial):
+        return slopes.keywords["nodes"]
+    return NODES if slopes is trapezoid else None
+
+
 def trapezoid(
     cavity_mean: Tensor, cavity_var: Tensor, f: Tensor, nodes: int = NODES
 ) -> tuple[Tensor, Tensor]:

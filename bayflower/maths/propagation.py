@@ -1,0 +1,189 @@
+"""FedNP's regulariser: KL_θ + KL_z of a tilted Gaussian and of what a natural-parameter network
+makes of it. On a GPU it is four kernels of all clients, slopes included, in place of some three
+hundred.
+
+    symbol          here             shape
+    f_k             f                (D,)
+    λ, η            cavity           (D,) each: precision and shift, usually in float64
+    W, b            layers           (D, H), (H,), (H, P), (P,), each a mean and a variance's ρ
+    θ_i             target           (P,)
+    ε, λ            epsilon, weight  ()
+
+    regulariser = weight (KL_θ(NPN(z), θ) + KL_z(z)),   z = cavity × σ(f z)
+
+With e = ∂c/∂f, u = 1 − σ(c), E the mean under the tilted weights and h = (u − g1)² − u (1 − u),
+
+    ∂g1/∂f = E[(e u − E[e u]) (u − g1) − e u (1 − u)]
+    ∂g2/∂f = E[(e u − E[e u]) (h − g2) − (4 u − 2 g1 − 1) e u (1 − u)]
+
+and all else is the chain rule (`stacked/propagationkernels.py`). The cavity is a constant there.
+Second derivatives are those of the plain formula.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.func import vjp, vmap
+
+from ..stacked.batched import fronts, has_kernels, on_stacks
+from ..tree import Tensors
+from . import npn
+from .gaussian import Diagonal
+from .tilted import Slopes, Tilted, bounded, nodes_of, quadrature, tilt
+
+NAMES = tuple(
+    f"{layer}.{kind}.{part}"
+    for layer in npn.LAYERS
+    for kind in ("weight", "bias")
+    for part in ("mean", "rho")
+)
+INPUTS = 3 + len(NAMES) + 1  # f, shift and precision of the cavity, the layers, the target
+SETTINGS = 3  # ε, the weight, the number of nodes
+SAVED = 3  # what the value's kernels hand to that of the slopes
+
+
+def regulariser(
+    f: Tensor,
+    cavity: Diagonal,
+    layers: Tensors,
+    target: Tensor,
+    slopes: Slopes,
+    epsilon: float,
+    weight: float,
+) -> Tensor:
+    """Return weight (KL_θ + KL_z); `slopes` is the back-end of the tilted moments."""
+    if not has_form(f, layers, target, slopes):
+        return weight * divergence(f, cavity, layers, target, slopes, epsilon)
+    inputs = (f, cavity.shift, cavity.precision, *(layers[name] for name in NAMES), target)
+    value, *_ = Regulariser.apply(*inputs, epsilon, weight, nodes_of(slopes))
+    return value  # type: ignore[no-any-return]
+
+
+def divergence(
+    f: Tensor, cavity: Diagonal, layers: Tensors, target: Tensor, slopes: Slopes, epsilon: float
+) -> Tensor:
+    """Return KL_θ + KL_z by the plain formula."""
+    z = tilted(f, cavity, slopes)
+    network = npn.forward(layers, npn.Gauss(z.mean, z.variance))
+    return npn.kl_theta(network, target, epsilon) + npn.kl_z(z.mean, z.variance)
+
+
+def tilted(f: Tensor, cavity: Diagonal, slopes: Slopes) -> Tilted:
+    """Return cavity × σ(f z), in the dtype of f, which is clipped."""
+    mean, var = (
+        value.to(f.dtype) for value in (cavity.shift / cavity.precision, 1 / cavity.precision)
+    )
+    return tilt(mean, var, bounded(f, var), slopes)
+
+
+def has_form(f: Tensor, layers: Tensors, target: Tensor, slopes: Slopes) -> bool:
+    """Return whether kernels exist for this regulariser: float32 on a GPU, moments by the
+    trapezoid rule, a small first layer.
+    """
+    nodes = nodes_of(slopes)
+    every = (f, target, *layers.values())
+    if nodes is None or not has_kernels(f) or any(one.dtype != torch.float32 for one in every):
+        return False
+    from ..stacked import propagationkernels
+
+    return propagationkernels.fits(f.shape[0], layers["1.bias.mean"].shape[0], nodes)
+
+
+class Regulariser(Function):
+    """(The regulariser, and three tensors that its slopes need) of the inputs and settings; only
+    the first has a derivative.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        tensors = (one[None] for one in inputs[:INPUTS])
+        return tuple(one[0] for one in stacked_values(*tensors, *inputs[INPUTS:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # no zeros in place of gradients that nobody asks for
+        ctx.settings = inputs[INPUTS:]
+        ctx.save_for_backward(*inputs[:INPUTS], *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if g is None:
+            return (None,) * (INPUTS + SETTINGS)
+        to_f, *others = RegulariserSlopes.apply(g, *ctx.saved_tensors, *ctx.settings)
+        return (to_f, None, None, *others, *(None,) * SETTINGS)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
+        tensors = fronts(inputs[:INPUTS], dims[:INPUTS], info)
+        return on_stacks(stacked_values, tensors, *inputs[INPUTS:]), (0,) * (1 + SAVED)
+
+
+class RegulariserSlopes(Function):
+    """The gradients of `Regulariser` with respect to f, the layers and the target, times g."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        tensors = (one[None] for one in inputs[:-SETTINGS])
+        return tuple(one[0] for one in stacked_slopes(*tensors, *inputs[-SETTINGS:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.settings = inputs[-SETTINGS:]
+        ctx.save_for_backward(*inputs[: INPUTS + 1])
+
+    @staticmethod
+    def backward(ctx: Any, *gg: Tensor) -> tuple[Any, ...]:
+        def slopes(g: Tensor, *inputs: Tensor) -> Any:
+            return plain_slopes(g, *inputs, *ctx.settings)
+
+        _, pull = vjp(slopes, *ctx.saved_tensors)  # type: ignore[misc]
+        g, f, _, _, *others = pull(gg)
+        return (g, f, None, None, *others, *(None,) * (SAVED + SETTINGS))
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
+        tensors = fronts(inputs[:-SETTINGS], dims[:-SETTINGS], info)
+        return on_stacks(stacked_slopes, tensors, *inputs[-SETTINGS:]), (0,) * (INPUTS - 2)
+
+
+def plain(*inputs: Any) -> Tensor:
+    """Return the regulariser of one client, as `Regulariser` takes its inputs."""
+    f, shift, precision, *layers, target, epsilon, weight, nodes = inputs
+    by_name = dict(zip(NAMES, layers, strict=True))
+    cavity = Diagonal(precision, shift)
+    kl: Tensor = divergence(f, cavity, by_name, target, quadrature(nodes), epsilon)
+    return weight * kl
+
+
+def plain_slopes(g: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of `plain` with respect to f, the layers and the target, times g."""
+    settings = inputs[INPUTS:]
+    to_f, _, _, *others = vjp(lambda *some: plain(*some, *settings), *inputs[:INPUTS])[1](g)
+    return (to_f, *others)
+
+
+def stacked_values(*inputs: Any) -> tuple[Tensor, ...]:
+    """Return what `Regulariser` returns, with the clients' axis in front."""
+    tensors, settings = inputs[:INPUTS], inputs[INPUTS:]
+    if has_kernels(tensors[0]):
+        from ..stacked import propagationkernels
+
+        return propagationkernels.values(tensors, *settings)
+    found = vmap(lambda *one: plain(*one, *settings))(*tensors)
+    return found, *(found.new_empty(len(found), 0) for _ in range(SAVED))
+
+
+def stacked_slopes(g: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return what `RegulariserSlopes` returns, with the clients' axis in front."""
+    tensors, saved, settings = inputs[:INPUTS], inputs[INPUTS:-SETTINGS], inputs[-SETTINGS:]
+    if has_kernels(g):
+        from ..stacked import propagationkernels
+
+        return propagationkernels.slopes(g, tensors, saved, *settings[:2])
+    found: tuple[Tensor, ...] = vmap(lambda g, *one: plain_slopes(g, *one, *settings))(g, *tensors)
+    return found

@@ -1,0 +1,154 @@
+"""The GPU kernels of FedNP's regulariser and f-layer against plain formulas in float64:
+values, gradients, and what has no kernels.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import grad, grad_and_value, vmap
+
+from bayflower.maths import npn, propagation
+from bayflower.maths.gaussian import Diagonal
+from bayflower.maths.tilted import make_slopes
+from bayflower.stacked import meanlayer
+
+pytest.importorskip("bayflower.stacked.propagationkernels")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+EPSILON, WEIGHT = 0.1, 0.01
+
+
+def inputs(clients: int, dim: int, wide: int, outputs: int, spread: float = 1.0):
+    """Return (f, the cavity in float64, layers, target), with clients in front."""
+    make = torch.Generator().manual_seed(0)
+
+    def draw(*shape, size=1.0):
+        return size * torch.randn(clients, *shape, generator=make)
+
+    precision, shift = 1 + 3 * draw(dim).abs().double(), 2 * draw(dim).double()
+    layers = {}
+    for layer, rows, columns in (("1", dim, wide), ("2", wide, outputs)):
+        layers[f"{layer}.weight.mean"] = draw(rows, columns, size=0.5 * rows**-0.5)
+        layers[f"{layer}.weight.rho"] = draw(rows, columns) - 6
+        layers[f"{layer}.bias.mean"] = draw(columns, size=0.3)
+        layers[f"{layer}.bias.rho"] = draw(columns, size=0.5) - 2.3
+    found = draw(dim, size=spread), Diagonal(precision, shift), layers, draw(outputs, size=0.3)
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.cuda(), found)
+
+
+def loss(moments: str = "trapezoid", nodes: int = 65):
+    slopes = make_slopes(moments, nodes)
+
+    def one(learned, cavity):
+        f, layers, target = learned
+        return propagation.regulariser(f, cavity, layers, target, slopes, EPSILON, WEIGHT)
+
+    return one
+
+
+def exact(tree):
+    return torch.utils._pytree.tree_map(torch.Tensor.double, tree)
+
+
+def assert_near(got, want, tolerance: float = 1e-5) -> None:
+    every = map(torch.utils._pytree.tree_leaves, (got, want))
+    for a, b in zip(*every, strict=True):
+        assert a.shape == b.shape
+        assert torch.isfinite(a).all()
+        assert float((a - b).norm()) <= tolerance * float(b.norm())
+
+
+SIZES = {
+    "fmnist": (50, 10, 10, 5120),
+    "odd numbers": (3, 7, 5, 1033),
+    "one client, few weights": (1, 10, 10, 3),
+    "one of everything": (2, 1, 1, 1),
+    "many weights": (1, 3, 2, 70001),
+    "wide": (3, 33, 40, 257),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_values_and_gradients_are_those_of_the_plain_formula(name):
+    f, cavity, layers, target = inputs(*SIZES[name])
+    learned = f, layers, target
+    args = f[0], {name: value[0] for name, value in layers.items()}, target[0]
+    assert propagation.has_form(*args, make_slopes("trapezoid"))
+    got = vmap(grad_and_value(loss()))(learned, cavity)
+    assert_near(got, vmap(grad_and_value(loss()))(exact(learned), cavity))
+    # a client alone has its numbers in the stack
+    alone = torch.utils._pytree.tree_map(lambda leaf: leaf[0], (learned, cavity))
+    assert_near(grad(loss())(*alone), torch.utils._pytree.tree_map(lambda x: x[0], got[0]), 1e-6)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-4, 5.0, 100.0])
+def test_f_may_be_nothing_or_beyond_its_bounds(spread):
+    f, cavity, layers, target = inputs(3, 10, 10, 300, spread)
+    slopes, value = vmap(grad_and_value(loss()))((f, layers, target), cavity)
+    want, right = vmap(grad_and_value(loss()))(exact((f, layers, target)), cavity)
+    assert_near((value, slopes[1:]), (right, want[1:]))
+    assert (slopes[0] - want[0]).norm() <= 1e-5 * want[0].norm() + 1e-7
+    if spread == 100:
+        assert (slopes[0] == 0).any()  # clipped
+
+
+def test_a_number_of_nodes_may_be_given():
+    f, cavity, layers, target = inputs(3, 10, 10, 300)
+    make = loss("quadrature", 21)
+    got = vmap(grad_and_value(make))((f, layers, target), cavity)
+    assert_near(got, vmap(grad_and_value(make))(exact((f, layers, target)), cavity))
+
+
+def test_second_derivatives_are_those_of_the_plain_formula():
+    def length(learned, cavity):
+        found = torch.utils._pytree.tree_leaves(grad(loss())(learned, cavity))
+        return sum(value.square().sum() for value in found)
+
+    f, cavity, layers, target = inputs(3, 7, 5, 33)
+    got = vmap(grad(length))((f, layers, target), cavity)
+    assert_near(got, vmap(grad(length))(exact((f, layers, target)), cavity), 1e-4)
+
+
+def test_what_is_not_a_number_stays_so():
+    f, cavity, layers, target = inputs(2, 10, 10, 300)
+    f[1, 3] = float("nan")
+    slopes, value = vmap(grad_and_value(loss()))((f, layers, target), cavity)
+    assert value.isnan().tolist() == [False, True]
+    assert slopes[0].isnan().any(1).tolist() == [False, True]
+
+
+def test_other_moments_and_numbers_take_the_plain_formula():
+    f, _, layers, target = inputs(1, 10, 10, 300)
+    args = f[0], {name: value[0] for name, value in layers.items()}, target[0]
+    for name in ("thm2", "logz", "probit"):
+        assert not propagation.has_form(*args, make_slopes(name))
+    assert not propagation.has_form(*exact(args), make_slopes("trapezoid"))
+    assert not propagation.has_form(*args, make_slopes("quadrature", 2000))
+    big = npn.initial(10, 200, 5, 0.1, torch.Generator(), torch.float32)
+    big = {name: value.cuda() for name, value in big.items()}
+    assert not propagation.has_form(args[0], big, args[2], make_slopes("trapezoid"))
+
+
+@pytest.mark.parametrize(
+    ("clients", "samples", "features", "outputs"),
+    [(50, 10, 512, 10), (3, 150, 300, 7), (1, 1, 1, 1), (2, 3, 1000, 200)],
+)
+def test_a_layers_mean_over_a_batch_is_that_of_the_plain_formula(
+    clients, samples, features, outputs
+):
+    make = torch.Generator().manual_seed(0)
+    shapes = ((samples, features), (features, outputs), (outputs,))
+    learned = tuple(torch.randn(clients, *s, generator=make).cuda() for s in shapes)
+    mask = torch.ones(clients, samples).cuda()
+    mask[-1, samples // 2 :] = 0
+    assert meanlayer.has_form(*(one[0] for one in learned), mask[0])
+
+    def loss(learned, mask):
+        return meanlayer.layer_mean(*learned, mask).square().sum()
+
+    got = vmap(grad_and_value(loss))(learned, mask)
+    assert_near(got, vmap(grad_and_value(loss))(exact(learned), mask.double()), 1e-5)
