@@ -132,7 +132,7 @@ def table(
     stream = f"batches/{purpose}/{name}"
     drawn = np.empty(known.begins[-1] + 1, np.int32)
     drawn[-1] = -1
-    left = range(len(clients))
+    left: Sequence[int] = range(len(clients))
     if len(clients) >= shuffles.MANY:
         left = _shared(known, clients, drawn, (seed, stream, round))
     for place in left:

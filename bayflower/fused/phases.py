@@ -89,8 +89,8 @@ class StackedPhase:
             if self.layout is None or self.layout.sizes != sizes:
                 lengths = {"steps": self.steps, "width": self.width}
                 self.layout = batches.layout(sizes, self.phase, coupled=self.coupled, **lengths)
-            own = {"seed": self.seed, "round": round, "purpose": self.purpose}
-            self.plan = key, batches.table(self.layout, chosen, self.phase.name, **own)
+            own = partial(batches.table, seed=self.seed, round=round, purpose=self.purpose)
+            self.plan = key, own(self.layout, chosen, self.phase.name)
         return self.plan[1]
 
     def keys_of(self, draw: Callable[..., Any], *known: Any, round: int) -> Any:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .batched import Size, window
-from .convkernels import added
+from .convkernels import shared, weights_room, weights_whole
 from .kernels import out_size
 from .routes import Tile
 
@@ -128,6 +128,7 @@ def _pooled_weights(
     outputs,
     used,
     BIAS: tl.constexpr,
+    APART: tl.constexpr,
     SLOPE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -141,7 +142,7 @@ def _pooled_weights(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """out[a, s, o, k]: the sum over the s-th part of all windows."""
+    """out[a, s, o, k]: the sum over the s-th part of all windows; the bias as in `_weights`."""
     number = tl.program_id(2)
     a, s = (number // splits).to(tl.int64), number % splits
     k = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -177,9 +178,11 @@ def _pooled_weights(
             mine = tl.where(which % 4 == t, slopes, 0.0).to(x.dtype.element_ty)
             acc = tl.dot(mine, tl.trans(pixels), acc, input_precision="tf32")
     row = (a * splits + s) * outputs + m[:, None]
-    tl.store(out + row * used + k[None, :], acc, mask=known[:, None] & (k < used)[None, :])
-    if BIAS:
-        tl.store(to_bias + row + 0 * k[None, :], acc, mask=known[:, None] & (k == used)[None, :])
+    found = acc.to(out.dtype.element_ty)
+    length = used + 1 if BIAS and not APART else used
+    tl.store(out + row * length + k[None, :], found, mask=known[:, None] & (k < length)[None, :])
+    if BIAS and APART:
+        tl.store(to_bias + row + 0 * k[None, :], found, mask=known[:, None] & (k == used)[None, :])
 
 
 def facts(x: Tensor, size: Size, stride: int, pad: int) -> dict[str, int]:
@@ -249,18 +252,17 @@ def pooled_weights(
     """
     clients, samples, outputs, high, wide = g.shape
     total, used = samples * high * wide, x.shape[2] * size[0] * size[1]
-    chunk = triton.cdiv(triton.cdiv(total, splits), tile.depth) * tile.depth
-    parts = g.new_empty(clients, splits, outputs, used, dtype=torch.float32)
-    to_bias = g.new_empty(clients, splits, outputs if bias else 0, dtype=torch.float32)
+    chunk, splits = shared(total, splits, tile.depth)
+    parts, to_bias = weights_room(g, used, bias, splits)
     columns = triton.cdiv(used + bias, tile.columns)
     grid = (columns, triton.cdiv(outputs, tile.rows), clients * splits)
     _pooled_weights[grid](
         *(x, g, index, parts, to_bias, *x.stride(), *g.stride(), *index.stride()),
         *(total, chunk, splits, outputs, used),
         BIAS=bias,
+        APART=splits == 1,
         SLOPE=slope,
         **facts(x, size, stride, pad),
         **tile.options(),
     )
-    shape = (clients, outputs, x.shape[2], *size)
-    return added(parts, g.dtype).view(shape), added(to_bias, g.dtype)
+    return weights_whole(parts, to_bias, bias, (x.shape[2], *size))

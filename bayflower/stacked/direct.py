@@ -28,7 +28,6 @@ from .batched import (
     fronts,
     on_stacks,
     out_size,
-    padded,
     stacked_input,
     window,
 )
@@ -222,9 +221,14 @@ def ahead(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: int)
     """Return the output."""
     from . import convkernels
 
+    return convkernels.forward(x, weight, bias, stride, pad, *split(x, weight, stride, pad))
+
+
+def split(x: Tensor, weight: Tensor, stride: int, pad: int) -> tuple[routes.Tile, int]:
+    """Return the block that a program computes, and into how many parts its sum is split."""
     high, wide = out_size(x, window(weight), stride, pad)
-    tile = routes.wide_tile(weight.shape[1], x.shape[1] * high * wide, len(x))
-    return convkernels.forward(x, weight, bias, stride, pad, tile)
+    columns, used = x.shape[1] * high * wide, weight[0, 0].numel()
+    return routes.wide_tile(weight.shape[1], columns, len(x), used)
 
 
 def without_bias(x: Tensor, weight: Tensor, stride: int, pad: int) -> Tensor:
@@ -237,11 +241,12 @@ def to_input(g: Tensor, weight: Tensor, shape: tuple[int, ...], stride: int, pad
     if routes.implicit_input(window(weight)):
         from . import convkernels
 
-        tile = routes.wide_tile(shape[1], shape[0] * shape[2] * shape[3], len(g))
-        return convkernels.input_slope(g, weight, (len(g), *shape), stride, pad, tile)
-    rows = weight[0, 0].numel()
-    more = padded(rows, 8 if g.dtype == torch.bfloat16 else 4) - rows
-    flat = functional.pad(weight.flatten(2), (0, more))
+        pixels, length = shape[0] * shape[2] * shape[3], weight[0, :, 0].numel()
+        how = routes.wide_tile(shape[1], pixels, len(g), length)
+        return convkernels.input_slope(g, weight, (len(g), *shape), stride, pad, *how)
+    more = -weight[0, 0].numel() % (8 if g.dtype == torch.bfloat16 else 4)
+    flat = weight.flatten(2)
+    flat = functional.pad(flat, (0, more)) if more else flat
     return stacked_input(g, flat, shape, window(weight), stride, pad)
 
 
@@ -261,20 +266,31 @@ def pooled(
     x: Tensor, weight: Tensor, bias: Tensor, stride: int, pad: int, slope: float
 ) -> tuple[Tensor, Tensor]:
     """Return (what is pooled, which element it was), each (A, B, O, P, Q)."""
-    from . import convpoolkernels
+    from . import convkernels, convoncekernels, convpoolkernels, partkernels
 
-    last = routes.likes_last(x.shape[1], weight.shape[1])
-    tile = routes.pool_tile(weight.shape[1])
-    return convpoolkernels.pooled(x, weight, bias, stride, pad, slope, last, tile)
+    if routes.in_turn(x):
+        last = routes.likes_last(x.shape[1], weight.shape[1])
+        tile = routes.pool_tile(weight.shape[1])
+        return convpoolkernels.pooled(x, weight, bias, stride, pad, slope, last, tile)
+    if routes.at_once(weight[0, 0].numel()):
+        tile = routes.once_tile(weight.shape[1])
+        return convoncekernels.pooled_once(x, weight, bias, stride, pad, slope, tile)
+    bias, how = bias.contiguous(), split(x, weight, stride, pad)
+    parts = convkernels.forward_parts(x, weight, bias, stride, pad, *how)
+    whole = parts.shape[1] == 1
+    return partkernels.pooled(parts, None if whole else bias, x.dtype, slope)
 
 
 def pooled_weights(
     x: Tensor, g: Tensor, index: Tensor, size: Size, stride: int, pad: int, slope: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and bias from that of what was pooled."""
-    from . import convpoolkernels
+    from . import convoncekernels, convpoolkernels
 
     clients, samples, outputs, high, wide = g.shape
-    rows = x.shape[2] * size[0] * size[1] + 1
-    how = routes.weights_tile(outputs, rows, samples * high * wide, clients)
+    rows, windows = x.shape[2] * size[0] * size[1] + 1, samples * high * wide
+    if not routes.in_turn(x):
+        how = routes.weights_tile(outputs, rows, 4 * windows, clients)
+        return convoncekernels.weights_once(x, g, index, size, stride, pad, slope, True, *how)
+    how = routes.weights_tile(outputs, rows, windows, clients)
     return convpoolkernels.pooled_weights(x, g, index, size, stride, pad, slope, True, *how)

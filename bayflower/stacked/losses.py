@@ -80,15 +80,40 @@ class MeanNegativeLogProbability(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        logits, y, mask = ctx.saved_tensors
-        weight = mask * (g / mask.sum().clamp(min=1))
-        return Slope.apply(logits, y, weight), None, None
+        return MeanSlope.apply(*ctx.saved_tensors, g), None, None
 
     @staticmethod
     def vmap(
         info: Any, dims: tuple[Any, ...], logits: Tensor, y: Tensor, mask: Tensor
     ) -> tuple[Tensor, int]:
         return on_stacks(means, fronts((logits, y, mask), dims, info)), 0
+
+
+class MeanSlope(Function):
+    """w·(softmax(logits) − 1_y), w = mask·g / Σ mask: the gradient of the above, itself
+    differentiable.
+    """
+
+    @staticmethod
+    def forward(logits: Tensor, y: Tensor, mask: Tensor, g: Tensor) -> Tensor:
+        return mean_slopes(logits, y, mask, g)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
+        logits, y, mask, g = ctx.saved_tensors
+        share = mask / mask.sum().clamp(min=1)
+        p = torch.softmax(logits, -1)
+        along = (p * v).sum(-1, keepdim=True)
+        each = along[..., 0] - v.gather(-1, y[..., None])[..., 0]
+        return (share * g)[..., None] * p * (v - along), None, None, (share * each).sum(-1)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Tensor) -> tuple[Tensor, int]:
+        return on_stacks(mean_slopes, fronts(inputs, dims, info)), 0
 
 
 class Pull(Function):
@@ -167,6 +192,17 @@ def means(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 
         return losskernels.mean_nll(logits, y, mask)
     return (values(logits, y) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def mean_slopes(logits: Tensor, y: Tensor, mask: Tensor, g: Tensor) -> Tensor:
+    """Return w·(softmax(logits) − 1_y), w = mask·g / Σ mask, for logits (…, B, C), y and mask (…,
+    B), g (…).
+    """
+    if has_kernels(logits):
+        from . import losskernels
+
+        return losskernels.mean_nll_slope(logits, y, mask, g)
+    return slopes(logits, y, mask * (g / mask.sum(-1).clamp(min=1))[..., None])
 
 
 def pulls(

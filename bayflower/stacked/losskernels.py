@@ -105,6 +105,41 @@ def mean_nll(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 
 
 @triton.jit
+def _mean_nll_slope(
+    logits, y, mask, g, out, samples, classes, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """out[a, n] = mask[a, n]·g[a] / max(Σ_n mask[a, n], 1) · (softmax(logits[a, n]) − 1 at y[a,
+    n]).
+    """
+    a = tl.program_id(0).to(tl.int64)
+    n, c = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    good = n < samples
+    place = (a * samples + n[:, None]) * classes + c[None, :]
+    inside = good[:, None] & (c[None, :] < classes)
+    table = tl.load(logits + place, mask=inside, other=-1e30)
+    power = tl.exp(table - tl.max(table, 1)[:, None])
+    weight = tl.load(mask + a * samples + n, mask=good, other=0.0)
+    label = tl.load(y + a * samples + n, mask=good, other=0)
+    scale = weight * (tl.load(g + a) / tl.maximum(tl.sum(weight, 0), 1.0))
+    hot = tl.where(c[None, :] == label[:, None], 1.0, 0.0)
+    slope = scale[:, None] * (power / tl.sum(power, 1)[:, None] - hot)
+    tl.store(out + place, slope, mask=inside)
+
+
+def mean_nll_slope(logits: Tensor, y: Tensor, mask: Tensor, g: Tensor) -> Tensor:
+    """Return the gradient of `mean_nll` times g (…)."""
+    rows, width = triton.next_power_of_2(logits.shape[-2]), triton.next_power_of_2(logits.shape[-1])
+    if rows * width > 2**14:
+        return nll_slope(logits, y, mask * (g / mask.sum(-1).clamp(min=1))[..., None])
+    logits, y, mask, g = (part.contiguous() for part in (logits, y, mask, g))
+    out = torch.empty_like(logits)
+    _mean_nll_slope[(max(g.numel(), 1),)](
+        logits, y, mask, g, out, *logits.shape[-2:], ROWS=rows, WIDTH=width
+    )
+    return out
+
+
+@triton.jit
 def _pull(
     z,
     centres,

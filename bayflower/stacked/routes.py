@@ -71,9 +71,18 @@ def implicit_input(size: tuple[int, int]) -> bool:
     return max(size) <= 3
 
 
-def joined(x: Tensor) -> bool:
-    """Return whether the pooling after it belongs into the same kernel."""
+def in_turn(x: Tensor) -> bool:
+    """Return whether a convolution that pools goes through the places of a window in turn; with
+    float32 that takes more registers than there are.
+    """
     return x.dtype == torch.bfloat16
+
+
+def at_once(used: int) -> bool:
+    """Return whether a convolution in float32 pools in its own kernel: a short sum, which need not
+    be split, of `used` terms.
+    """
+    return used <= 64
 
 
 def grouped(x: Tensor, outputs: int, size: tuple[int, ...], pad: int) -> bool:
@@ -88,16 +97,35 @@ def likes_last(samples: int, outputs: int) -> bool:
     return samples >= MANY and outputs >= 64
 
 
-def wide_tile(rows: int, columns: int, clients: int) -> Tile:
-    """Return the block of a product with many columns: images."""
+def wide_tile(rows: int, columns: int, clients: int, length: int) -> tuple[Tile, int]:
+    """Return the block of a product with many columns, images, and into how many parts its sum of
+    `length` terms is split.
+    """
     high = 32 if rows <= 32 else 64
     blocks = clients * -(-rows // high) * -(-columns // 128)
-    return Tile(high, 128 if blocks >= BLOCKS else 64, 32)
+    tile = Tile(high, 128 if blocks >= BLOCKS else 64, 32)
+    blocks = clients * -(-rows // high) * -(-columns // tile.columns)
+    return tile, parts(blocks, BLOCKS, length, 3 * tile.depth)
 
 
 def pool_tile(outputs: int) -> Tile:
-    """Return the block of a convolution that pools: it keeps two of its kind."""
+    """Return the block of a convolution that pools place by place: it keeps two of its kind."""
     return Tile(32 if outputs <= 32 else 64, 64, 32)
+
+
+def once_tile(outputs: int) -> Tile:
+    """Return the block of a convolution that pools at once; it has four columns a window."""
+    return Tile(32 if outputs <= 32 else 64, 128, 32)
+
+
+def parts(blocks: int, enough: int, length: int, least: int) -> int:
+    """Return into how many parts a sum of `length` terms is split: until there are enough programs,
+    but none with fewer than `least` terms.
+    """
+    splits = 1
+    while blocks * splits < enough and length // (2 * splits) >= least:
+        splits *= 2
+    return splits
 
 
 def weights_tile(outputs: int, rows: int, places: int, clients: int) -> tuple[Tile, int]:
@@ -107,7 +135,6 @@ def weights_tile(outputs: int, rows: int, places: int, clients: int) -> tuple[Ti
     small = outputs <= 32 and rows <= 32
     tile = Tile(32, 32, 32, 2) if small else Tile(64, 64, 64)
     blocks = clients * -(-outputs // tile.rows) * -(-rows // tile.columns)
-    splits = 1
-    while blocks * splits < BLOCKS and places // (2 * splits) >= 4 * tile.depth:
-        splits *= 2
-    return tile, splits
+    if small:  # a device holds many of these
+        return tile, parts(blocks, 4 * BLOCKS, places, 4 * tile.depth)
+    return tile, parts(blocks, BLOCKS, places, 2 * tile.depth)

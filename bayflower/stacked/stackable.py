@@ -43,7 +43,7 @@ class StackedConv2d(nn.Conv2d):
         if routes.direct(x, self.out_channels, size):
             if low:
                 weight, bias = weight.bfloat16(), None if bias is None else bias.bfloat16()
-            if self.slope is not None and bias is not None and routes.joined(x):
+            if self.slope is not None and bias is not None:
                 facts = (self.stride[0], pad, self.slope)
                 return DirectPool.apply(x, weight, bias, *facts)[0]  # type: ignore[no-any-return]
             return self.pooled(Direct.apply(x, weight, bias, self.stride[0], pad))
