@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batched import Size, window
-from .convkernels import shared, weights_room, weights_whole
+from .batched import window
 from .convpoolkernels import facts
 from .routes import Tile
 
@@ -99,90 +98,6 @@ def _pooled_once(
     tl.store(index + to, tl.where(best > 0, where, where + 4).to(tl.int8), mask=good)
 
 
-@triton.jit
-def _weights_once(
-    x,
-    g,
-    index,
-    out,
-    to_bias,
-    sa,
-    sb,
-    sc,
-    sh,
-    sw,
-    ga,
-    gb,
-    go,
-    gh,
-    gw,
-    ia,
-    ib,
-    io,
-    ih,
-    iw,
-    total,
-    chunk,
-    splits,
-    outputs,
-    used,
-    BIAS: tl.constexpr,
-    APART: tl.constexpr,
-    SLOPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PAD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """out[a, s, o, k]: the sum over the s-th part of all places; the bias as in `_weights`."""
-    number = tl.program_id(2)
-    a, s = (number // splits).to(tl.int64), number % splits
-    k = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    c, i, j = k // (KH * KW), (k // KW) % KH, k % KW
-    x += a * sa
-    g += a * ga
-    index += a * ia
-    entry = c * sc + i * sh + j * sw
-    known = m < outputs
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(s * chunk, tl.minimum((s + 1) * chunk, 4 * total), BK):
-        n = start + tl.arange(0, BK)
-        real = n < 4 * total
-        t, b, p, q = n % 4, n // (4 * HIGH * WIDE), (n // (4 * WIDE)) % HIGH, (n // 4) % WIDE
-        there = known[:, None] & real[None, :]
-        spot = (b * gb + p * gh + q * gw)[None, :]
-        slopes = tl.load(g + m[:, None] * go + spot, mask=there, other=0.0)
-        spot = (b * ib + p * ih + q * iw)[None, :]
-        which = tl.load(index + m[:, None] * io + spot, mask=there, other=-1)
-        below = tl.where(which == t[None, :] + 4, slopes * SLOPE, 0.0)
-        slopes = tl.where(which == t[None, :], slopes, below).to(x.dtype.element_ty)
-        top, left = (2 * p + t // 2) * STRIDE - PAD, (2 * q + t % 2) * STRIDE - PAD
-        inside = (k < used)[:, None] & real[None, :]
-        if PAD > 0:
-            h, v = top[None, :] + i[:, None], left[None, :] + j[:, None]
-            inside = inside & (h >= 0) & (h < ROWS) & (v >= 0) & (v < COLUMNS)
-        place = b * sb + top * sh + left * sw
-        pixels = tl.load(x + entry[:, None] + place[None, :], mask=inside, other=0.0)
-        if BIAS:
-            pixels = tl.where((k == used)[:, None] & real[None, :], 1.0, pixels)
-            pixels = pixels.to(x.dtype.element_ty)
-        acc = tl.dot(slopes, tl.trans(pixels), acc, input_precision="tf32")
-    row = (a * splits + s) * outputs + m[:, None]
-    found = acc.to(out.dtype.element_ty)
-    length = used + 1 if BIAS and not APART else used
-    tl.store(out + row * length + k[None, :], found, mask=known[:, None] & (k < length)[None, :])
-    if BIAS and APART:
-        tl.store(to_bias + row + 0 * k[None, :], found, mask=known[:, None] & (k == used)[None, :])
-
-
 def pooled_once(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: int, slope: float, tile: Tile
 ) -> tuple[Tensor, Tensor]:
@@ -204,36 +119,3 @@ def pooled_once(
         **tile.options(),
     )
     return out, index.transpose(1, 2)
-
-
-def weights_once(
-    x: Tensor,
-    g: Tensor,
-    index: Tensor,
-    size: Size,
-    stride: int,
-    pad: int,
-    slope: float,
-    bias: bool,
-    tile: Tile,
-    splits: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of weight and bias, the second empty without `bias`, from that of what
-    was pooled.
-    """
-    clients, samples, outputs, high, wide = g.shape
-    total, used = samples * high * wide, x.shape[2] * size[0] * size[1]
-    chunk, splits = shared(4 * total, splits, tile.depth)
-    parts, to_bias = weights_room(g, used, bias, splits)
-    columns = triton.cdiv(used + bias, tile.columns)
-    grid = (columns, triton.cdiv(outputs, tile.rows), clients * splits)
-    _weights_once[grid](
-        *(x, g, index, parts, to_bias, *x.stride(), *g.stride(), *index.stride()),
-        *(total, chunk, splits, outputs, used),
-        BIAS=bias,
-        APART=splits == 1,
-        SLOPE=slope,
-        **facts(x, size, stride, pad),
-        **tile.options(),
-    )
-    return weights_whole(parts, to_bias, bias, (x.shape[2], *size))

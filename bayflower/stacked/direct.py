@@ -150,10 +150,12 @@ class DirectPool(Function):
             return (None,) * 6
         x, weight, index = ctx.saved_tensors
         facts = (window(weight), *ctx.facts)
-        if not ctx.needs_input_grad[0]:
+        to_x = None
+        if not ctx.needs_input_grad[0] and routes.in_turn(x):
             return None, *PoolWeight.apply(x, g, index, *facts, ctx.slope), None, None, None
         spread = Scatter.apply(g, index, before(x, weight, *ctx.facts), WINDOW, ctx.slope)
-        to_x = DirectInput.apply(spread, weight, tuple(x.shape), *ctx.facts)
+        if ctx.needs_input_grad[0]:
+            to_x = DirectInput.apply(spread, weight, tuple(x.shape), *ctx.facts)
         return to_x, *DirectWeight.apply(x, spread, *facts, True), None, None, None
 
     @staticmethod
@@ -272,8 +274,10 @@ def pooled(
         last = routes.likes_last(x.shape[1], weight.shape[1])
         tile = routes.pool_tile(weight.shape[1])
         return convpoolkernels.pooled(x, weight, bias, stride, pad, slope, last, tile)
-    if routes.at_once(weight[0, 0].numel()):
-        tile = routes.once_tile(weight.shape[1])
+    outputs, used = weight.shape[1], weight[0, 0].numel()
+    high, wide = out_size(x, window(weight), stride, pad)
+    if routes.at_once(outputs, x.shape[1] * high * wide, len(x), used):
+        tile = routes.once_tile(outputs, used)
         return convoncekernels.pooled_once(x, weight, bias, stride, pad, slope, tile)
     bias, how = bias.contiguous(), split(x, weight, stride, pad)
     parts = convkernels.forward_parts(x, weight, bias, stride, pad, *how)
@@ -285,12 +289,9 @@ def pooled_weights(
     x: Tensor, g: Tensor, index: Tensor, size: Size, stride: int, pad: int, slope: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and bias from that of what was pooled."""
-    from . import convoncekernels, convpoolkernels
+    from . import convpoolkernels
 
     clients, samples, outputs, high, wide = g.shape
-    rows, windows = x.shape[2] * size[0] * size[1] + 1, samples * high * wide
-    if not routes.in_turn(x):
-        how = routes.weights_tile(outputs, rows, 4 * windows, clients)
-        return convoncekernels.weights_once(x, g, index, size, stride, pad, slope, True, *how)
-    how = routes.weights_tile(outputs, rows, windows, clients)
+    rows = x.shape[2] * size[0] * size[1] + 1
+    how = routes.weights_tile(outputs, rows, samples * high * wide, clients)
     return convpoolkernels.pooled_weights(x, g, index, size, stride, pad, slope, True, *how)

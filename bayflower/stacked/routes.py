@@ -19,6 +19,8 @@ from torch import Tensor
 FEW = 32  # channels up to which patches cost more than their product
 MANY = 32  # samples from which cuDNN's grouped convolutions are fast
 BLOCKS = 264  # programs that fill the device twice
+MORE = 75  # fewer programs than this share their sums with others
+SOME = 32  # up to so many programs a convolution that pools at once is slower than in two kernels
 
 
 class Tile(NamedTuple):
@@ -31,6 +33,10 @@ class Tile(NamedTuple):
     depth: int
     warps: int = 4
     stages: int = 3
+
+    def blocks(self, rows: int, columns: int) -> int:
+        """Return how many of them a product of one client has."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
 
     def options(self) -> dict[str, Any]:
         """Return them as a launch takes them."""
@@ -78,11 +84,12 @@ def in_turn(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
 
-def at_once(used: int) -> bool:
-    """Return whether a convolution in float32 pools in its own kernel: a short sum, which need not
-    be split, of `used` terms.
+def at_once(outputs: int, columns: int, clients: int, used: int) -> bool:
+    """Return whether a convolution in float32 pools in its own kernel. Its sum of `used` terms is
+    not split there, so a long one wants some programs.
     """
-    return used <= 64
+    tile = once_tile(outputs, used)
+    return used <= tile.depth or clients * tile.blocks(outputs, columns) > SOME
 
 
 def grouped(x: Tensor, outputs: int, size: tuple[int, ...], pad: int) -> bool:
@@ -102,10 +109,12 @@ def wide_tile(rows: int, columns: int, clients: int, length: int) -> tuple[Tile,
     `length` terms is split.
     """
     high = 32 if rows <= 32 else 64
-    blocks = clients * -(-rows // high) * -(-columns // 128)
-    tile = Tile(high, 128 if blocks >= BLOCKS else 64, 32)
-    blocks = clients * -(-rows // high) * -(-columns // tile.columns)
-    return tile, parts(blocks, BLOCKS, length, 3 * tile.depth)
+    tile = Tile(high, 128, 32)
+    if clients * tile.blocks(rows, columns) < BLOCKS:
+        tile = Tile(high, 64, 32)
+    if clients * tile.blocks(rows, columns) < BLOCKS:
+        tile = Tile(high, 32, 32)
+    return tile, parts(clients * tile.blocks(rows, columns), MORE, length, 3 * tile.depth)
 
 
 def pool_tile(outputs: int) -> Tile:
@@ -113,9 +122,11 @@ def pool_tile(outputs: int) -> Tile:
     return Tile(32 if outputs <= 32 else 64, 64, 32)
 
 
-def once_tile(outputs: int) -> Tile:
+def once_tile(outputs: int, used: int) -> Tile:
     """Return the block of a convolution that pools at once; it has four columns a window."""
-    return Tile(32 if outputs <= 32 else 64, 128, 32)
+    if outputs <= 32:
+        return Tile(32, 128, 32, stages=1 if used <= 32 else 3)
+    return Tile(64, 64, 32)
 
 
 def parts(blocks: int, enough: int, length: int, least: int) -> int:
@@ -133,8 +144,8 @@ def weights_tile(outputs: int, rows: int, places: int, clients: int) -> tuple[Ti
     long sum is split.
     """
     small = outputs <= 32 and rows <= 32
-    tile = Tile(32, 32, 32, 2) if small else Tile(64, 64, 64)
-    blocks = clients * -(-outputs // tile.rows) * -(-rows // tile.columns)
+    tile = Tile(32, 32, 32, 2) if small else Tile(64, 64, 64, stages=2)
+    blocks = clients * tile.blocks(outputs, rows)
     if small:  # a device holds many of these
-        return tile, parts(blocks, 4 * BLOCKS, places, 4 * tile.depth)
-    return tile, parts(blocks, BLOCKS, places, 2 * tile.depth)
+        return tile, parts(blocks, 2 * BLOCKS, places, 4 * tile.depth)
+    return tile, parts(blocks, MORE, places, tile.depth)
