@@ -5,6 +5,8 @@ the host. But whether a client diverged (`replies.py`) or has to be left out (`r
 must be read before a round can be added up. So after a round in which all was well, the next one is
 added as if all were well there, too. Its numbers are read while the round after it trains.
 
+The server's half guesses as well (`maths/guesses.py`).
+
 If not all was well, both rounds are taken back. The first is done again, with the host waiting for
 the device, and then the second. Nothing of what was guessed is left, so the results are those of
 rounds that wait. Rounds wait until all is well again: a hostile client costs one round of training
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..maths.guesses import guessing
 from ..rounds.gate import Sketches
 from ..rounds.robust import Measured
 from ..tree import Tensors
@@ -78,16 +81,20 @@ class Ahead:
         """Add a round up as if all were well; nothing here waits for the device."""
         run, because = self.run, self.run.engine.one_by_one_because
         before = run.state
-        hasty = totals.hasty(before, got.clients, got.updates)
-        rows: dict[tuple[str, str], Tensor] = {(FINE, ""): finite(got.updates, got.losses)}
+        with guessing() as guessed:
+            hasty = totals.hasty(before, got.clients, got.updates)
+            run.engine.keep(got, round)
+            run.state = run.server.finalise(before, totals.fast)
+        fine = finite(got.updates, got.losses)
+        for truth in guessed:
+            fine = fine & truth.to(fine.device)
+        rows: dict[tuple[str, str], Tensor] = {(FINE, ""): fine}
         seen = hasty.seen
         if seen is not None:
             rows |= {("size", name): value for name, value in seen.sizes.items()}
             rows |= {("cut", name): value for name, value in hasty.cuts.items()}
             rows |= {("claim", name): value for name, value in hasty.claims.items()}
             seen = light(seen)
-        run.engine.keep(got, round)
-        run.state = run.server.finalise(before, totals.fast)
         values = torch.stack([row.detach().double() for row in rows.values()])
         values = values.to("cpu", non_blocking=True)
         known = (round, got.clients, before, got.before, because, count)

@@ -55,11 +55,12 @@ def log_alpha_of(rate: float) -> float:
     return math.log(rate / (1 - rate))
 
 
-def ramp(done: int, rounds: int) -> float:
+def ramp(done: Tensor, rounds: int) -> Tensor:
     """Return the share of the KL's weight after `done` rounds: along a sigmoid from nearly 0 to
     nearly 1 in `rounds`, then 1.
     """
-    return 1 / (1 + math.exp(-10 * (done / rounds - 0.5))) if done < rounds else 1.0
+    share = 1 / (1 + torch.exp(-10 * (done.double() / rounds - 0.5)))
+    return torch.where(done < rounds, share, torch.ones_like(share))
 
 
 def output_variance(x: Tensor, theta: Tensor, log_alpha: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from ..tree import Tensors
 from .gradients import vjp
+from .guesses import holds
 
 SLOPE = 0.1  # of LeakyReLU below 0
 
@@ -129,7 +130,7 @@ def within(reach: float, before: tuple[Tensors, Tensors], after: tuple[Tensors, 
     if not reach:
         return 1.0
     start, share = outputs(0.0), 1.0
-    while share > 1e-12 and not float((outputs(share) - start).square().mean().sqrt()) <= reach:
+    while share > 1e-12 and not holds((outputs(share) - start).square().mean().sqrt() <= reach):
         share /= 2
     return share
 

@@ -115,7 +115,7 @@ class Gate:
         self.steady: dict[int, list[float]] = {}  # by client: cosines with its own past
         self.itself: dict[int, float] = {}  # by client: the one of this round
         self.turned: dict[int, float] = {}  # by client of this round that turned: its cosine
-        self.signs: dict[tuple[int, torch.device], Tensor] = {}  # by number of entries
+        self.signs: dict[tuple[Any, ...], Tensor] = {}  # by number of entries, type and place
 
     def see(
         self, clients: Sequence[int], parts: Sequence[Part], rows: Mapping[str, Tensor]
@@ -166,16 +166,20 @@ class Gate:
 
     def sketch(self, rows: Tensor) -> Tensor:
         """Return SIZE numbers of each client's change."""
-        rows = rows * self.sign(rows.shape[1], rows.device)
-        rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % SIZE))
-        return rows.reshape(len(rows), -1, SIZE).sum(1)
+        rows = rows * self.sign(rows)
+        times = rows.shape[1] // SIZE
+        found = rows[:, : times * SIZE].unflatten(1, (times, SIZE)).sum(1)
+        rest = rows[:, times * SIZE :]
+        found[:, : rest.shape[1]] += rest
+        return found
 
-    def sign(self, number: int, device: torch.device) -> Tensor:
-        """Return `number` signs, always the same."""
-        key = (number, device)
+    def sign(self, rows: Tensor) -> Tensor:
+        """Return a sign for each column, always the same."""
+        number = rows.shape[1]
+        key = (number, rows.dtype, rows.device)
         if key not in self.signs:
             drawn = torch.randint(2, (number,), generator=torch.Generator().manual_seed(number))
-            self.signs[key] = (2 * drawn - 1).to(device)
+            self.signs[key] = (2 * drawn - 1).to(rows)
         return self.signs[key]
 
     def close(self, gone: Collection[int] = ()) -> None:

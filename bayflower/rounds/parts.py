@@ -153,9 +153,15 @@ def flat(part: Part) -> Tensor:
     operations, however many tensors there are.
     """
     names, one = sorted(part.leaves), next(iter(part.leaves.values()))
-    rows = torch.cat([part.leaves[name].reshape(len(one), -1).to(one) for name in names], 1)
-    if part.sent and all(name in part.sent for name in names):
-        rows = rows - torch.cat([part.sent[name].reshape(-1).to(one) for name in names])
+    lengths = [part.leaves[name][0].numel() for name in names]
+    rows = one.new_empty(len(one), sum(lengths))
+    moved = bool(part.sent) and all(name in part.sent for name in names)
+    for name, place in zip(names, rows.split(lengths, 1), strict=True):
+        leaf = part.leaves[name].detach().reshape(len(one), -1).to(one)
+        if moved:
+            torch.sub(leaf, part.sent[name].detach().reshape(-1).to(one), out=place)
+        else:
+            place.copy_(leaf)
     if part.only:
         counts = [counted(part, name) for name in names]
         number = max(map(len, counts))
@@ -280,9 +286,15 @@ def shortened(part: Part, name: str, scale: Tensor, now: Tensor) -> Tensor:
             most = (part.sent[name].double() * LEVEL).to(leaf)
             new = torch.minimum(new, most)
         return torch.where(counted(part, name), new, now) if name in part.only else new
-    step = change(part, name) * by
-    if name in part.sent:
-        step = step + part.sent[name].to(step)
+    if leaf.is_cuda:  # read once; a factor of 1 keeps the bits
+        start = part.sent[name].to(leaf) if name in part.sent else leaf.new_zeros(())
+        step = torch.lerp(start, leaf, by.to(leaf.dtype))
+        if name not in part.only:
+            return step
+    else:
+        step = change(part, name) * by
+        if name in part.sent:
+            step = step + part.sent[name].to(step)
     counts = by < 1
     if name in part.only:
         counts = counts & counted(part, name)

@@ -144,8 +144,9 @@ def weights_tile(outputs: int, rows: int, places: int, clients: int) -> tuple[Ti
     long sum is split.
     """
     small = outputs <= 32 and rows <= 32
-    tile = Tile(32, 32, 32, 2) if small else Tile(64, 64, 64, stages=2)
+    tile = Tile(32, 32, 32, 2) if small else Tile(64, 64, 64, stages=2 if rows > 64 else 3)
     blocks = clients * tile.blocks(outputs, rows)
     if small:  # a device holds many of these
         return tile, parts(blocks, 2 * BLOCKS, places, 4 * tile.depth)
-    return tile, parts(blocks, MORE, places, tile.depth)
+    long = parts(blocks, BLOCKS, places, 8 * tile.depth)
+    return tile, max(long, parts(blocks, MORE, places, tile.depth))

@@ -48,13 +48,14 @@ from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError, check_choices, check_least
 from ..maths import npn
 from ..maths.gaussian import Diagonal, product
+from ..maths.guesses import holds
 from ..maths.ledger import entry as entry
 from ..maths.ledger import multiplied, prior
 from ..maths.tilted import NODES, Backend
 from ..maths.window import on_grid
 from ..settings import Presets, paper, setting
 from ..shown import Heading, Mark, Picture
-from ..tree import Tensors, digest
+from ..tree import Tensors, choose, digest
 from . import fedavg
 from .fedavg import averaged, summed, weighted
 
@@ -267,8 +268,8 @@ class Server(ServerHalf):
         """Return (n_k, n_k theta_k), the client's new line in the ledger, and whether the old one
         cannot be what it changed.
         """
-        line = self.line(state, client, int(update.turns), update.change)
-        return {**self.averages(update), **line}
+        one = Diagonal(*(value[None] for value in update.change))
+        return {**self.averages(update), **self.lines(state, (client,), update.turns[None], one)}
 
     def averages(self, update: Update) -> Statistic:
         """Return (n_k, n_k theta_k)."""
@@ -285,34 +286,36 @@ class Server(ServerHalf):
             "reset": (update.turns < 0).long(),
         }
 
-    def line(self, state: State, client: int, turns: int, change: Diagonal) -> Tensors:
-        """Return the client's part of a statistic: its factor and turns by name, and 1 in `reset`
-        if all must start anew.
+    def lines(
+        self, state: State, clients: tuple[int, ...], turns: Tensor, change: Diagonal
+    ) -> Tensors:
+        """Return the clients' part of a statistic: their factors and turns by name, and in `reset`
+        how many cannot go on, so that all must start anew. This does not wait for a GPU.
         """
-        new, key = self.factor(state, client, turns, change), f"ledger/{client}"
+
+        def noted(name: str, none: Tensor) -> Tensor:
+            return torch.stack([state.ledger.get(f"{client}/{name}", none) for client in clients])
+
+        zero = torch.zeros_like(change.precision[0])
+        known = (turns <= 0) | (noted("turns", torch.full_like(turns[0], -1)) == turns)
+        old = Diagonal(noted("precision", zero), noted("shift", zero))
+        new = choose(known & (turns > 0), product(old, change), change)
+        rows = {**new._asdict(), "turns": turns.clamp(min=0) + 1}
         return {
-            f"{key}/precision": new.precision,
-            f"{key}/shift": new.shift,
-            f"{key}/turns": torch.tensor(max(turns, 0) + 1),
-            "reset": torch.tensor(0 if self.known(state, client, turns) else 1),
+            **{f"ledger/{c}/{n}": rows[n][row] for row, c in enumerate(clients) for n in rows},
+            "reset": (~known).sum(),
         }
 
     def total(self, state: State, clients: tuple[int, ...], updates: Update) -> Sum:
         """Return the same sums over stacked updates."""
-        weight, device = updates.num_examples.double(), updates.num_examples.device
+        weight = updates.num_examples.double()
         found: dict[str, Tensor] = {
             "num_examples": updates.num_examples.sum(),
             **summed("params", updates.params, weight),
             **summed("buffers", updates.buffers, weight),
             **summed("extra", updates.extra, weight),
         }
-        reset = 0
-        for row, (client, turns) in enumerate(zip(clients, updates.turns.tolist(), strict=True)):
-            change = Diagonal(*(value[row] for value in updates.change))
-            line = self.line(state, client, turns, change)
-            reset += int(line.pop("reset"))
-            found |= {name: value.to(device) for name, value in line.items()}
-        return {**found, "reset": torch.tensor(reset, device=device)}
+        return {**found, **self.lines(state, clients, updates.turns, updates.change)}
 
     def finalise(self, state: State, total: Sum) -> State:
         """Return the average [eq. 3] and the product of prior and factors [eq. 4]; no reply leaves
@@ -323,7 +326,7 @@ class Server(ServerHalf):
         weight = total["num_examples"]
         params, buffers, extra = (averaged(g, getattr(state, g), total, weight) for g in GROUPS)
         after = state._replace(params=params, buffers=buffers, extra=extra)
-        if int(total["reset"]):
+        if not holds(total["reset"] == 0):
             return anew(after)
         if "change/precision" in total:  # a secure sum
             change = Diagonal(total["change/precision"], total["change/shift"])

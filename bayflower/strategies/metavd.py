@@ -220,17 +220,14 @@ class Server(beliefs.Admitting, reptile.Server):
         found = beliefs.log_alphas(self.config, state.belief, clients, weight.numel())
         return found.reshape(-1, *weight.shape)
 
-    def kl_weight(self, state: State) -> float:
+    def kl_weight(self, state: State) -> Tensor:
         """Return the weight of the KL in the coming round: along a sigmoid to its full value."""
-        return float(
-            self.config.kl_weight * dropout.ramp(int(state.round), self.config.ramp_rounds)
-        )
+        return self.config.kl_weight * dropout.ramp(state.round, self.config.ramp_rounds)
 
     def dropped(self, state: State, log_alpha: Tensor) -> Tensor:
         """Return which weights are dropped in the coming round (E-V10)."""
-        drops = int(state.round) >= self.config.drop_after
-        limit = dropout.log_alpha_of(self.config.drop_above) if drops else math.inf
-        return log_alpha > limit
+        limit = dropout.log_alpha_of(self.config.drop_above)
+        return (log_alpha > limit) & (state.round >= self.config.drop_after)
 
     def broadcast(self, state: Any, client: int) -> Any:
         """Return the model and the client's own dropout; dropped entries are 0."""
@@ -246,7 +243,7 @@ class Server(beliefs.Admitting, reptile.Server):
     def message(self, name: str, state: State, log_alpha: Tensor) -> Broadcast:
         """Return the broadcast of a client's dropout, or of that of several."""
         params, buffers = state.params, state.buffers
-        beta = torch.full((), self.kl_weight(state), dtype=log_alpha.dtype, device=log_alpha.device)
+        beta = self.kl_weight(state).to(log_alpha)
         if not self.config.drop_above:
             return Broadcast(params, buffers, log_alpha, beta, {})
         mask = self.dropped(state, log_alpha)
@@ -380,7 +377,7 @@ class Server(beliefs.Admitting, reptile.Server):
         known = self.log_alphas(state, sorted(map(int, state.belief.seen)))
         found = {
             "dropout_rate": float(dropout.rate(known).mean()),
-            "kl_weight_now": self.kl_weight(state),
+            "kl_weight_now": float(self.kl_weight(state)),
         }
         return (
             {**found, "sparsity": float(self.dropped(state, known).double().mean())}

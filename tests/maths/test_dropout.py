@@ -170,9 +170,9 @@ def test_thin_and_fill_are_inverse(shape):
 
 
 def test_the_ramp_rises_and_stays():
-    values = [dropout.ramp(done, 20) for done in range(25)]
+    values = [float(dropout.ramp(torch.tensor(done), 20)) for done in range(25)]
     assert values == sorted(values)
     assert values[0] < 0.01
     assert values[10] == pytest.approx(0.5)
     assert values[20:] == [1.0] * 5
-    assert dropout.ramp(0, 0) == 1.0
+    assert float(dropout.ramp(torch.tensor(0), 0)) == 1.0
