@@ -234,11 +234,9 @@ class Server(ServerHalf):
                 "next one starts anew"
             )
         least = float(self.factor(state, client, turns, update.change).precision.min())
-        return (
-            None
-            if least > -1e-9
-            else f"the precision of a factor must not be negative (E-N5), got {least:.3g}"
-        )
+        if least > -1e-9:
+            return None
+        return f"the precision of a factor must not be negative (E-N5), got {least:.3g}"
 
     def bounds(
         self, state: State, client: int, update: Update, limits: Any, training: Any
