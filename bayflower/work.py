@@ -4,7 +4,8 @@ Part of the contract.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -57,3 +58,20 @@ class Work(NamedTuple):
     opt: OptState = OptState(torch.zeros(()), {}, {})
     # filled after the phases, before `finish`, where the half asks for it
     survey: Survey = Survey({}, {})
+
+
+G = TypeVar("G", bound=Callable[..., Any])
+_unchanged: set[Any] = set()
+
+
+def unchanged(gradient: G) -> G:
+    """Mark a half's `gradient` that returns the loss's own gradient as it is. Then a step of plain
+    gradient descent may add a part of it to the weights without writing it (`stacked/products.py`).
+    """
+    _unchanged.add(gradient)
+    return gradient
+
+
+def is_unchanged(gradient: Any) -> bool:
+    """Return whether a `gradient` is marked so; one that overrides it is not."""
+    return gradient in _unchanged

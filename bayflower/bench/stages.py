@@ -20,7 +20,6 @@ from ..engines import Prepared
 from ..fused.meter import Mark, Meter
 from ..fused.phases import StackedPhase, segments
 from ..fused.run import SMALL_MODEL, FusedRun
-from ..networks.model import Batch
 from ..stacked import chance
 from ..stacked.replay import Replay
 from .cases import WARM_UP, Options, Say, described, free, loaded, why
@@ -197,15 +196,7 @@ def split(stacked: StackedPhase, rounds: Rounds) -> tuple[float, float, float]:
     pieces = segments((stacked.plan[1][:, :, 0, 0] >= 0).sum(0), stacked.sizes)
 
     def gathered(size: int) -> tuple[Any, ...]:
-        places, masks = (
-            tensor.index_select(0, stacked.at)[0, :size]
-            for tensor in (stacked.places, stacked.masks)
-        )
-        data = stacked.stack.train
-        groups = tuple(
-            Batch(data.x[places[:, g]], data.y[places[:, g]], masks[:, g])
-            for g in range(stacked.phase.batches)
-        )
+        groups = stacked.groups(size)
         noise = {
             name: batches.normal(
                 keys[:size], stacked.at[0], stacked.shapes[name], stacked.stack.dtype

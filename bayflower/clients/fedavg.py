@@ -30,6 +30,7 @@ from ..networks.model import Batch
 from ..strategies.fedavg import State as Broadcast
 from ..strategies.fedavg import Update
 from ..tree import Tensors
+from ..work import unchanged
 
 SETTLE = "settle"  # the phase in which no weight moves
 FINETUNE = "finetune"  # the phase before a test
@@ -119,6 +120,7 @@ class Client(ClientHalf):
         """Return whether a round is nothing but steps down the loss."""
         return not self.settle_epochs()
 
+    @unchanged
     def gradient(
         self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
     ) -> tuple[Tensors, Tensors, Tensor]:
@@ -193,6 +195,7 @@ class Global(Client):
         """Return the work that starts at the global model."""
         return Work(broadcast.params, broadcast.buffers, memo={})
 
+    @unchanged
     def gradient(
         self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
     ) -> tuple[Tensors, Tensors, Tensor]:

@@ -38,6 +38,7 @@ from .totals import stacked_updates
 log = logging.getLogger("bayflower")
 TEST_PIECE = 256  # test samples of a client in one forward pass, at most
 LATER = "and from then on trained,"
+SURVEY_PIECE = 128  # samples of a client in one survey on a GPU; more would be padding
 TEST_SAMPLES = 4096  # test samples of all clients in one forward pass
 TEST_WEIGHTS = 4e9  # bytes of the weights of all clients in one forward pass, at most
 
@@ -343,7 +344,7 @@ class Fused:
                 self.stack.train,
                 longest,
                 len(chosen),
-                self.half.survey_size,
+                min(self.half.survey_size, SURVEY_PIECE if self.device.type == "cuda" else longest),
                 self.graphs,
                 adopt,
             )

@@ -21,8 +21,11 @@ from ..contract import ClientHalf, Phase, Survey, Work
 from ..data import batches
 from ..networks.model import Batch
 from ..stacked import chance
+from ..stacked.products import products
 from ..stacked.replay import Graphs, Replay
+from ..stacked.routes import has_kernels
 from ..tree import map_tree, upload
+from ..work import is_unchanged
 from .fixed import Fixed, copy, leaves
 from .recipe import StackedRecipe
 from .stack import Ragged, Stack
@@ -74,6 +77,10 @@ class StackedPhase:
         labels = (every.y, every.start, every.size, stack.moving)
         self.recipe = StackedRecipe(half, purpose, shape[:2], stack.dtype, *labels)
         self.sizes = allowed_sizes(number)
+        # whether a step is the gradient of the loss times a rate, so that it may be left a product
+        own = type(half).gradient
+        unchanged = own is ClientHalf.gradient or is_unchanged(own)
+        self.plain = half.model.stacked and phase.optimizer.plain and unchanged
         self.work: Fixed | None = None
         self.replay = Replay(self._step, graphs)
         self.plan: tuple[Any, np.ndarray] | None = None
@@ -146,16 +153,7 @@ class StackedPhase:
     def _step(self, size: int) -> None:
         """Take one step with the first `size` clients."""
         assert self.work is not None
-        places, masks, counts = (
-            tensor.index_select(0, self.at)[0, :size]
-            for tensor in (self.places, self.masks, self.counts)
-        )
-        data = self.stack.train
-        groups = tuple(
-            Batch(data.x[places[:, g]], data.y[places[:, g]], masks[:, g])
-            for g in range(self.phase.batches)
-        )
-        groups = self.recipe.groups(groups, self.at, size)
+        groups = self.recipe.groups(self.groups(size), self.at, size)
         noise = {
             name: batches.normal(keys[:size], self.at[0], self.shapes[name], self.stack.dtype)
             for name, keys in self.keys.items()
@@ -166,8 +164,11 @@ class StackedPhase:
         if exact and type(self.half).step is ClientHalf.step:
             gradient, front = self.recipe.shaped(partial(self.half.gradient, self.phase), size)
             args = (self.step_keys(size), *front, work, groups, noise)
-            grads, buffers, loss = vmap(chance.within(gradient))(*args)
-            self.phase.optimizer.update_stack(work.params, grads, work.opt)
+            with products(work.params if self.plain else {}) as left:
+                grads, buffers, loss = vmap(chance.within(gradient))(*args)
+            optimizer = self.phase.optimizer
+            optimizer.update_stack(work.params, left.others(grads), work.opt)
+            left.descend(optimizer.lr)
             settle(work.buffers, buffers, None)
         else:
             step, front = self.recipe.shaped(partial(self.half.step, self.phase), size)
@@ -176,8 +177,34 @@ class StackedPhase:
             loss = info["loss"]
             if self.work.unlike(after):
                 self.work.spread()
-            settle(self.work.part(size), after, None if exact else counts > 0)
-        self.losses[:size].addcmul_(loss.detach().double(), counts)
+            counts = None if exact else self.counts.index_select(0, self.at)[0, :size]
+            settle(self.work.part(size), after, None if counts is None else counts > 0)
+        self._note(loss.detach())
+
+    def groups(self, size: int) -> tuple[Batch, ...]:
+        """Return the batches of the step at hand, of the first `size` clients."""
+        data, groups = self.stack.train, range(self.phase.batches)
+        if has_kernels(data.x) and data.y.ndim == 1 and data.x.is_contiguous():
+            from ..stacked import stepkernels
+
+            known = (self.at, self.places, self.masks, data.x, data.y, size)
+            x, y, mask = stepkernels.gather(*known)
+            return tuple(Batch(x[:, g], y[:, g], mask[:, g]) for g in groups)
+        places, masks = (
+            tensor.index_select(0, self.at)[0, :size] for tensor in (self.places, self.masks)
+        )
+        every = ((places[:, g], masks[:, g]) for g in groups)
+        return tuple(Batch(data.x[place], data.y[place], mask) for place, mask in every)
+
+    def _note(self, loss: Tensor) -> None:
+        """Add up the losses (size,) of the step at hand, and go to the next."""
+        if has_kernels(loss) and len(self.losses) <= MOST_SIZES:
+            from ..stacked import stepkernels
+
+            stepkernels.note(self.at, self.losses, loss, self.counts)
+            return
+        counts = self.counts.index_select(0, self.at)[0, : len(loss)]
+        self.losses[: len(loss)].addcmul_(loss.double(), counts)
         self.at += 1
 
     def step_keys(self, size: int) -> Tensor:

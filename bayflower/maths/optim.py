@@ -78,6 +78,12 @@ class Optimizer:
         """Return whether the rule is Adam's, with either kind of weight decay."""
         return self.name in ("adam", "adamw")
 
+    @property
+    def plain(self) -> bool:
+        """Return whether a step is the gradient times `lr`, the same at every step."""
+        more = (self.momentum, self.weight_decay, self.clip_norm, self.scheduled)
+        return self.name == "sgd" and not any(more)
+
     def init(self, params: Tensors) -> OptState:
         """Return the state before the first step."""
         zeros = {name: torch.zeros_like(value) for name, value in params.items()}

@@ -53,6 +53,7 @@ def _forward(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """out[a, s, o, n], the s-th part of the sum, for a block of outputs and of places."""
     number = tl.program_id(2)
@@ -81,7 +82,7 @@ def _forward(
         pixels = tl.load(
             x + (c * sc + i * sh + j * sw)[:, None] + place[None, :], mask=inside, other=0.0
         )
-        acc = tl.dot(weights, pixels, acc, input_precision="tf32")
+        acc = tl.dot(weights, pixels, acc, input_precision=PRECISION)
     if BIAS:
         more = tl.load(bias + a * outputs + m, mask=known, other=0.0)
         acc += more[:, None].to(tl.float32)
@@ -124,6 +125,7 @@ def _weights(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """out[a, s, o, k]: the sum over the s-th part of all places. The bias is the last k of a row;
     where there is one part only, it goes to `to_bias`.
@@ -155,7 +157,7 @@ def _weights(
         place = b * sb + top * sh + left * sw
         pixels = tl.load(x + entry[:, None] + place[None, :], mask=inside, other=0.0)
         pixels = tl.where((k == used)[:, None] & real[None, :], 1.0, pixels).to(x.dtype.element_ty)
-        acc = tl.dot(slopes, tl.trans(pixels), acc, input_precision="tf32")
+        acc = tl.dot(slopes, tl.trans(pixels), acc, input_precision=PRECISION)
     row = (a * splits + s) * outputs + m[:, None]
     found = acc.to(out.dtype.element_ty)
     wide = used + 1 if BIAS and not APART else used
@@ -188,6 +190,7 @@ def _input(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """out[a, s, c, m], the s-th part of the sum, for a block of channels and of pixels.
 
@@ -221,7 +224,7 @@ def _input(
             mask=(o < outputs)[:, None] & inside[None, :],
             other=0.0,
         )
-        acc = tl.dot(weights, slopes, acc, input_precision="tf32")
+        acc = tl.dot(weights, slopes, acc, input_precision=PRECISION)
     tl.store(
         out + ((a * splits + s) * channels + m[:, None]) * total + n[None, :],
         acc.to(out.dtype.element_ty),

@@ -54,6 +54,7 @@ def _pooled_once(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """out[a, b, o, p, q] and index[a, o, b, p, q] for a block of outputs and of windows."""
     a = tl.program_id(2).to(tl.int64)
@@ -81,7 +82,7 @@ def _pooled_once(
         pixels = tl.load(
             x + (c * sc + i * sh + j * sw)[:, None] + place[None, :], mask=inside, other=0.0
         )
-        acc = tl.dot(weights, pixels, acc, input_precision="tf32")
+        acc = tl.dot(weights, pixels, acc, input_precision=PRECISION)
     table = tl.reshape(acc, (BM, BN // 4, 4))
     which = tl.zeros((BM, BN // 4, 4), dtype=tl.int32) + tl.arange(0, 4)[None, None, :]
     best, where = tl.reduce((table, which), 2, _larger)

@@ -52,6 +52,7 @@ def _pooled(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """out and index [a, o, m] for a block of outputs and of windows; with LAST [m, a, o]."""
     a = tl.program_id(2).to(tl.int64)
@@ -82,7 +83,7 @@ def _pooled(
             pixels = tl.load(
                 x + (c * sc + i * sh + j * sw)[:, None] + place[None, :], mask=inside, other=0.0
             )
-            acc = tl.dot(weights, pixels, acc, input_precision="tf32")
+            acc = tl.dot(weights, pixels, acc, input_precision=PRECISION)
         if t == 0:
             best = acc
         else:
@@ -141,6 +142,7 @@ def _pooled_weights(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """out[a, s, o, k]: the sum over the s-th part of all windows; the bias as in `_weights`."""
     number = tl.program_id(2)
@@ -176,7 +178,7 @@ def _pooled_weights(
                 pixels = tl.where((k == used)[:, None] & real[None, :], 1.0, pixels)
                 pixels = pixels.to(x.dtype.element_ty)
             mine = tl.where(which % 4 == t, slopes, 0.0).to(x.dtype.element_ty)
-            acc = tl.dot(mine, tl.trans(pixels), acc, input_precision="tf32")
+            acc = tl.dot(mine, tl.trans(pixels), acc, input_precision=PRECISION)
     row = (a * splits + s) * outputs + m[:, None]
     found = acc.to(out.dtype.element_ty)
     length = used + 1 if BIAS and not APART else used

@@ -20,6 +20,9 @@ FEW = 32  # channels up to which patches cost more than their product
 MANY = 32  # samples from which cuDNN's grouped convolutions are fast
 BLOCKS = 264  # programs that fill the device twice
 MORE = 75  # fewer programs than this share their sums with others
+LINEAR = True
+FEW_SAMPLES = 32  # of a linear layer: up to so many are added one by one
+SPLIT = False
 SOME = 32  # up to so many programs a convolution that pools at once is slower than in two kernels
 
 
@@ -44,6 +47,7 @@ class Tile(NamedTuple):
             "BM": self.rows,
             "BN": self.columns,
             "BK": self.depth,
+            "PRECISION": precision(),
             "num_warps": self.warps,
             "num_stages": self.stages,
         }
@@ -63,7 +67,8 @@ def has_cores(x: Tensor) -> bool:
 
 def direct(x: Tensor, outputs: int, size: tuple[int, ...]) -> bool:
     """Return whether a convolution of x (B, C, H, W) takes the Triton kernels."""
-    if not (has_kernels(x) and has_cores(x)) or x.shape[-3] > FEW:
+    exact = SPLIT and x.dtype == torch.float32
+    if not (has_kernels(x) and (has_cores(x) or exact)) or x.shape[-3] > FEW:
         return False
     # the gradient of few weights is slow there in TF32
     few = x.shape[-3] * size[0] * size[1] < 64 and size[0] <= 3 and outputs < 64
@@ -150,3 +155,79 @@ def weights_tile(outputs: int, rows: int, places: int, clients: int) -> tuple[Ti
         return tile, parts(blocks, 2 * BLOCKS, places, 4 * tile.depth)
     long = parts(blocks, BLOCKS, places, 8 * tile.depth)
     return tile, max(long, parts(blocks, MORE, places, tile.depth))
+
+
+class LinearTile(NamedTuple):
+    """The block of a linear layer that a program computes, or goes through at once; warps and
+    stages of the pipeline.
+    """
+
+    samples: int
+    outputs: int
+    inputs: int
+    warps: int = 4
+    stages: int = 3
+
+    def options(self) -> dict[str, Any]:
+        """Return them as a launch takes them."""
+        return {
+            "BB": self.samples,
+            "BO": self.outputs,
+            "BK": self.inputs,
+            "PRECISION": precision(),
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+def linear(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a linear layer of x (B, K) takes the Triton kernels."""
+    kinds = (torch.float32, torch.bfloat16)
+    fine = x.ndim == 2 and x.dtype in kinds and weight.dtype == torch.float32
+    return LINEAR and fine and has_kernels(x)
+
+
+def precision() -> str:
+    """Return how products of float32 are made by tensor cores: in TF32, or by three such products
+    that have float32's digits.
+    """
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def power(number: int, least: int, most: int) -> int:
+    """Return the next power of two, within limits."""
+    return min(max(1 << max(number - 1, 0).bit_length(), least), most)
+
+
+def narrowed(block: int, length: int, others: int) -> int:
+    """Return the block of an axis of `length`: half and half again until the device is filled by
+    `others` times as many programs as the axis has blocks.
+    """
+    while block > 16 and -(-length // block) * others < BLOCKS:
+        block //= 2
+    return block
+
+
+def linear_ahead(clients: int, samples: int, outputs: int, inputs: int) -> LinearTile:
+    """Return the block of a linear layer's output."""
+    rows = power(samples, 16, 64)
+    wide = narrowed(power(outputs, 16, 64), outputs, clients * -(-samples // rows))
+    return LinearTile(rows, wide, power(inputs, 16, 64))
+
+
+def linear_weights(clients: int, samples: int, outputs: int, inputs: int) -> LinearTile:
+    """Return the block of a linear layer's gradient of the weights."""
+    if samples <= FEW_SAMPLES:
+        wide = power(inputs, 16, 128)
+        high = narrowed(power(outputs, 16, 32), outputs, clients * -(-inputs // wide))
+        return LinearTile(min(samples, 16), high, wide)
+    high, wide = power(outputs, 16, 64), power(inputs, 16, 128)
+    high = narrowed(high, outputs, clients * -(-inputs // wide))
+    return LinearTile(power(samples, 16, 32), high, wide)
+
+
+def linear_input(clients: int, samples: int, outputs: int, inputs: int) -> LinearTile:
+    """Return the block of a linear layer's gradient of the input."""
+    rows = power(samples, 16, 64)
+    wide = narrowed(power(inputs, 16, 64), inputs, clients * -(-samples // rows))
+    return LinearTile(rows, power(outputs, 16, 64), wide)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from . import routes
 from .batched import Conv, Size, padded
 from .direct import WINDOW, Direct, DirectPool, Last
+from .linear import Linear
 from .pooling import Pool
 
 
@@ -70,6 +71,36 @@ class StackedMaxPool2d(nn.MaxPool2d):
         return Pool.apply(x, pair(self.kernel_size), self.slope)[0]  # type: ignore[no-any-return]
 
 
+class StackedLinear(nn.Linear):
+    """torch's linear layer, and the activation after it if that has become part of it: `slope` is
+    the activation's below 0 (1: none).
+    """
+
+    slope = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, slope = in_bfloat16(x), 1.0 if self._forward_hooks else self.slope
+        if routes.linear(x, self.weight):
+            facts = (self.bias, slope, low)
+            return Linear.apply(x, self.weight, *facts)  # type: ignore[no-any-return]
+        out = super().forward(x)
+        return out if slope == 1.0 else functional.leaky_relu(out, slope)
+
+
+class After(nn.Module):
+    """An activation that has become part of the layer before it, unless a hook wants to see what
+    the layer itself gives.
+    """
+
+    def __init__(self, layer: StackedLinear, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+        self.layers = (layer,)  # not a module of this one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(x) if self.layers[0]._forward_hooks else x  # type: ignore[no-any-return]
+
+
 def in_bfloat16(x: Tensor) -> bool:
     """Return whether autocast is on for `x`; Bayflower only uses it with bfloat16."""
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
@@ -95,6 +126,8 @@ def for_stacks(module: nn.Module) -> nn.Module:
             part.__class__ = StackedConv2d
         elif type(part) is nn.MaxPool2d and plain_pool(part):
             part.__class__ = StackedMaxPool2d
+        elif type(part) is nn.Linear and module.training:
+            part.__class__ = StackedLinear
     for part in module.modules():
         if isinstance(part, nn.Sequential):
             change_places(part)
@@ -104,14 +137,18 @@ def for_stacks(module: nn.Module) -> nn.Module:
 
 
 def join(layers: nn.Sequential) -> None:
-    """Make each 2×2 pooling a part of the convolution before it."""
+    """Make each 2×2 pooling a part of the convolution before it, and each piecewise linear
+    activation of the linear layer before it.
+    """
     known = [(name, part) for name, part in layers.named_children() if not empty(part)]
-    for (_, conv), (name, pool) in itertools.pairwise(known):
-        if not isinstance(conv, StackedConv2d) or not isinstance(pool, StackedMaxPool2d):
-            continue
-        if pair(pool.kernel_size) == WINDOW:
-            conv.slope = pool.slope
-            layers._modules[name] = nn.Identity()
+    for (_, first), (name, part) in itertools.pairwise(known):
+        if isinstance(first, StackedConv2d) and isinstance(part, StackedMaxPool2d):
+            if pair(part.kernel_size) == WINDOW:
+                first.slope = part.slope
+                layers._modules[name] = nn.Identity()
+        elif isinstance(first, StackedLinear) and (slope := slope_below(part)) is not None:
+            first.slope = slope
+            layers._modules[name] = After(first, part)
 
 
 def empty(layer: nn.Module) -> bool:
