@@ -170,7 +170,9 @@ def _pull(
         n = start + lanes
         good = n < samples
         label = tl.load(y + a * samples + n, mask=good, other=0)
-        sure = tl.load(strength + a * per_strength + label, mask=good, other=0).to(z.dtype.element_ty)
+        sure = tl.load(strength + a * per_strength + label, mask=good, other=0).to(
+            z.dtype.element_ty
+        )
         weight = (
             tl.load(mask + a * samples + n, mask=good, other=0.0)
             * sure
