@@ -43,6 +43,8 @@ class Memo(NamedTuple):
 
     centroids: Tensor
     known: Tensor
+    weight: Tensor
+    strength: Tensor
     h: Tensor
     variance: Tensor
 
@@ -89,8 +91,8 @@ class Client(pfedvmp.Client):
         """Return the work that starts at the base and the mixed head, with h and V [eq. 6]."""
         params = {**broadcast.params, **self.head(state, broadcast)}
         h, variance = self.seen(params, broadcast.buffers, data, len(broadcast.known))
-        memo = Memo(broadcast.centroids, broadcast.known, h, variance)
-        return Work(params, broadcast.buffers, memo)
+        work = Work(params, broadcast.buffers, memo=broadcast)
+        return work._replace(memo=Memo(*self.strengths(work), h, variance))
 
     def seen(
         self, params: Tensors, buffers: Tensors, data: Batch, classes: int

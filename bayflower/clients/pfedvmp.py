@@ -5,6 +5,7 @@ and own head, features near centroids.
     psi(x; theta^b)  features                   (B, D): what the head gets
     theta_n^h        state.params               by name, private: the head
     mu_k             work.memo.centroids        (K, D): the server's, constant during the round
+    xi_1             work.memo.weight           (): what the pull is multiplied by (E-P13)
     mu_{k,n}         update.means               (K, D)
     Sigma_{k,n}      (not formed)               covariance of the features of class k
     Lambda_{k,n}     update.spread, alpha       V diag(weight) Vᵀ + alpha I, see classwise.py
@@ -31,7 +32,7 @@ Departs:
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,15 @@ from .fedavg import State
 DIMENSION = 512  # features of the network for which the paper chose xi
 
 
+class Memo(NamedTuple):
+    """What a step needs to pull features, constant during the round."""
+
+    centroids: Tensor  # (K, D)
+    known: Tensor  # (K,) bool
+    weight: Tensor  # (): what the pull is multiplied by
+    strength: Tensor  # (K,): the weight of each class, 0 where no centroid is known
+
+
 class Client(fedper.Client):
     """Owns its head; trains with features pulled to their centroids, and sends what it saw of each
     class.
@@ -65,6 +75,19 @@ class Client(fedper.Client):
     survey_size = 64
     origin: ClassVar[str] = "pFedVMP's class Gaussians over features"  # of its posterior
 
+    def begin(self, state: State, broadcast: Any, data: Batch) -> Work:
+        """Return the work that starts at the base and the own head, with the weight of the pull."""
+        work = super().begin(state, broadcast, data)
+        return work._replace(memo=Memo(*self.strengths(work)))
+
+    def strengths(self, work: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the fields of `Memo` for the centroids in work.memo."""
+        centroids, known = work.memo.centroids, work.memo.known
+        weight = self.weight(work)
+        if not isinstance(weight, Tensor):
+            weight = torch.full_like(centroids[0, 0], weight)
+        return centroids, known, weight, known * weight
+
     def loss(
         self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
     ) -> tuple[Tensor, Tensors]:
@@ -73,9 +96,10 @@ class Client(fedper.Client):
             params, work.buffers, batch.x, train=True, mask=batch.mask
         )
         nll = self.model.mean_nll(logits, batch.y, batch.mask)
-        return nll + self.weight(work) * self.pull(self.features(features, work), work, batch), (
-            buffers
-        )
+        flat, memo = self.features(features, work), work.memo
+        if self.model.stacked and not is_mixed(batch.y):
+            return pull(flat, memo.centroids, memo.strength, batch.y, batch.mask, nll), buffers
+        return nll + memo.weight * self.pull(flat, work, batch), buffers
 
     def weight(self, work: Work) -> Tensor | float:
         """Return what the pull is multiplied by: xi, or xi · D/512 · B/M (E-P13). M is the mean
@@ -97,8 +121,6 @@ class Client(fedper.Client):
         if is_mixed(batch.y):  # each class by its share
             apart = (features[:, None] - centroids).square().mean(-1)
             return masked_mean((apart * known * batch.y).sum(-1), batch.mask)
-        if self.model.stacked:
-            return pull(features, centroids, known, batch.y, batch.mask)
         distance = (features - centroids[batch.y]).square().mean(-1)
         return masked_mean(distance * known[batch.y], batch.mask)
 

@@ -135,6 +135,17 @@ def sizes(centroid: str, message: ClassMessage) -> list[float]:
     return [float(value) for value in weight]
 
 
+def all_sizes(spread: Tensors, num_classes: int) -> Tensor:
+    """Return `sizes` of stacked updates with basis (C, N, D), weight and label (C, N): the traces
+    of the classes' precisions (C, K).
+    """
+    # one pass over the rows, without a copy of them in float64
+    norms = torch.linalg.vector_norm(spread["basis"], dim=2, dtype=torch.float64)
+    each = spread["weight"].double() * norms.square()
+    wide = each.new_zeros(len(each), num_classes + 1)
+    return wide.scatter_add(1, spread["label"].long(), each)[:, :-1]
+
+
 def shrunk(centroid: str, message: ClassMessage, factors: list[float]) -> ClassMessage:
     """Return the message with the size of each class it has multiplied by its factor, at most 1; of
     samples, at least one is left.

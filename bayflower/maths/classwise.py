@@ -16,7 +16,6 @@ loop over a few sizes, none over clients or classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -24,13 +23,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..stacked.batched import front
-from ..stacked.replay import Streams
-from .eigen import eigh, pseudo_inverse
+from ..stacked import groups
+from ..stacked.batched import front, has_kernels
+from .eigen import eigh
+from .manyclasses import Piece, many_factors
 
 T = TypeVar("T")
-MIDDLE = 128  # samples of a class up to which a GPU finds eigenvectors fast
-SMALLEST = 4  # groups of up to this many samples go together; then twice as many, and so on
+# groups of up to this many samples go together; then twice as many, and so on
+SMALLEST = {"cpu": 4, "cuda": 32}
 # numbers that are gathered at a time: a CPU's cache, a GPU's memory
 PIECE = {"cpu": 2**18, "cuda": 2**27}
 
@@ -57,6 +57,9 @@ def class_means(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[T
     """Return (counts (K,) int64, means (K, D)) of the rows of z; the mean of a class without
     samples is 0.
     """
+    if has_kernels(z):
+        counts, means = _Means.apply(z.detach(), y, mask, num_classes)
+        return counts, means
     member = members(y, mask, num_classes)
     counts = member.sum(0)
     means = (member.mT @ z.double()) / counts.clamp(min=1)[:, None]
@@ -107,6 +110,29 @@ class _Factors(Function):
         return _Factors.apply(*stacks, *inputs[3:]), (0, 0, 0)
 
 
+class _Means(Function):
+    """`class_means` on any number of leading axes; vmap adds one."""
+
+    @staticmethod
+    def forward(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+        rows, width = y.shape[-1], z.shape[-1]
+        flat = (z.reshape(-1, rows, width), y.reshape(-1, rows), mask.reshape(-1, rows))
+        counts, means = groups.means(*flat, num_classes)
+        ahead = (*y.shape[:-1], num_classes)
+        return counts.reshape(ahead), means.reshape(*ahead, width)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, tuple[int, int]]:
+        stacks = [
+            front(x, dim, info.batch_size) for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
+        ]
+        return _Means.apply(*stacks, *inputs[3:]), (0, 0)
+
+
 class _Labels(Function):
     """`class_labels` on any number of leading axes; vmap adds one."""
 
@@ -136,39 +162,30 @@ def stacked_factors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (basis (…, N, D), weight (…, N), counted (…, N)) for any number of stacked clients."""
     dim = z.shape[-1]
+    pieces = plan(y, mask, num_classes, dim, min_count)
+    if is_many(z, y):
+        return many_factors(z, pieces, cut)
     rows = z.reshape(-1, dim)
-    many = z.is_cuda and y.numel() > y.shape[-1]
     # the last row is where nothing belongs
     basis, weight = rows.new_zeros(len(rows) + 1, dim), rows.new_zeros(len(rows) + 1)
     counted = torch.zeros(len(rows) + 1, dtype=torch.bool, device=z.device)
-
-    def put(piece: Piece) -> None:
-        index, real, gram = piece
+    for index, real, gram in pieces:
         parts = centre(rows[index.clamp(max=len(rows) - 1)], real)
-        if many and gram and index.shape[1] > MIDDLE:
-            vectors, precision, rank = roots(*parts, cut, torch.finfo(z.dtype).tiny)
-            used = torch.arange(index.shape[1], device=z.device) < rank[:, None]
-        else:
-            vectors, precision = factors(*parts, cut, gram, torch.finfo(z.dtype).tiny)
-            used = precision != 0
+        vectors, precision = factors(*parts, cut, gram, torch.finfo(z.dtype).tiny)
         place = index[:, : vectors.shape[1]]
         width = place.shape[1]
         basis[place] = vectors[:, :width].to(z.dtype)
         weight[place] = precision[:, :width].to(z.dtype)
-        counted[place] = used[:, :width]
-
-    # each piece is a long chain of small kernels: side by side they fill the device
-    with Streams(z.device) as streams:
-        for piece in plan(y, mask, num_classes, dim, min_count):
-            large = many and piece[0].shape[1] > MIDDLE
-            with streams.next() if large else nullcontext():
-                put(piece)
+        counted[place] = precision[:, :width] != 0
     weight, counted = weight[:-1], counted[:-1]
     return basis[:-1].reshape(z.shape), weight.reshape(y.shape), counted.reshape(y.shape)
 
 
-# places of samples (G, S), one beyond the last where there is none; which are real; the route
-Piece = tuple[Tensor, Tensor, bool]
+def is_many(z: Tensor, y: Tensor) -> bool:
+    """Return whether these are stacked clients on a GPU."""
+    return z.is_cuda and y.numel() > y.shape[-1]
+
+
 # what follows from labels, with the tensors it was made from
 _known: list[tuple[Any, Any, Any]] = []
 KNOWN = 8
@@ -240,12 +257,13 @@ def make_plan(y: Tensor, mask: Tensor, num_classes: int, dim: int, min_count: in
 
 
 def buckets(sizes: Tensor, dim: int) -> list[tuple[int, int, Tensor]]:
-    """Return (least, most, which groups) of groups of similar size: up to 4, 8, …, `dim`, and on;
-    those of one sample have rank 0.
+    """Return (least, most, which groups) of groups of similar size: up to 4, 8, … (a GPU:
+    32, 64, …), `dim`, and on; those of one sample have rank 0.
     """
     known = sizes.cpu()
     largest = int(known.max()) if known.numel() else 0
-    limits = sorted({SMALLEST * 2**i for i in range(max(largest, SMALLEST).bit_length())} | {dim})
+    start = SMALLEST.get(sizes.device.type, 4)
+    limits = sorted({start * 2**i for i in range(max(largest, start).bit_length())} | {dim})
     found = []
     for below, limit in zip([1, *limits], limits, strict=False):
         chosen = ((known > below) & (known <= limit)).nonzero()[:, 0]
@@ -290,21 +308,6 @@ def factors(
     return rows, keep / safe
 
 
-def roots(
-    centred: Tensor, count: Tensor, noise: Tensor, cut: float, tiny: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows A (G, S, D) with AᵀA = Σ†, the weight 1 of each (G, S), the ranks (G,)): no
-    eigenvectors, but fast on a GPU.
-
-    With C the centred samples and G = C Cᵀ/n, Σ† = Cᵀ G†² C/n, so A = G† C/√n.
-    """
-    inverse, rank = pseudo_inverse(
-        centred @ centred.mT / count[..., None], cut, noise.clamp(min=tiny)
-    )
-    rows = inverse @ centred / count[..., None].sqrt()
-    return rows, (rank > 0)[:, None].to(rows.dtype).expand(rows.shape[:2]), rank
-
-
 # -- sums over clients ---------------------------------------------------------------------------
 def class_sums(
     *,
@@ -322,8 +325,7 @@ def class_sums(
     basis (C, N, D), weight and label (C, N), means (C, K, D), sent (C, K); Λ_n = V diag(weight) Vᵀ
     + alpha·I where the class was sent.
     """
-    samples, num_classes, dim = label.shape[1], sent.shape[1], basis.shape[2]
-    rows, scale = basis.reshape(-1, dim), weight.reshape(-1)
+    num_classes, dim = sent.shape[1], basis.shape[2]
     number, mass = (
         sent.sum(0, dtype=torch.float64),
         (means * sent[..., None]).sum(0, dtype=torch.float64),
@@ -331,11 +333,9 @@ def class_sums(
     for classes, chosen, index, real in remembered(
         "rows", (label,), (num_classes, dim), lambda: rows_of(label, num_classes, dim)
     ):
-        vectors, own = rows[index].double(), scale[index].double() * real  # (G, R, D), (G, R)
-        precision = (vectors * own[..., None]).mT @ vectors
+        precision, along = groups.summed(basis, weight, index, real, means, chosen)
         precision.diagonal(dim1=1, dim2=2).add_(alpha * number[chosen, None])
-        along = own * (vectors * means[index // samples, chosen[:, None]].double()).sum(2)
-        shift = alpha * mass[chosen] + (along[:, None] @ vectors)[:, 0]
+        shift = alpha * mass[chosen] + along
         yield from zip(classes, to_triangle(precision), shift, strict=True)
 
 

@@ -27,16 +27,17 @@ KINDS = {torch.float32: 0, torch.float64: 1}  # cudaDataType
 VECTORS, LOWER = 1, 0
 
 
-def eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
+def eigh(batch: Tensor, spoil: bool = False) -> tuple[Tensor, Tensor]:
     """Return (eigenvalues (G, S), ascending; eigenvectors (G, S, S), as columns) of symmetric
-    matrices.
+    matrices. With `spoil` the matrices may be overwritten.
 
     Many on a GPU are not waited for: a matrix without eigenvectors, because it holds NaN, gets NaN.
     """
     if batch.is_cuda and batch.shape[-1] <= LARGE and len(batch) > 1 and batch.dtype in KINDS:
-        solver = batched_solver()
+        # a handle has memory of its own, which two streams must not share
+        solver = batched_solver(torch.cuda.current_stream(batch.device).cuda_stream)
         if solver is not None:
-            return solver(batch)
+            return solver(batch, spoil)
     values, vectors = torch.linalg.eigh(batch)
     return values, vectors
 
@@ -58,9 +59,13 @@ def pseudo_inverse(batch: Tensor, cut: float, floor: Tensor) -> tuple[Tensor, Te
     least = torch.maximum(cut * top, floor[:, None, None])
     x = (batch - least * one) / torch.maximum(top - least, least)
     low = CLOSE
+    even = torch.empty_like(x)
     while low < 1 - 1e-13:
         scale = (3 / (1 + low + low * low)) ** 0.5 if low < 0.99 else 1.0
-        x = torch.baddbmm(x, x, x @ x, beta=1.5 * scale, alpha=-0.5 * scale**3)
+        # x (1.5 s − 0.5 s³ x²) in two products and a diagonal: no copy of a matrix
+        even.baddbmm_(x, x, beta=0, alpha=-0.5 * scale**3)
+        even.diagonal(dim1=1, dim2=2).add_(1.5 * scale)
+        x = x @ even
         low = min(scale * low * (3 - (scale * low) ** 2) / 2, 1.0)
     onto = (x + x.mT) / 4 + one / 2
     rank = onto.diagonal(dim1=1, dim2=2).sum(1).round()
@@ -111,12 +116,13 @@ class BatchedSolver:
         if status != 0:
             raise RuntimeError(f"cuSOLVER answered with status {status}")
 
-    def __call__(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Tensor, spoil: bool = False) -> tuple[Tensor, Tensor]:
         """Return eigenvalues and eigenvectors; the matrices are symmetric, so rows and columns may
-        change places.
+        change places. With `spoil` they are overwritten.
         """
         count, size = batch.shape[:2]
-        work = batch.clone(memory_format=torch.contiguous_format)
+        own = spoil and batch.is_contiguous()
+        work = batch if own else batch.clone(memory_format=torch.contiguous_format)
         values = work.new_empty(count, size)
         info = torch.zeros(count, dtype=torch.int32, device=batch.device)
         self.check(
@@ -159,9 +165,11 @@ def pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-@lru_cache(maxsize=1)
-def batched_solver() -> BatchedSolver | None:
-    """Return the batched routine of the library torch has loaded, or None."""
+@lru_cache(maxsize=16)
+def batched_solver(stream: int) -> BatchedSolver | None:
+    """Return the batched routine of the library torch has loaded, with a handle for calls in one
+    stream; or None.
+    """
     torch.linalg.eigh(torch.eye(2, device="cuda"))  # loads the library
     maps = Path("/proc/self/maps")
     found = (

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .guesses import holds
+
 
 class Diagonal(NamedTuple):
     """exp(−½ Σ precision·x² + Σ shift·x): independent coordinates, tensors of one shape."""
@@ -87,6 +89,23 @@ def solve_precision(precision: Tensor, shift: Tensor) -> Tensor:
     return torch.cholesky_solve(shift[..., None], factor)[..., 0]
 
 
+def solve_unchecked(precision: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the means, (K, D), which are right where the next is 0; for each matrix, 0 if it is
+    positive definite).
+    """
+    factor, info = torch.linalg.cholesky_ex(precision)
+    root = torch.linalg.solve_triangular(factor, shift[..., None], upper=False)
+    return torch.linalg.solve_triangular(factor.mT, root, upper=True)[..., 0], info
+
+
+def solve_guessing(precision: Tensor, shift: Tensor) -> Tensor:
+    """Return what `solve_without_waiting` does, with half its work: the guess is that all matrices
+    are positive definite (`guesses.py`).
+    """
+    means, info = solve_unchecked(precision, shift)
+    return means if holds((info == 0).all()) else solve_without_waiting(precision, shift)
+
+
 def solve_without_waiting(precision: Tensor, shift: Tensor) -> Tensor:
     """Return what `solve_precision` does without looking at the matrices, so that a GPU need not be
     waited for.
@@ -100,9 +119,8 @@ def solve_without_waiting(precision: Tensor, shift: Tensor) -> Tensor:
         * scale
         * torch.eye(precision.shape[1], dtype=precision.dtype, device=precision.device)
     )
-    factor, info = torch.linalg.cholesky_ex(torch.cat([precision, precision + ridge]))
-    root = torch.linalg.solve_triangular(factor, torch.cat([shift, shift])[..., None], upper=False)
-    means = torch.linalg.solve_triangular(factor.mT, root, upper=True)[..., 0]
+    both = torch.cat([precision, precision + ridge])
+    means, info = solve_unchecked(both, torch.cat([shift, shift]))
     exact, ridged = torch.where(info[:, None] == 0, means, torch.nan).chunk(2)
     return torch.where(info[: len(exact), None] == 0, exact, ridged)
 

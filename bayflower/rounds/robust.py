@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..contract import ServerHalf
 from ..files.checkpoint import Checkpoint
-from ..tree import Tensors, map_tree, take
+from ..tree import Tensors, map_tree, take, upload
 from .gate import Gate, Sketches
 from .medians import FEW, joined, limits_of
 from .order import ordered
@@ -209,12 +209,14 @@ class Limiter:
 
     def within(self, sizes: Mapping[str, Tensor]) -> Tensors:
         """Return by name the factors by which sizes exceed their limits, at most 1."""
-        found = {}
-        for name, size in sizes.items():
-            if name in self.limits:
-                most = self.limits[name]
-                found[name] = torch.where(size > most, most / size.clamp(min=TINY), 1.0)
-        return found
+        names = [name for name in sizes if name in self.limits]
+        if not names:
+            return {}
+        # all at once: a GPU takes as long for one name as for twenty
+        size = torch.stack([sizes[name] for name in names])
+        most = upload(torch.stack([self.limits[name] for name in names]), size.device)[:, None]
+        factors = torch.where(size > most, most / size.clamp(min=TINY), 1.0)
+        return dict(zip(names, factors.unbind(), strict=True))
 
     def claimed(self, clients: Sequence[int], sizes: Mapping[str, Tensor]) -> Tensors:
         """Return the factors of claims, by name."""

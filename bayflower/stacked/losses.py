@@ -117,18 +117,19 @@ class MeanSlope(Function):
 
 
 class Pull(Function):
-    """The mean, over the samples that count, of known_y · mean_j (z_j − centre_yj)², and its
-    gradient with respect to z.
+    """start plus the mean, over the samples that count, of strength_y · mean_j (z_j − centre_yj)²,
+    and the gradient with respect to z.
 
-    z (B, D), centres (K, D), known (K,), y and mask (B,) → (), (B, D). Constant in all but z; the
-    gradient is not to be differentiated.
+    z (B, D), centres (K, D), strength (K,), y and mask (B,), start () → (), (B, D). Constant in all
+    but z and start; the gradient is not to be differentiated.
     """
 
     @staticmethod
     def forward(
-        z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor
+        z: Tensor, centres: Tensor, strength: Tensor, y: Tensor, mask: Tensor, start: Tensor
     ) -> tuple[Tensor, Tensor]:
-        loss, slope = pulls(z[None], centres[None], known[None], y[None], mask[None])
+        inputs = (z, centres, strength, y, mask, start)
+        loss, slope = pulls(*(tensor[None] for tensor in inputs))
         return loss[0], slope[0]
 
     @staticmethod
@@ -139,7 +140,7 @@ class Pull(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, _: Any) -> tuple[Any, ...]:
-        return (None if g is None else g * ctx.saved_tensors[0], None, None, None, None)
+        return (None if g is None else g * ctx.saved_tensors[0], None, None, None, None, g)
 
     @staticmethod
     def vmap(
@@ -148,11 +149,13 @@ class Pull(Function):
         return on_stacks(pulls, fronts(inputs, dims, info)), (0, 0)
 
 
-def pull(z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean, over the samples that count, of known_y · mean_j (z_j − centre_yj)²; 0 if
-    there is none.
+def pull(
+    z: Tensor, centres: Tensor, strength: Tensor, y: Tensor, mask: Tensor, start: Tensor
+) -> Tensor:
+    """Return start plus the mean, over the samples that count, of strength_y · mean_j (z_j −
+    centre_yj)²; start if there is none.
     """
-    loss, _ = Pull.apply(z, centres, known, y, mask)
+    loss, _ = Pull.apply(z, centres, strength, y, mask, start)
     return loss  # type: ignore[no-any-return]
 
 
@@ -206,17 +209,17 @@ def mean_slopes(logits: Tensor, y: Tensor, mask: Tensor, g: Tensor) -> Tensor:
 
 
 def pulls(
-    z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor
+    z: Tensor, centres: Tensor, strength: Tensor, y: Tensor, mask: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (the mean of known_y · mean_j (z_j − centre_yj)² (A,), its gradient (A, B, D)), with A
-    in front of every tensor.
+    """Return (start plus the mean of strength_y · mean_j (z_j − centre_yj)² (A,), its gradient (A,
+    B, D)), with A in front of every tensor.
     """
     if has_kernels(z):
         from . import losskernels
 
-        return losskernels.pull(z, centres, known, y, mask)
+        return losskernels.pull(z, centres, strength, y, mask, start)
     client = torch.arange(len(z), device=z.device)[:, None]
-    weight = known[client, y] * mask / mask.sum(-1, keepdim=True).clamp(min=1)
+    weight = strength[client, y] * mask / mask.sum(-1, keepdim=True).clamp(min=1)
     distance = z - centres[client, y]
     loss = (weight * distance.square().mean(-1)).sum(-1)
-    return loss, distance * (weight * (2 / z.shape[-1]))[..., None]
+    return start + loss, distance * (weight * (2 / z.shape[-1]))[..., None]

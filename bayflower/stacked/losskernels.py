@@ -143,20 +143,21 @@ def mean_nll_slope(logits: Tensor, y: Tensor, mask: Tensor, g: Tensor) -> Tensor
 def _pull(
     z,
     centres,
-    known,
+    strength,
     y,
     mask,
+    base,
     out,
     slope,
     per_centres,
-    per_known,
+    per_strength,
     samples,
     dim,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """out[a] = Σ_n w_n·Σ_j (z_nj − centre_yj)²/dim, slope = 2·w_n·(z_nj − centre_yj)/dim, w_n =
-    mask_n·known_y/max(Σ mask, 1).
+    """out[a] = base[a] + Σ_n w_n·Σ_j (z_nj − centre_yj)²/dim, slope = 2·w_n·(z_nj − centre_yj)/dim,
+    w_n = mask_n·strength_y/max(Σ mask, 1).
     """
     a = tl.program_id(0).to(tl.int64)
     lanes, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -169,7 +170,9 @@ def _pull(
         n = start + lanes
         good = n < samples
         label = tl.load(y + a * samples + n, mask=good, other=0)
-        sure = tl.load(known + a * per_known + label, mask=good, other=0).to(z.dtype.element_ty)
+        sure = tl.load(strength + a * per_strength + label, mask=good, other=0).to(
+            z.dtype.element_ty
+        )
         weight = (
             tl.load(mask + a * samples + n, mask=good, other=0.0)
             * sure
@@ -185,33 +188,35 @@ def _pull(
         )
         total += tl.sum(tl.sum(distance * distance, 1) * weight, 0)
         tl.store(slope + place, 2 * weight[:, None] * distance, mask=inside)
-    tl.store(out + a, total)
+    tl.store(out + a, tl.load(base + a) + total)
 
 
 def pull(
-    z: Tensor, centres: Tensor, known: Tensor, y: Tensor, mask: Tensor
+    z: Tensor, centres: Tensor, strength: Tensor, y: Tensor, mask: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (the mean of known_y · mean_j (z_j − centre_yj)² (A,), its gradient (A, B, D));
-    centres and known may be repeated over A.
+    """Return (start plus the mean of strength_y · mean_j (z_j − centre_yj)² (A,), its gradient (A,
+    B, D)); centres and strength may be repeated over A.
     """
-    z, y, mask = z.contiguous(), y.contiguous(), mask.contiguous()
-    centres, known = (
-        x if x.stride(0) == 0 and x[0].is_contiguous() else x.contiguous() for x in (centres, known)
+    z, y, mask, start = (x.contiguous() for x in (z, y, mask, start))
+    centres, strength = (
+        x if x.stride(0) == 0 and x[0].is_contiguous() else x.contiguous()
+        for x in (centres, strength)
     )
     clients, samples, dim = z.shape
-    out, slope = z.new_empty(clients), torch.empty_like(z)
+    out, slope = torch.empty_like(start), torch.empty_like(z)
     width = triton.next_power_of_2(dim)
     rows = max(1, min(triton.next_power_of_2(samples), 2**13 // width))
     _pull[(max(clients, 1),)](
         z,
         centres,
-        known,
+        strength,
         y,
         mask,
+        start,
         out,
         slope,
         centres.stride(0),
-        known.stride(0),
+        strength.stride(0),
         samples,
         dim,
         ROWS=rows,

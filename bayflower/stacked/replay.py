@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 log = logging.getLogger("bayflower")
-SIDE = 3  # side streams
+SIDE = 4  # side streams
 
 
 class Graphs:

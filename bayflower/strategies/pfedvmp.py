@@ -52,7 +52,7 @@ from ..errors import BayflowerError, ConfigError, check_choices
 from ..maths import classmessages
 from ..maths.classmessages import ClassMessage, all_shrunk, filled, received, roots, shrunk, sizes
 from ..maths.classwise import class_sums, from_triangle, to_triangle
-from ..maths.gaussian import solve_clamped, solve_precision, solve_without_waiting
+from ..maths.gaussian import solve_clamped, solve_guessing, solve_precision
 from ..maths.noisyclasses import class_portion, restored_classes
 from ..networks.model import Anatomy
 from ..settings import Presets, paper, setting
@@ -245,10 +245,7 @@ class Server(ServerHalf):
         if self.config.centroid == "mean":
             return {}
         if self.config.centroid == "precision":
-            spread = updates.spread
-            each = spread["weight"].double() * spread["basis"].double().square().sum(2)
-            wide = each.new_zeros(len(each), sent.shape[1] + 1)
-            size = wide.scatter_add(1, spread["label"].long(), each)[:, :-1]
+            size = classmessages.all_sizes(updates.spread, sent.shape[1])
         elif self.config.centroid == "diag":
             size = updates.spread["precision"].double().sum(2)
         else:
@@ -383,7 +380,7 @@ class Server(ServerHalf):
         matrix = from_triangle(precision, shift.shape[1])
         matrix.diagonal(dim1=1, dim2=2).add_(self.config.prior_precision)
         if matrix.is_cuda:
-            return solve_without_waiting(matrix, shift)
+            return solve_guessing(matrix, shift)
         try:
             return solve_precision(matrix, shift)
         except ValueError:

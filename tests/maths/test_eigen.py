@@ -7,7 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bayflower.maths.classwise import centre, class_factors, factors, roots
+from bayflower.maths import classwise, manyclasses
+from bayflower.maths.classmessages import ranks
+from bayflower.maths.classwise import class_factors
 from bayflower.maths.eigen import eigh, largest, pseudo_inverse
 
 DEVICES = [
@@ -77,20 +79,31 @@ def test_eigenvectors(size, dtype, device):
     assert float(values.diff(dim=1).clamp(max=0).abs().max() if size > 1 else 0) < tolerance
 
 
-def test_roots_and_factors_have_the_same_sum():
-    """Two ways to the pseudo-inverse of a covariance: orthonormal vectors, and rows without
-    eigenvectors.
-    """
-    z = torch.randn(4, 60, 90) @ torch.diag(10 ** -torch.linspace(0, 3, 90))
-    real = torch.arange(60) < torch.tensor([60, 41, 2, 1])[:, None]
-    parts = centre(z, real)
-    vectors, precision = factors(*parts, 1e-5, True, 1e-38)
-    rows, weight, rank = roots(*parts, 1e-5, 1e-38)
-    for i in range(4):
-        want = vectors[i].mT @ (precision[i, :, None] * vectors[i])
-        got = rows[i].mT @ (weight[i, :, None] * rows[i])
-        assert int(rank[i]) == int((precision[i] != 0).sum())
-        assert float((got - want).norm()) <= 1e-7 * float(want.norm())
+@pytest.mark.parametrize("dim", [90, 20])
+def test_many_factors_have_the_sums_of_those_of_one_client(dim, monkeypatch):
+    """Vectors or other rows, of samples × samples or D × D: what a GPU does for many clients."""
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(3, 80, dim, generator=draw) @ torch.diag(10 ** -torch.linspace(0, 3, dim))
+    y = torch.randint(0, 4, (3, 80), generator=draw).clamp(max=1) + 1
+    y[0, :5], y[2, :1] = 0, 3
+    mask = (torch.rand(3, 80, generator=draw) < 0.9).float()
+    for middle in (1, 128):
+        monkeypatch.setattr(manyclasses, "MIDDLE", middle)
+        pieces = classwise.plan(y, mask, 4, dim, 2)
+        basis, weight, counted = manyclasses.many_factors(z, pieces, 1e-5)
+        for c in range(3):
+            one = class_factors(z[c], y[c], mask[c], 4, 1e-5, 2)
+            assert torch.equal(ranks(counted[c], y[c], 4), ranks(one[2], y[c], 4))
+            assert not bool(weight[c, mask[c] == 0].any())
+            for k in range(4):
+                own = y[c] == k
+                want, got = (
+                    b[own].double().mT @ (w[own, None].double() * b[own].double())
+                    for b, w in (one[:2], (basis[c], weight[c]))
+                )
+                assert float((got - want).norm()) <= 1e-4 * float(want.norm())
+                if middle == 128:  # eigenvectors, in the same places
+                    assert torch.allclose(weight[c, own], one[1][own], rtol=1e-4)
 
 
 @pytest.mark.gpu

@@ -15,9 +15,11 @@ from bayflower.maths.gaussian import (
     kl,
     product,
     quotient,
+    solve_guessing,
     solve_precision,
     solve_without_waiting,
 )
+from bayflower.maths.guesses import guessing
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -226,7 +228,15 @@ def test_means_without_waiting_are_those_of_cholesky() -> None:
     assert torch.allclose(
         solve_without_waiting(precision, shift), solve_precision(precision, shift), rtol=1e-12
     )
+    with guessing() as guessed:
+        hoped = solve_guessing(precision, shift)
+    assert torch.allclose(hoped, solve_precision(precision, shift), rtol=1e-12)
     flat = torch.zeros(8, 8, dtype=torch.float64)
     flat[0, 0], flat[1, 1] = 1.0, -1e-16  # indefinite by rounding alone
     assert bool(solve_without_waiting(flat[None], shift[:1]).isfinite().all())
+    with guessing() as wrong:
+        solve_guessing(flat[None], shift[:1])
+    assert [bool(truth) for truth in (*guessed, *wrong)] == [True, False]
+    ridged = solve_without_waiting(flat[None], shift[:1])
+    assert torch.equal(solve_guessing(flat[None], shift[:1]), ridged)
     assert bool(solve_without_waiting(-flat[None], shift[:1]).isnan().all())

@@ -53,6 +53,20 @@ def test_the_weight_of_the_pull_where_classes_cannot_be_told_apart():
     assert weight(one, torch.zeros_like(one)) == pytest.approx(25)
 
 
+@pytest.mark.parametrize("method", ["pfedvmp", "fedproto", "fedpac"])
+def test_the_weight_of_the_pull_is_found_once_a_round(method, monkeypatch):
+    server, half, _, initial = small_prepared(method, model="mlp").halves
+    data = small_prepared(method, model="mlp").federation.clients[0]
+    own = solo.samples(data, torch.device("cpu"), torch.float32).train
+    asked = []
+    plain = type(half).weight
+    monkeypatch.setattr(type(half), "weight", lambda *args: asked.append(1) or plain(*args))
+    state = server.init(*initial, (data.client,))
+    sent = server.broadcast(state, data.client)
+    solo.train(half, half.init(*initial), sent, own, seed=0, client=data.client, round=1)
+    assert len(asked) == 1
+
+
 # -- golden --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("config", "key"),
