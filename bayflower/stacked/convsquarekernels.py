@@ -24,9 +24,8 @@ from torch import Tensor
 from .batched import Size, window
 from .convkernels import shared, weights_room, weights_whole
 from .convpoolkernels import facts
-from .routes import BLOCKS, parts
-
-MOST = 64  # pixels of a square
+from .routes import BLOCKS, fits, parts, pitch, pixels_of
+from .routes import MOST_PIXELS as MOST
 
 
 class Square(NamedTuple):
@@ -52,40 +51,24 @@ class Square(NamedTuple):
         }
 
 
-def pixels_of(channels: int, size: Size) -> int:
-    """Return how many pixels the square of a window has."""
-    return channels * (size[0] + 1) * pitch(size[1])
-
-
-def pitch(wide: int) -> int:
-    """Return how long a row of the square is in a block: a power of two, so that a compiler knows
-    the places of its pixels.
-    """
-    return 1 << wide.bit_length()
-
-
-def fits(channels: int, size: Size, stride: int) -> bool:
-    """Return whether these kernels can be used."""
-    return stride == 1 and pixels_of(channels, size) <= MOST
-
-
 def power(number: int) -> int:
     """Return the next power of two from 16, the least side of a product, to 64."""
     return min(max(1 << (number - 1).bit_length(), 16), MOST)
 
 
-def square_ahead(clients: int, outputs: int, total: int) -> Square:
-    """Return the block of the forward kernel for `total` windows a client. Weights are placed once
-    for all turns, so there are as many as still leave programs for the whole device.
+def square_ahead(clients: int, outputs: int, total: int, exact: bool) -> Square:
+    """Return the block of the forward kernel for `total` windows a client; `exact`: of products
+    with float32's digits, which take more registers. Weights are placed once for all turns, so
+    there are as many as still leave programs for the whole device.
     """
-    block = Square(power(outputs), 64, warps=8, stages=1)
+    block = Square(power(outputs), 64, warps=8 if exact else 4, stages=1)
     blocks = clients * -(-outputs // block.outputs) * -(-total // block.windows)
-    return block._replace(turns=min(max(blocks // (2 * BLOCKS), 1), 8))
+    return block._replace(turns=min(max(blocks // (2 * BLOCKS), 1), 4))
 
 
-def square_weights(clients: int, outputs: int, total: int) -> tuple[Square, int]:
+def square_weights(clients: int, outputs: int, total: int, exact: bool) -> tuple[Square, int]:
     """Return the block of the weights' kernel, and into how many parts its sum is split."""
-    block = Square(power(outputs), 64, warps=8, stages=1)
+    block = Square(min(power(outputs), 32), 64, warps=8 if exact else 4, stages=1)
     blocks = clients * -(-outputs // block.outputs)
     return block, parts(blocks, BLOCKS, total, 2 * block.windows)
 

@@ -78,6 +78,24 @@ def _slopes(g, out, b, o, samples, outputs, LOW: tl.constexpr, SLOPE: tl.constex
 
 
 @triton.jit
+def _values(x, b, k, samples, inputs, LOW: tl.constexpr):
+    """x[b, k] of one client."""
+    inside = (b < samples)[:, None] & (k < inputs)[None, :]
+    found = tl.load(x + b[:, None] * inputs + k[None, :], mask=inside, other=0.0)
+    return found.to(tl.bfloat16) if LOW else found
+
+
+@triton.jit
+def _put(acc, to_weight, a, o, k, outputs, inputs, rate, DESCEND: tl.constexpr):
+    """Write a block of the weights' gradient, or subtract it from the weights."""
+    inside = (o < outputs)[:, None] & (k < inputs)[None, :]
+    place = to_weight + (a * outputs + o[:, None]) * inputs + k[None, :]
+    if DESCEND:
+        acc = tl.load(place, mask=inside, other=0.0) - rate * acc
+    tl.store(place, acc.to(to_weight.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _weights(
     x,
     g,
@@ -87,8 +105,10 @@ def _weights(
     samples,
     outputs,
     inputs,
+    turns,
     rate,
     DESCEND: tl.constexpr,
+    ONCE: tl.constexpr,
     BIAS: tl.constexpr,
     LOW: tl.constexpr,
     SLOPE: tl.constexpr,
@@ -97,92 +117,39 @@ def _weights(
     BO: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """to_weight[a, o, k] for a block of outputs and inputs, and to_bias[a, o]; with DESCEND these
-    are the parameters, which go down by `rate` times that.
+    """to_weight[a, o, k] for a block of outputs and `turns` blocks of inputs, and to_bias[a, o];
+    with DESCEND these are the parameters, which go down by `rate` times that. ONCE: a block has all
+    samples.
     """
     a = tl.program_id(2).to(tl.int64)
-    k = tl.program_id(0) * BK + tl.arange(0, BK)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
+    b = tl.arange(0, BB)
     x += a * samples * inputs
     g += a * samples * outputs
     out += a * samples * outputs
-    there, known = k < inputs, o < outputs
-    acc = tl.zeros((BO, BK), dtype=tl.float32)
     more = tl.zeros((BO,), dtype=tl.float32)
-    for start in range(0, samples, BB):
-        b = start + tl.arange(0, BB)
+    if ONCE:
         slopes = _slopes(g, out, b, o, samples, outputs, LOW, SLOPE)
-        values = tl.load(
-            x + b[:, None] * inputs + k[None, :],
-            mask=(b < samples)[:, None] & there[None, :],
-            other=0.0,
-        )
-        if LOW:
-            values = values.to(tl.bfloat16)
-        acc = tl.dot(tl.trans(slopes), values, acc, input_precision=PRECISION)
         if BIAS:
-            more += tl.sum(slopes.to(tl.float32), 0)
-    place = to_weight + (a * outputs + o[:, None]) * inputs + k[None, :]
-    inside = known[:, None] & there[None, :]
-    if DESCEND:
-        acc = tl.load(place, mask=inside, other=0.0) - rate * acc
-    tl.store(place, acc.to(to_weight.dtype.element_ty), mask=inside)
-    if BIAS:
-        first = known & (tl.program_id(0) == 0)
-        if DESCEND:
-            more = tl.load(to_bias + a * outputs + o, mask=first, other=0.0) - rate * more
-        tl.store(to_bias + a * outputs + o, more.to(to_bias.dtype.element_ty), mask=first)
-
-
-@triton.jit
-def _few_weights(
-    x,
-    g,
-    out,
-    to_weight,
-    to_bias,
-    samples,
-    outputs,
-    inputs,
-    rate,
-    DESCEND: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    SLOPE: tl.constexpr,
-    BB: tl.constexpr,
-    BO: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """What `_weights` gives, sample by sample, BB of them at a time: tensor cores would mostly
-    multiply padding.
-    """
-    a = tl.program_id(2).to(tl.int64)
-    k = tl.program_id(0) * BK + tl.arange(0, BK)
-    o = tl.program_id(1) * BO + tl.arange(0, BO)
-    there, known = k < inputs, o < outputs
-    acc = tl.zeros((BO, BK), dtype=tl.float32)
-    more = tl.zeros((BO,), dtype=tl.float32)
-    for start in range(0, samples, BB):
-        for i in tl.static_range(BB):
-            row, good = a * samples + start + i, start + i < samples
-            slopes = tl.load(g + row * outputs + o, mask=known & good, other=0.0).to(tl.float32)
-            if SLOPE != 1.0:
-                sign = tl.load(out + row * outputs + o, mask=known & good, other=0.0)
-                slopes = tl.where(sign > 0, slopes, slopes * SLOPE)
-            values = tl.load(x + row * inputs + k, mask=there & good, other=0.0)
-            if LOW:
-                slopes = slopes.to(tl.bfloat16).to(tl.float32)
-                values = values.to(tl.bfloat16)
-            acc += slopes[:, None] * values.to(tl.float32)[None, :]
+            more = tl.sum(slopes.to(tl.float32), 0)
+        turned = tl.trans(slopes)
+        for turn in range(turns):
+            k = (tl.program_id(0) * turns + turn) * BK + tl.arange(0, BK)
+            values = _values(x, b, k, samples, inputs, LOW)
+            acc = tl.dot(turned, values, input_precision=PRECISION)
+            _put(acc, to_weight, a, o, k, outputs, inputs, rate, DESCEND)
+    else:
+        k = tl.program_id(0) * BK + tl.arange(0, BK)
+        acc = tl.zeros((BO, BK), dtype=tl.float32)
+        for start in range(0, samples, BB):
+            slopes = _slopes(g, out, start + b, o, samples, outputs, LOW, SLOPE)
+            values = _values(x, start + b, k, samples, inputs, LOW)
+            acc = tl.dot(tl.trans(slopes), values, acc, input_precision=PRECISION)
             if BIAS:
-                more += slopes
-    place = to_weight + (a * outputs + o[:, None]) * inputs + k[None, :]
-    inside = known[:, None] & there[None, :]
-    if DESCEND:
-        acc = tl.load(place, mask=inside, other=0.0) - rate * acc
-    tl.store(place, acc.to(to_weight.dtype.element_ty), mask=inside)
+                more += tl.sum(slopes.to(tl.float32), 0)
+        _put(acc, to_weight, a, o, k, outputs, inputs, rate, DESCEND)
     if BIAS:
-        first = known & (tl.program_id(0) == 0)
+        first = (o < outputs) & (tl.program_id(0) == 0)
         if DESCEND:
             more = tl.load(to_bias + a * outputs + o, mask=first, other=0.0) - rate * more
         tl.store(to_bias + a * outputs + o, more.to(to_bias.dtype.element_ty), mask=first)
@@ -285,19 +252,17 @@ def to_weights(
     x, g, out = x.contiguous(), g.contiguous(), out.contiguous()
     clients, samples, inputs = x.shape
     outputs = g.shape[2]
-    tile = routes.linear_weights(clients, samples, outputs, inputs)
-    grid = (triton.cdiv(inputs, tile.inputs), triton.cdiv(outputs, tile.outputs), clients)
-    few, options = samples <= routes.FEW_SAMPLES, tile.options()
-    if few:
-        del options["PRECISION"]
-    (_few_weights if few else _weights)[grid](
+    tile, turns = routes.linear_weights(clients, samples, outputs, inputs)
+    blocks = triton.cdiv(triton.cdiv(inputs, tile.inputs), turns)
+    _weights[(blocks, triton.cdiv(outputs, tile.outputs), clients)](
         *(x, g, out, to_weight, x if to_bias is None else to_bias),
-        *(samples, outputs, inputs, 0.0 if rate is None else rate),
+        *(samples, outputs, inputs, turns, 0.0 if rate is None else rate),
         DESCEND=rate is not None,
+        ONCE=samples <= tile.samples,
         BIAS=to_bias is not None,
         LOW=low,
         SLOPE=slope,
-        **options,
+        **tile.options(),
     )
 
 

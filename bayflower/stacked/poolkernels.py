@@ -15,6 +15,8 @@ from torch import Tensor
 from .batched import as_last
 
 BLOCK = 512
+BLOCKS = 264  # programs that fill the device twice
+MANY, COLUMNS = 64, 64  # rows and columns that are added at once
 
 
 @triton.jit
@@ -106,12 +108,14 @@ def _unpool(
 @triton.jit
 def _pool_last(
     x,
+    bias,
     out,
     index,
     sb,
     sh,
     sw,
     across,
+    BIAS: tl.constexpr,
     SLOPE: tl.constexpr,
     OUT_H: tl.constexpr,
     OUT_W: tl.constexpr,
@@ -119,7 +123,9 @@ def _pool_last(
     KW: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """The same in the order (b, p, q, a, c): `across` are clients times channels."""
+    """The same in the order (b, p, q, a, c): `across` are clients times channels. With BIAS it is
+    added to the largest.
+    """
     n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     program = tl.program_id(0).to(tl.int64)
     b, p, q = program // (OUT_H * OUT_W), (program // OUT_W) % OUT_H, program % OUT_W
@@ -134,9 +140,45 @@ def _pool_last(
             tl.where(better, value, best),
             tl.where(better, tl.full((SIZE,), k, tl.int8), where),
         )
+    if BIAS:
+        best = best.to(tl.float32) + tl.load(bias + n, mask=good, other=0.0)
     where = tl.where(best > 0, where, where + KH * KW).to(tl.int8)
-    tl.store(out + program * across + n, tl.where(best > 0, best, best * SLOPE), mask=good)
+    bent = tl.where(best > 0, best, best * SLOPE).to(out.dtype.element_ty)
+    tl.store(out + program * across + n, bent, mask=good)
     tl.store(index + program * across + n, where, mask=good)
+
+
+@triton.jit
+def _bent_sum(
+    g,
+    index,
+    out,
+    gb,
+    gh,
+    gw,
+    across,
+    rows,
+    chunk,
+    AREA: tl.constexpr,
+    SLOPE: tl.constexpr,
+    OUT_H: tl.constexpr,
+    OUT_W: tl.constexpr,
+    MANY: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """out[s, n] = Σ over the s-th part of the rows (b, p, q) of g, times SLOPE where index says."""
+    n = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    s = tl.program_id(1)
+    total = tl.zeros((MANY, SIZE), dtype=tl.float32)
+    for start in range(s * chunk, tl.minimum((s + 1) * chunk, rows), MANY):
+        r = start + tl.arange(0, MANY)
+        b, p, q = r // (OUT_H * OUT_W), (r // OUT_W) % OUT_H, r % OUT_W
+        inside = (r < tl.minimum((s + 1) * chunk, rows))[:, None] & (n < across)[None, :]
+        spot = (b * gb + p * gh + q * gw)[:, None] + n[None, :]
+        value = tl.load(g + spot, mask=inside, other=0.0).to(tl.float32)
+        which = tl.load(index + r[:, None] * across + n[None, :], mask=inside, other=0)
+        total += tl.where(which < AREA, value, value * SLOPE)
+    tl.store(out + s * across + n, tl.sum(total, 0), mask=n < across)
 
 
 @triton.jit
@@ -249,18 +291,22 @@ def is_last(x: Tensor) -> bool:
     )
 
 
-def pool_last(x: Tensor, size: tuple[int, int], slope: float) -> tuple[Tensor, Tensor]:
-    """Return what `pool` does, for images whose clients and channels are side by side."""
+def pool_last(
+    x: Tensor, size: tuple[int, int], slope: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what `pool` does, for images whose clients and channels are side by side; the bias (A,
+    C) is added to the largest.
+    """
+    x = x if is_last(x) else as_last(x)
     clients, samples, channels = x.shape[:3]
     high, wide, across = x.shape[3] // size[0], x.shape[4] // size[1], clients * channels
     out = x.new_empty(samples, high, wide, clients, channels)
     index = torch.empty_like(out, dtype=torch.int8)
     many = min(BLOCK, triton.next_power_of_2(across))
     _pool_last[(samples * high * wide, triton.cdiv(across, many))](
-        x,
-        out,
-        index,
+        *(x, x if bias is None else bias.contiguous(), out, index),
         *(x.stride(1), x.stride(3), x.stride(4), across),
+        BIAS=bias is not None,
         SLOPE=slope,
         OUT_H=high,
         OUT_W=wide,
@@ -295,3 +341,26 @@ def unpool_last(
         SIZE=many,
     )
     return x.permute(3, 0, 4, 1, 2)
+
+
+def bent_sum(g: Tensor, index: Tensor, area: int, slope: float, kind: torch.dtype) -> Tensor:
+    """Return Σ over samples and places of g (A, B, C, P, Q), times the slope where it applies: (A,
+    C). `index` is side by side in memory.
+    """
+    clients, samples, channels, high, wide = g.shape
+    g = g if is_last(g) else as_last(g)
+    across, rows = clients * channels, samples * high * wide
+    blocks = triton.cdiv(across, COLUMNS)
+    splits = max(1, min(BLOCKS // blocks, rows // MANY))
+    chunk = triton.cdiv(triton.cdiv(rows, splits), MANY) * MANY
+    parts = g.new_empty(triton.cdiv(rows, chunk), across, dtype=torch.float32)
+    _bent_sum[(blocks, len(parts))](
+        *(g, index, parts, g.stride(1), g.stride(3), g.stride(4), across, rows, chunk),
+        AREA=area,
+        SLOPE=slope,
+        OUT_H=high,
+        OUT_W=wide,
+        MANY=MANY,
+        SIZE=COLUMNS,
+    )
+    return parts.sum(0).to(kind).view(clients, channels)

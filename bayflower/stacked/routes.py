@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+MOST_PIXELS = 64  # of the square that the four places of a window see
 FEW = 32  # channels up to which patches cost more than their product
 MANY = 32  # samples from which cuDNN's grouped convolutions are fast
 BLOCKS = 264  # programs that fill the device twice
 MORE = 75  # fewer programs than this share their sums with others
-LINEAR = True
-FEW_SAMPLES = 32  # of a linear layer: up to so many are added one by one
-SPLIT = False
+MOST_SAMPLES = 64  # of a linear layer, that are in one block
+MOST_INPUTS = 2048  # of a linear layer that is not too wide for one sum
 SOME = 32  # up to so many programs a convolution that pools at once is slower than in two kernels
 
 
@@ -67,8 +67,7 @@ def has_cores(x: Tensor) -> bool:
 
 def direct(x: Tensor, outputs: int, size: tuple[int, ...]) -> bool:
     """Return whether a convolution of x (B, C, H, W) takes the Triton kernels."""
-    exact = SPLIT and x.dtype == torch.float32
-    if not (has_kernels(x) and (has_cores(x) or exact)) or x.shape[-3] > FEW:
+    if not (has_kernels(x) and has_cores(x)) or x.shape[-3] > FEW:
         return False
     # the gradient of few weights is slow there in TF32
     few = x.shape[-3] * size[0] * size[1] < 64 and size[0] <= 3 and outputs < 64
@@ -180,11 +179,44 @@ class LinearTile(NamedTuple):
         }
 
 
+def pixels_of(channels: int, size: tuple[int, int]) -> int:
+    """Return how many pixels a block has for the square of a window."""
+    return channels * (size[0] + 1) * pitch(size[1])
+
+
+def pitch(wide: int) -> int:
+    """Return how long a row of the square is in a block: a power of two, so that a compiler knows
+    the places of its pixels.
+    """
+    return 1 << wide.bit_length()
+
+
+def fits(channels: int, size: tuple[int, int], stride: int) -> bool:
+    """Return whether the square of a window is small enough (`convsquarekernels.py`)."""
+    return stride == 1 and pixels_of(channels, size) <= MOST_PIXELS
+
+
+def square(x: Tensor, weight: Tensor, stride: int) -> bool:
+    """Return whether a convolution of x (B, C, H, W) that pools reads each pixel once per window of
+    the pooling.
+    """
+    fine = x.dtype in (torch.float32, torch.bfloat16) and weight.dtype == torch.float32
+    size = (weight.shape[-2], weight.shape[-1])
+    return fine and has_kernels(x) and fits(x.shape[-3], size, stride)
+
+
 def linear(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a linear layer of x (B, K) takes the Triton kernels."""
+    """Return whether a linear layer of x (B, K) has a form of its own: small batches."""
     kinds = (torch.float32, torch.bfloat16)
     fine = x.ndim == 2 and x.dtype in kinds and weight.dtype == torch.float32
-    return LINEAR and fine and has_kernels(x)
+    return fine and x.shape[0] <= MOST_SAMPLES and has_kernels(x)
+
+
+def narrow(weight: Tensor, low: bool) -> bool:
+    """Return whether a layer with weight (A, O, K) takes the Triton kernels, ahead and for the
+    gradient of its input; torch's products split the long sums of a wide one.
+    """
+    return has_kernels(weight) and (low or weight.shape[2] <= MOST_INPUTS)
 
 
 def precision() -> str:
@@ -215,15 +247,14 @@ def linear_ahead(clients: int, samples: int, outputs: int, inputs: int) -> Linea
     return LinearTile(rows, wide, power(inputs, 16, 64))
 
 
-def linear_weights(clients: int, samples: int, outputs: int, inputs: int) -> LinearTile:
-    """Return the block of a linear layer's gradient of the weights."""
-    if samples <= FEW_SAMPLES:
-        wide = power(inputs, 16, 128)
-        high = narrowed(power(outputs, 16, 32), outputs, clients * -(-inputs // wide))
-        return LinearTile(min(samples, 16), high, wide)
-    high, wide = power(outputs, 16, 64), power(inputs, 16, 128)
-    high = narrowed(high, outputs, clients * -(-inputs // wide))
-    return LinearTile(power(samples, 16, 32), high, wide)
+def linear_weights(clients: int, samples: int, outputs: int, inputs: int) -> tuple[LinearTile, int]:
+    """Return the block of a linear layer's gradient of the weights, and how many blocks of inputs a
+    program goes through.
+    """
+    high, wide = power(outputs, 16, 32), power(inputs, 16, 128)
+    blocks = clients * -(-outputs // high) * -(-inputs // wide)
+    turns = power(blocks // (8 * BLOCKS), 1, 8) if samples <= MOST_SAMPLES else 1
+    return LinearTile(power(samples, 16, MOST_SAMPLES), high, wide), turns
 
 
 def linear_input(clients: int, samples: int, outputs: int, inputs: int) -> LinearTile:

@@ -14,8 +14,10 @@ from torch.nn import functional
 from . import routes
 from .batched import Conv, Size, padded
 from .direct import WINDOW, Direct, DirectPool, Last
+from .lastpool import BentPool, LastWeight
 from .linear import Linear
 from .pooling import Pool
+from .square import SquarePool
 
 
 class StackedConv2d(nn.Conv2d):
@@ -26,26 +28,25 @@ class StackedConv2d(nn.Conv2d):
     slope: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        low = in_bfloat16(x)
-        x = x.bfloat16() if low else x  # as torch's own layers do
+        low, slope = in_bfloat16(x), None if self._forward_hooks else self.slope
         size, pad = tuple(self.kernel_size), int(self.padding[0])
         weight, bias = self.weight, self.bias
+        if slope is not None and bias is not None and routes.square(x, weight, self.stride[0]):
+            return SquarePool.apply(x, weight, bias, pad, slope, low)[0]  # type: ignore[no-any-return]
+        x = x.bfloat16() if low else x  # as torch's own layers do
         if routes.grouped(x, self.out_channels, size, pad):
-            found = functional.conv2d(
-                Last.apply(x), weight.to(x.dtype), None, self.stride, self.padding
-            )
+            weight = LastWeight.apply(weight, x.dtype)
+            found = functional.conv2d(Last.apply(x), weight, None, self.stride, self.padding)
             if bias is None:
                 return self.pooled(found)
-            bias = bias.to(x.dtype)[:, None, None]
-            if self.slope is None:
-                return found + bias
-            # the bias comes after the maximum, where there is a quarter left to do
-            return functional.leaky_relu(Pool.apply(found, WINDOW, 1.0)[0] + bias, self.slope)
+            if slope is None:
+                return found + bias.to(x.dtype)[:, None, None]
+            return BentPool.apply(found, bias, slope)[0]  # type: ignore[no-any-return]
         if routes.direct(x, self.out_channels, size):
             if low:
                 weight, bias = weight.bfloat16(), None if bias is None else bias.bfloat16()
-            if self.slope is not None and bias is not None:
-                facts = (self.stride[0], pad, self.slope)
+            if slope is not None and bias is not None:
+                facts = (self.stride[0], pad, slope)
                 return DirectPool.apply(x, weight, bias, *facts)[0]  # type: ignore[no-any-return]
             return self.pooled(Direct.apply(x, weight, bias, self.stride[0], pad))
         rows = padded(weight[0].numel(), 8 if low else 4)
@@ -57,7 +58,8 @@ class StackedConv2d(nn.Conv2d):
 
     def pooled(self, x: Tensor) -> Tensor:
         """Return x after the pooling that belongs to the layer."""
-        return x if self.slope is None else Pool.apply(x, WINDOW, self.slope)[0]
+        slope = None if self._forward_hooks else self.slope
+        return x if slope is None else Pool.apply(x, WINDOW, slope)[0]
 
 
 class StackedMaxPool2d(nn.MaxPool2d):
@@ -88,17 +90,17 @@ class StackedLinear(nn.Linear):
 
 
 class After(nn.Module):
-    """An activation that has become part of the layer before it, unless a hook wants to see what
-    the layer itself gives.
+    """An activation or a pooling that has become part of the layer before it, unless a hook wants
+    to see what the layer itself gives.
     """
 
-    def __init__(self, layer: StackedLinear, activation: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, part: nn.Module) -> None:
         super().__init__()
-        self.activation = activation
+        self.part = part
         self.layers = (layer,)  # not a module of this one
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activation(x) if self.layers[0]._forward_hooks else x  # type: ignore[no-any-return]
+        return self.part(x) if self.layers[0]._forward_hooks else x  # type: ignore[no-any-return]
 
 
 def in_bfloat16(x: Tensor) -> bool:
@@ -116,9 +118,8 @@ def for_stacks(module: nn.Module) -> nn.Module:
     networks.
 
     An increasing activation and the maximum of a window may change places, exactly; then there is a
-    quarter of it left to do, and ReLU and LeakyReLU become part of the pooling. In training the
-    pooling becomes part of a convolution right before it; in evaluation others look at what a
-    convolution gives.
+    quarter of it left to do, and ReLU and LeakyReLU become part of the pooling. The pooling becomes
+    part of a convolution right before it, unless somebody looks at what the convolution gives.
     """
     module = copy.deepcopy(module)
     for part in module.modules():
@@ -131,8 +132,7 @@ def for_stacks(module: nn.Module) -> nn.Module:
     for part in module.modules():
         if isinstance(part, nn.Sequential):
             change_places(part)
-            if module.training:
-                join(part)
+            join(part)
     return module
 
 
@@ -145,7 +145,7 @@ def join(layers: nn.Sequential) -> None:
         if isinstance(first, StackedConv2d) and isinstance(part, StackedMaxPool2d):
             if pair(part.kernel_size) == WINDOW:
                 first.slope = part.slope
-                layers._modules[name] = nn.Identity()
+                layers._modules[name] = After(first, part)
         elif isinstance(first, StackedLinear) and (slope := slope_below(part)) is not None:
             first.slope = slope
             layers._modules[name] = After(first, part)

@@ -15,7 +15,7 @@ from bayflower.maths.optim import Optimizer, OptState
 from bayflower.networks.model import masked_mean
 from bayflower.networks.papers import cnn
 from bayflower.stacked.losses import mean_nll, nll, pull
-from bayflower.stacked.stackable import StackedConv2d, StackedMaxPool2d, for_stacks
+from bayflower.stacked.stackable import After, StackedConv2d, StackedMaxPool2d, for_stacks
 
 DEVICES = [
     "cpu",
@@ -140,7 +140,8 @@ def test_only_layers_of_the_right_kind_are_replaced():
     assert kinds["cnn"].count(StackedConv2d) == 2
     assert kinds["cnn"].count(StackedMaxPool2d) == 2
     joined = list(for_stacks(nets()["cnn"][0].train()).modules())
-    assert not any(isinstance(part, StackedMaxPool2d) for part in joined)
+    assert kinds["cnn"].count(After) == 2
+    assert sum(isinstance(part, After) for part in joined) == 3  # and the activation of a layer
     assert [part.slope for part in joined if isinstance(part, StackedConv2d)] == [0.1, 0.1]
     assert StackedConv2d not in kinds["kept"]  # groups
     assert StackedMaxPool2d not in kinds["kept"]  # windows overlap

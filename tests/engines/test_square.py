@@ -52,13 +52,13 @@ def test_every_case_fits_and_its_square_is_a_block():
 @pytest.mark.parametrize("outputs", [7, 32, 64, 100])
 def test_blocks_cover_the_outputs_and_leave_programs_for_the_device(clients, outputs):
     for total in (100, 1440, 16384):
-        block = square.square_ahead(clients, outputs, total)
+        block = square.square_ahead(clients, outputs, total, False)
         wide = -(-outputs // block.outputs)
         assert block.outputs in (16, 32, 64)
         assert wide * block.outputs >= outputs
         programs = clients * wide * -(-total // (block.windows * block.turns))
         assert block.turns == 1 or programs >= square.BLOCKS
-        block, splits = square.square_weights(clients, outputs, total)
+        block, splits = square.square_weights(clients, outputs, total, False)
         assert splits == 1 or total // splits >= block.windows
 
 
