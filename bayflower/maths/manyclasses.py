@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..stacked import groups
+from ..stacked.recorded import recorded
 from ..stacked.replay import Streams
 from .eigen import eigh, pseudo_inverse
 
@@ -49,10 +50,15 @@ def put_factors(
     noise = (rows.shape[1] * (4 * info.eps) ** 2 * biggest.square()).clamp(min=info.tiny)
     matrix = centred @ centred.mT if gram else centred.mT @ centred
     if gram and index.shape[1] > MIDDLE:
-        inverse, rank = pseudo_inverse(matrix, cut, noise)
+        inverse, rank = recorded(inverse_of, (matrix, noise), cut)
         groups.put(inverse @ centred, rank, None, index, out)
         return
     values, vectors = eigh(matrix, spoil=True)
     least = torch.maximum(cut * values[:, -1], noise)
     found = vectors.mT @ centred if gram else vectors.mT
     groups.put(found, values, least, index, out, scaled=gram)
+
+
+def inverse_of(matrix: Tensor, floor: Tensor, cut: float) -> tuple[Tensor, Tensor]:
+    """Return the pseudo-inverses of matrices and their ranks."""
+    return pseudo_inverse(matrix, cut, floor)

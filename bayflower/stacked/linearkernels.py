@@ -252,7 +252,8 @@ def to_weights(
     x, g, out = x.contiguous(), g.contiguous(), out.contiguous()
     clients, samples, inputs = x.shape
     outputs = g.shape[2]
-    tile, turns = routes.linear_weights(clients, samples, outputs, inputs)
+    how = routes.linear_weights(clients, samples, outputs, inputs, rate is not None)
+    tile, turns = how
     blocks = triton.cdiv(triton.cdiv(inputs, tile.inputs), turns)
     _weights[(blocks, triton.cdiv(outputs, tile.outputs), clients)](
         *(x, g, out, to_weight, x if to_bias is None else to_bias),

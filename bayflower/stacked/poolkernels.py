@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .batched import as_last
+from .partkernels import added
 
 BLOCK = 512
 BLOCKS = 264  # programs that fill the device twice
+LAST = 1024  # numbers of images with clients and channels side by side, at once
 MANY, COLUMNS = 64, 64  # rows and columns that are added at once
 
 
@@ -115,6 +117,7 @@ def _pool_last(
     sh,
     sw,
     across,
+    total,
     BIAS: tl.constexpr,
     SLOPE: tl.constexpr,
     OUT_H: tl.constexpr,
@@ -126,11 +129,11 @@ def _pool_last(
     """The same in the order (b, p, q, a, c): `across` are clients times channels. With BIAS it is
     added to the largest.
     """
-    n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    program = tl.program_id(0).to(tl.int64)
-    b, p, q = program // (OUT_H * OUT_W), (program // OUT_W) % OUT_H, program % OUT_W
-    good = n < across
-    base = x + b * sb + p * KH * sh + q * KW * sw + n
+    n = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    good = n < total
+    spot, c = n // across, n % across
+    b, p, q = spot // (OUT_H * OUT_W), (spot // OUT_W) % OUT_H, spot % OUT_W
+    base = x + b * sb + p * KH * sh + q * KW * sw + c
     best = tl.load(base, mask=good, other=0.0)
     where = tl.zeros((SIZE,), dtype=tl.int8)
     for k in tl.static_range(1, KH * KW):
@@ -141,11 +144,11 @@ def _pool_last(
             tl.where(better, tl.full((SIZE,), k, tl.int8), where),
         )
     if BIAS:
-        best = best.to(tl.float32) + tl.load(bias + n, mask=good, other=0.0)
+        best = best.to(tl.float32) + tl.load(bias + c, mask=good, other=0.0)
     where = tl.where(best > 0, where, where + KH * KW).to(tl.int8)
     bent = tl.where(best > 0, best, best * SLOPE).to(out.dtype.element_ty)
-    tl.store(out + program * across + n, bent, mask=good)
-    tl.store(index + program * across + n, where, mask=good)
+    tl.store(out + n, bent, mask=good)
+    tl.store(index + n, where, mask=good)
 
 
 @triton.jit
@@ -186,10 +189,8 @@ def _unpool_last(
     g,
     index,
     x,
-    gb,
-    gh,
-    gw,
     across,
+    total,
     SLOPE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -199,18 +200,25 @@ def _unpool_last(
     KW: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """The same in the order (b, h, w, a, c)."""
-    n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    program = tl.program_id(0).to(tl.int64)
-    b, h, w = program // (ROWS * COLUMNS), (program // COLUMNS) % ROWS, program % COLUMNS
-    p, q = h // KH, w // KW
-    good = n < across
+    """The same in the order (b, h, w, a, c), window by window; those at the edge may have no
+    largest, or not all places.
+    """
+    high, wide = (ROWS + KH - 1) // KH, (COLUMNS + KW - 1) // KW
+    n = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    good = n < total
+    spot, c = n // across, n % across
+    b, p, q = spot // (high * wide), (spot // wide) % high, spot % wide
     inside = good & (p < OUT_H) & (q < OUT_W)
-    chosen = tl.load(index + ((b * OUT_H + p) * OUT_W + q) * across + n, mask=inside, other=-1)
-    value = tl.load(g + b * gb + p * gh + q * gw + n, mask=inside, other=0.0)
-    own = ((h % KH) * KW + w % KW).to(tl.int8)
-    value = tl.where(chosen == own, value, tl.where(chosen == own + KH * KW, value * SLOPE, 0.0))
-    tl.store(x + program * across + n, value, mask=good)
+    place = ((b * OUT_H + p) * OUT_W + q) * across + c
+    chosen = tl.load(index + place, mask=inside, other=-1)
+    value = tl.load(g + place, mask=inside, other=0.0)
+    value = tl.where(chosen < KH * KW, value, (value * SLOPE).to(value.dtype))
+    chosen = chosen % (KH * KW)
+    for k in tl.static_range(KH * KW):
+        h, w = p * KH + k // KW, q * KW + k % KW
+        there = good & (h < ROWS) & (w < COLUMNS)
+        one = tl.where(inside & (chosen == k), value, 0.0).to(value.dtype)
+        tl.store(x + ((b * ROWS + h) * COLUMNS + w) * across + c, one, mask=there)
 
 
 def pool(x: Tensor, size: tuple[int, int], slope: float) -> tuple[Tensor, Tensor]:
@@ -302,17 +310,17 @@ def pool_last(
     high, wide, across = x.shape[3] // size[0], x.shape[4] // size[1], clients * channels
     out = x.new_empty(samples, high, wide, clients, channels)
     index = torch.empty_like(out, dtype=torch.int8)
-    many = min(BLOCK, triton.next_power_of_2(across))
-    _pool_last[(samples * high * wide, triton.cdiv(across, many))](
+    total = samples * high * wide * across
+    _pool_last[(triton.cdiv(total, LAST),)](
         *(x, x if bias is None else bias.contiguous(), out, index),
-        *(x.stride(1), x.stride(3), x.stride(4), across),
+        *(x.stride(1), x.stride(3), x.stride(4), across, total),
         BIAS=bias is not None,
         SLOPE=slope,
         OUT_H=high,
         OUT_W=wide,
         KH=size[0],
         KW=size[1],
-        SIZE=many,
+        SIZE=LAST,
     )
     return out.permute(3, 0, 4, 1, 2), index.permute(3, 0, 4, 1, 2)
 
@@ -325,12 +333,10 @@ def unpool_last(
     across = clients * channels
     g = g if is_last(g) else as_last(g)
     x = g.new_empty(samples, shape[3], shape[4], clients, channels)
-    many = min(BLOCK, triton.next_power_of_2(across))
-    _unpool_last[(samples * shape[3] * shape[4], triton.cdiv(across, many))](
-        g,
-        index,
-        x,
-        *(g.stride(1), g.stride(3), g.stride(4), across),
+    windows = triton.cdiv(shape[3], size[0]) * triton.cdiv(shape[4], size[1])
+    total = samples * windows * across
+    _unpool_last[(triton.cdiv(total, LAST),)](
+        *(g, index, x, across, total),
         SLOPE=slope,
         ROWS=shape[3],
         COLUMNS=shape[4],
@@ -338,7 +344,7 @@ def unpool_last(
         OUT_W=wide,
         KH=size[0],
         KW=size[1],
-        SIZE=many,
+        SIZE=LAST,
     )
     return x.permute(3, 0, 4, 1, 2)
 
@@ -363,4 +369,5 @@ def bent_sum(g: Tensor, index: Tensor, area: int, slope: float, kind: torch.dtyp
         MANY=MANY,
         SIZE=COLUMNS,
     )
-    return parts.sum(0).to(kind).view(clients, channels)
+    found = parts if len(parts) == 1 else added(parts[None, :, None], None, kind)
+    return found.to(kind).view(clients, channels)

@@ -247,14 +247,21 @@ def linear_ahead(clients: int, samples: int, outputs: int, inputs: int) -> Linea
     return LinearTile(rows, wide, power(inputs, 16, 64))
 
 
-def linear_weights(clients: int, samples: int, outputs: int, inputs: int) -> tuple[LinearTile, int]:
-    """Return the block of a linear layer's gradient of the weights, and how many blocks of inputs a
-    program goes through.
+def linear_weights(
+    clients: int, samples: int, outputs: int, inputs: int, step: bool
+) -> tuple[LinearTile, int]:
+    """Return the block of a linear layer's gradient of the weights, or of a `step` down it, and how
+    many blocks of inputs a program goes through.
     """
-    high, wide = power(outputs, 16, 32), power(inputs, 16, 128)
-    blocks = clients * -(-outputs // high) * -(-inputs // wide)
-    turns = power(blocks // (8 * BLOCKS), 1, 8) if samples <= MOST_SAMPLES else 1
-    return LinearTile(power(samples, 16, MOST_SAMPLES), high, wide), turns
+    rows, high, wide = power(samples, 16, MOST_SAMPLES), power(outputs, 16, 32), 128 if step else 64
+    wide = power(inputs, 16, wide)
+    blocks = clients * -(-outputs // 16) * -(-inputs // wide)
+    if samples > MOST_SAMPLES:
+        return LinearTile(rows, high, wide), 1
+    if not step:
+        return LinearTile(rows, high, wide, warps=2), 4 if blocks > 8 * BLOCKS else 2
+    many = blocks > 16 * BLOCKS and samples <= 32
+    return LinearTile(rows, 16 if many else high, wide), 4 if many else 2
 
 
 def linear_input(clients: int, samples: int, outputs: int, inputs: int) -> LinearTile:

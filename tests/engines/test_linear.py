@@ -182,15 +182,21 @@ def test_an_activation_joins_the_layer_before_it_unless_a_hook_wants_its_output(
     assert type(for_stacks(module.eval())[0]) is nn.Linear
 
 
+def check(tile):
+    assert tile.outputs & (tile.outputs - 1) == 0
+    assert tile.inputs & (tile.inputs - 1) == 0
+    assert 16 <= tile.outputs <= 128
+    assert 16 <= tile.inputs <= 128
+
+
 def test_blocks_of_a_linear_layer_fill_the_device_and_stay_powers_of_two():
     for clients in (1, 5, 50):
         for samples in (1, 10, 64):
             for outputs, width in ((10, 512), (512, 1024), (128, 9216)):
-                for rule in (routes.linear_ahead, routes.linear_weights, routes.linear_input):
-                    found = rule(clients, samples, outputs, width)
-                    tile = found[0] if rule is routes.linear_weights else found
-                    assert tile.outputs & (tile.outputs - 1) == 0
-                    assert tile.inputs & (tile.inputs - 1) == 0
-                    assert 16 <= tile.outputs <= 128
-                    assert 16 <= tile.inputs <= 128
+                for rule in (routes.linear_ahead, routes.linear_input):
+                    check(rule(clients, samples, outputs, width))
+                for step in (False, True):
+                    tile, turns = routes.linear_weights(clients, samples, outputs, width, step)
+                    check(tile)
+                    assert turns in (2, 4)
     assert linear.ahead(torch.ones(1, 2, 3), torch.ones(1, 4, 3), None, 1.0, False).sum() == 24

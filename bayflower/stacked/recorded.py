@@ -1,0 +1,76 @@
+"""Long chains of small kernels as one recording: a pure function of tensors, replayed for arguments
+of the same shapes.
+
+Starting a kernel from Python takes longer than a small kernel runs. The first call with a shape is
+a plain one, the second is recorded, and later ones copy their arguments to where the recording
+reads them. Results are the recording's own tensors: the next call in the same stream overwrites
+them. On a GPU only; elsewhere, and where a function cannot be recorded, it is called.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("bayflower")
+MOST = 16  # recordings that are kept
+
+Key = tuple[Any, ...]
+_seen: set[Key] = set()
+_refused: set[Key] = set()  # what cannot be recorded, or had to make room
+_kept: dict[Key, tuple[Any, tuple[Tensor, ...], Any]] = {}  # graph, arguments, results
+
+
+def recorded(fn: Callable[..., Any], tensors: tuple[Tensor, ...], *facts: Any) -> Any:
+    """Return fn(*tensors, *facts), values only; `facts` are hashable."""
+    first = tensors[0]
+    if not first.is_cuda or torch.cuda.is_current_stream_capturing():
+        return fn(*tensors, *facts)
+    stream = torch.cuda.current_stream(first.device)
+    shapes = tuple((one.shape, one.dtype) for one in tensors)
+    key = (fn, first.device, stream.cuda_stream, shapes, facts)
+    if key in _refused or key not in _seen:
+        _seen.add(key)
+        return fn(*tensors, *facts)
+    if key not in _kept and not record(key, fn, tensors, facts):
+        return fn(*tensors, *facts)
+    graph, own, results = _kept[key] = _kept.pop(key)  # the one used last is last
+    for mine, given in zip(own, tensors, strict=True):
+        mine.copy_(given)
+    graph.replay()
+    return results
+
+
+def record(
+    key: Key, fn: Callable[..., Any], tensors: tuple[Tensor, ...], facts: tuple[Any, ...]
+) -> bool:
+    """Record a function, which does no work yet; return whether that could be done."""
+    while len(_kept) >= MOST:
+        oldest = next(iter(_kept))
+        torch.cuda.synchronize()
+        del _kept[oldest]
+        _refused.add(oldest)
+    own = tuple(one.clone(memory_format=torch.contiguous_format) for one in tensors)
+    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+    try:
+        # another thread may wait for the device meanwhile (`fused/disk.py`)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            gc.disable()  # freeing what belongs to the device would spoil the recording
+            results = fn(*own, *facts)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        log.debug("%s is not recorded: %s", fn.__name__, str(error).splitlines()[0])
+        _refused.add(key)
+        return False
+    finally:
+        if collecting:
+            gc.enable()
+    _kept[key] = graph, own, results
+    return True
