@@ -304,30 +304,48 @@ def weights_slope(
     """Return the gradients of weight (A, O, C, I, J) and bias (A, O), the second empty without
     `bias`.
     """
+    parts, to_bias = weights_parts(x, g, size, stride, pad, bias, tile, splits)
+    return weights_whole(parts, to_bias, bias, (x.shape[2], *size))
+
+
+def weights_parts(
+    x: Tensor,
+    g: Tensor,
+    size: Size,
+    stride: int,
+    pad: int,
+    bias: bool,
+    tile: Tile,
+    splits: int,
+    joined: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return what `weights_room` makes, filled."""
     g = flat_places(g)
     clients, samples, outputs, high, wide = g.shape
     total, used = samples * high * wide, x.shape[2] * size[0] * size[1]
     chunk, splits = shared(total, splits, tile.depth)
-    parts, to_bias = weights_room(g, used, bias, splits)
+    parts, to_bias = weights_room(g, used, bias, splits, joined)
     columns = triton.cdiv(used + bias, tile.columns)
     grid = (columns, triton.cdiv(outputs, tile.rows), clients * splits)
     _weights[grid](
         *(x, g, parts, to_bias, *x.stride(), *g.stride()[:3]),
         *(total, chunk, splits, outputs, used),
         BIAS=bias,
-        APART=splits == 1,
+        APART=splits == 1 and not joined,
         **facts(tuple(x.shape), (high, wide), size, stride, pad),
         **tile.options(),
     )
-    return weights_whole(parts, to_bias, bias, (x.shape[2], *size))
+    return parts, to_bias
 
 
-def weights_room(g: Tensor, used: int, bias: bool, splits: int) -> tuple[Tensor, Tensor]:
+def weights_room(
+    g: Tensor, used: int, bias: bool, splits: int, joined: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the tensors that the gradients of weight and bias are written to: parts with the bias
-    at the end of each row, or a whole with the bias apart.
+    at the end of each row, or a whole with the bias apart, unless it is to be `joined`.
     """
     clients, _, outputs = g.shape[:3]
-    if splits > 1:
+    if splits > 1 or joined:
         parts = g.new_empty(clients, splits, outputs, used + bias, dtype=torch.float32)
         return parts, g.new_empty(clients, 0)
     return g.new_empty(clients, 1, outputs, used), g.new_empty(clients, outputs if bias else 0)

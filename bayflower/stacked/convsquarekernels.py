@@ -351,18 +351,39 @@ def pooled_weights(
     """Return the gradients of weight and bias, the second empty without `bias`, from that of what
     was pooled. They have x's type.
     """
+    facts = (size, stride, pad, slope, bias, block, splits, low, precision)
+    found, to_bias = weights_parts(x, g, index, *facts)
+    return weights_whole(found, to_bias, bias, (x.shape[2], *size))
+
+
+def weights_parts(
+    x: Tensor,
+    g: Tensor,
+    index: Tensor,
+    size: Size,
+    stride: int,
+    pad: int,
+    slope: float,
+    bias: bool,
+    block: Square,
+    splits: int,
+    low: bool = False,
+    precision: str = "tf32",
+    joined: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return what `weights_room` makes, filled."""
     clients, samples, outputs, high, wide = g.shape
     assert fits(x.shape[2], size, stride)
     total, used = samples * high * wide, x.shape[2] * size[0] * size[1]
     chunk, splits = shared(total, splits, block.windows)
-    found, to_bias = weights_room(x.new_empty(()).expand(g.shape), used, bias, splits)
+    found, to_bias = weights_room(x.new_empty(()).expand(g.shape), used, bias, splits, joined)
     _weights_square[(triton.cdiv(outputs, block.outputs), clients * splits)](
         *(x, g, index, found, to_bias, *x.stride()[:2], *g.stride(), *index.stride()),
         *(total, chunk, splits, outputs),
         BIAS=bias,
-        APART=splits == 1,
+        APART=splits == 1 and not joined,
         SLOPE=slope,
         **constants(x, size, pad, low, precision),
         **block.options(),
     )
-    return weights_whole(found, to_bias, bias, (x.shape[2], *size))
+    return found, to_bias

@@ -32,6 +32,7 @@ from .batched import (
     window,
 )
 from .pooling import Pick, Scatter
+from .products import Parts, first_derivative, left, may_leave
 
 WINDOW = (2, 2)
 
@@ -127,6 +128,33 @@ class DirectWeight(Function):
         return on_stacks(to_weights, fronts(inputs[:2], dims[:2], info), *inputs[2:]), (0, 0)
 
 
+class DirectStep(DirectWeight):
+    """`DirectWeight`, which leaves the parts of its sums to the end of a step (`products.py`) if
+    weight and bias are parameters of it.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        x: Tensor, g: Tensor, weight: Tensor, bias: Tensor, size: Size, stride: int, pad: int
+    ) -> tuple[Tensor, Tensor]:
+        to_weight, to_bias = to_weights(x[None], g[None], size, stride, pad, True)
+        return to_weight[0], to_bias[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, g, _, _, _, *ctx.facts = inputs
+        ctx.bias = True
+        ctx.save_for_backward(x, g)
+
+    @staticmethod
+    def backward(ctx: Any, gg: Tensor, gg_bias: Tensor) -> tuple[Any, ...]:
+        return *DirectWeight.backward(ctx, gg, gg_bias), None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
+        return on_stacks(step_weights, fronts(inputs[:4], dims[:4], info), *inputs[4:]), (0, 0)
+
+
 class DirectPool(Function):
     """Pool(Direct(x, weight, bias)), and which element of each window it was."""
 
@@ -139,16 +167,16 @@ class DirectPool(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, _, *ctx.facts, ctx.slope = inputs
+        x, weight, bias, *ctx.facts, ctx.slope = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, output[1])
+        ctx.save_for_backward(x, weight, bias, output[1])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, _: Any) -> tuple[Any, ...]:
         if g is None:
             return (None,) * 6
-        x, weight, index = ctx.saved_tensors
+        x, weight, bias, index = ctx.saved_tensors
         facts = (window(weight), *ctx.facts)
         to_x = None
         if not ctx.needs_input_grad[0] and routes.in_turn(x):
@@ -156,7 +184,11 @@ class DirectPool(Function):
         spread = Scatter.apply(g, index, before(x, weight, *ctx.facts), WINDOW, ctx.slope)
         if ctx.needs_input_grad[0]:
             to_x = DirectInput.apply(spread, weight, tuple(x.shape), *ctx.facts)
-        return to_x, *DirectWeight.apply(x, spread, *facts, True), None, None, None
+        if all(ctx.needs_input_grad[1:3]) and first_derivative():
+            own = DirectStep.apply(x, spread, weight, bias, *facts)
+        else:
+            own = DirectWeight.apply(x, spread, *facts, True)
+        return to_x, *own, None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -258,10 +290,29 @@ def to_weights(
     """Return the gradients of weight and bias."""
     from . import convkernels
 
+    how = weights_split(x, g, size, bias)
+    return convkernels.weights_slope(x, g, size, stride, pad, bias, *how)
+
+
+def step_weights(
+    x: Tensor, g: Tensor, weight: Tensor, bias: Tensor, size: Size, stride: int, pad: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of weight and bias, or zeros if they were left to the step."""
+    if not may_leave(weight, bias):
+        return to_weights(x, g, size, stride, pad, True)
+    from . import convkernels
+
+    how, facts = weights_split(x, g, size, True), (size, stride, pad, True)
+    return left(Parts(convkernels.weights_parts(x, g, *facts, *how, True)[0], weight, bias))
+
+
+def weights_split(x: Tensor, g: Tensor, size: Size, bias: bool) -> tuple[routes.Tile, int]:
+    """Return the block of the weights' gradient that a program computes, and into how many parts
+    its sum is split.
+    """
     clients, samples, outputs, high, wide = g.shape
     rows = x.shape[2] * size[0] * size[1] + bias
-    how = routes.weights_tile(outputs, rows, samples * high * wide, clients)
-    return convkernels.weights_slope(x, g, size, stride, pad, bias, *how)
+    return routes.weights_tile(outputs, rows, samples * high * wide, clients)
 
 
 def pooled(
@@ -291,7 +342,5 @@ def pooled_weights(
     """Return the gradients of weight and bias from that of what was pooled."""
     from . import convpoolkernels
 
-    clients, samples, outputs, high, wide = g.shape
-    rows = x.shape[2] * size[0] * size[1] + 1
-    how = routes.weights_tile(outputs, rows, samples * high * wide, clients)
+    how = weights_split(x, g, size, True)
     return convpoolkernels.pooled_weights(x, g, index, size, stride, pad, slope, True, *how)

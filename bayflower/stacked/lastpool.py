@@ -20,6 +20,7 @@ from torch.autograd import Function
 from .batched import front, fronts, on_stacks
 from .direct import WINDOW, Last
 from .pooling import Scatter
+from .products import Turned, first_derivative, left, may_leave
 
 AREA = WINDOW[0] * WINDOW[1]
 
@@ -33,11 +34,11 @@ class LastWeight(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.kind = inputs[0].dtype
+        ctx.save_for_backward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return FirstWeight.apply(g, ctx.kind), None
+        return FirstWeight.apply(g, ctx.saved_tensors[0], first_derivative()), None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], weight: Tensor, kind: Any) -> tuple[Tensor, int]:
@@ -45,11 +46,13 @@ class LastWeight(Function):
 
 
 class FirstWeight(Function):
-    """The transpose of `LastWeight`: torch's memory order."""
+    """The transpose of `LastWeight`: torch's memory order. If it `may`, it leaves the gradient to
+    the step (`products.py`).
+    """
 
     @staticmethod
-    def forward(g: Tensor, kind: torch.dtype) -> Tensor:
-        return first_weight(g[None], kind)[0]
+    def forward(g: Tensor, weight: Tensor, may: bool) -> Tensor:
+        return first_weight(g[None], weight[None], may)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -57,11 +60,11 @@ class FirstWeight(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return LastWeight.apply(g, ctx.kind), None
+        return LastWeight.apply(g, ctx.kind), None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], g: Tensor, kind: Any) -> tuple[Tensor, int]:
-        return on_stacks(first_weight, (front(g, dims[0], info.batch_size),), kind), 0
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return on_stacks(first_weight, fronts(inputs[:2], dims[:2], info), *inputs[2:]), 0
 
 
 class BentPool(Function):
@@ -130,9 +133,11 @@ def last_weight(weight: Tensor, kind: torch.dtype) -> Tensor:
     )
 
 
-def first_weight(g: Tensor, kind: torch.dtype) -> Tensor:
-    """Return g (A, O, C, I, J) of `kind`, in this order in memory."""
-    return torch.empty_like(g, dtype=kind, memory_format=torch.contiguous_format).copy_(g)
+def first_weight(g: Tensor, weight: Tensor, may: bool) -> Tensor:
+    """Return g (A, O, C, I, J) in the type and memory order of weights, or 0 if it was left."""
+    if may and may_leave(weight, None):
+        return left(Turned(g, weight))[0]
+    return torch.empty_like(g, dtype=weight.dtype, memory_format=torch.contiguous_format).copy_(g)
 
 
 def bent_pool(x: Tensor, bias: Tensor, slope: float) -> tuple[Tensor, Tensor]:

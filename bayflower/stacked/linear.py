@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from . import routes
 from .batched import fronts, on_stacks
-from .products import Product, first_derivative, left, zero
+from .products import Product, first_derivative, left, may_leave
 
 
 class Linear(Function):
@@ -164,11 +164,8 @@ def to_weights(
     low: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and bias."""
-    if may and left(Product(x, g, out, weight, bias, slope, low)):
-        nothing = zero(weight.device, weight.dtype)
-        return nothing.expand(weight.shape), nothing.expand(
-            weight.shape[: 1 if bias is None else 2]
-        )
+    if may and may_leave(weight, bias):
+        return left(Product(x, g, out, weight, bias, slope, low))
     if routes.has_kernels(x):
         from . import linearkernels
 

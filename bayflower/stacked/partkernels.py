@@ -27,12 +27,16 @@ def _sum(
     splits,
     outputs,
     row,
+    rate,
+    DESCEND: tl.constexpr,
     BIAS: tl.constexpr,
     LAST: tl.constexpr,
     WAYS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """out[a, o, r] = Σ_s parts[a, s, o, r] + bias[a, o]; with LAST the last r is for last[a, o]."""
+    """out[a, o, r] = Σ_s parts[a, s, o, r] + bias[a, o]; with LAST the last r is for last[a, o].
+    With DESCEND these are parameters, which go down by `rate` times that.
+    """
     a = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     s = tl.arange(0, WAYS)
@@ -48,8 +52,13 @@ def _sum(
         total += tl.load(bias + a * outputs + o, mask=good, other=0.0).to(tl.float32)
     value = total.to(out.dtype.element_ty)
     if LAST:
-        tl.store(out + (a * outputs + o) * (row - 1) + r, value, mask=good & (r < row - 1))
-        tl.store(last + a * outputs + o, value, mask=good & (r == row - 1))
+        place, most = out + (a * outputs + o) * (row - 1) + r, good & (r < row - 1)
+        end, few = last + a * outputs + o, good & (r == row - 1)
+        if DESCEND:
+            before = tl.load(place, mask=most, other=0.0) + tl.load(end, mask=few, other=0.0)
+            value = before - rate * value
+        tl.store(place, value, mask=most)
+        tl.store(end, value, mask=few)
     else:
         tl.store(out + a * outputs * row + n, value, mask=good)
 
@@ -112,7 +121,8 @@ def added(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     clients, splits, outputs, row = parts.shape
     out = parts.new_empty(clients, outputs, row, dtype=dtype)
     _sum[(triton.cdiv(outputs * row, BLOCK), clients)](
-        *(parts, parts if bias is None else bias, out, out, splits, outputs, row),
+        *(parts, parts if bias is None else bias, out, out, splits, outputs, row, 0.0),
+        DESCEND=False,
         BIAS=bias is not None,
         LAST=False,
         WAYS=ways(splits),
@@ -124,18 +134,32 @@ def added(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def added_apart(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return Σ_s of parts (A, S, O, R): all but the last entry of each row, and that one."""
-    clients, splits, outputs, row = parts.shape
+    clients, _, outputs, row = parts.shape
     out = parts.new_empty(clients, outputs, row - 1, dtype=dtype)
     last = parts.new_empty(clients, outputs, dtype=dtype)
+    apart(parts, out, last, None)
+    return out, last
+
+
+def descend(parts: Tensor, weight: Tensor, bias: Tensor, rate: float) -> None:
+    """Subtract `rate` times Σ_s of parts (A, S, O, R + 1) from weight (A, O, …), of R numbers a
+    row, and from bias (A, O), in place.
+    """
+    apart(parts, weight, bias, rate)
+
+
+def apart(parts: Tensor, out: Tensor, last: Tensor, rate: float | None) -> None:
+    """Write Σ_s of parts to `out` and `last`, or with a rate subtract it there."""
+    clients, splits, outputs, row = parts.shape
     _sum[(triton.cdiv(outputs * row, BLOCK), clients)](
-        *(parts, parts, out, last, splits, outputs, row),
+        *(parts, parts, out, last, splits, outputs, row, 0.0 if rate is None else rate),
+        DESCEND=rate is not None,
         BIAS=False,
         LAST=True,
         WAYS=ways(splits),
         SIZE=BLOCK,
         num_warps=2,
     )
-    return out, last
 
 
 def pooled(

@@ -1,13 +1,13 @@
-"""Gradients of linear layers that are never written: a step of plain gradient descent adds the
-product they are made of to the weights.
+"""Gradients that are never written: a step of plain gradient descent adds the products, or the
+parts of sums, that they are made of to the weights.
 
     W ← W − rate · sᵀ x            b ← b − rate · Σ s
 
 The gradient of a wide layer has as many numbers as the layer. To write it, to read it and to read
 and write the weights takes twice as long as the last two alone. So a step of a stack opens a
 `Products`, a linear layer whose weights are parameters of the step leaves its two factors there and
-gives 0 as its gradient, and the step ends with `descend`. What else the loss gives as a gradient of
-these weights is added as always.
+gives 0 as its gradient, and the step ends with `descend`. A convolution leaves the parts of its
+sum. What else the loss gives as a gradient of these weights is added as always.
 """
 
 from __future__ import annotations
@@ -36,25 +36,42 @@ class Product(NamedTuple):
     low: bool
 
 
+class Parts(NamedTuple):
+    """The parts of the sums that a convolution's gradients are: Σ_s of parts (A, S, O, R + 1) is
+    that of a row of the weight (A, O, R numbers), and last that of the bias (A, O).
+    """
+
+    parts: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+class Turned(NamedTuple):
+    """A gradient in another type or memory order than its weight."""
+
+    g: Tensor
+    weight: Tensor
+    bias: None = None
+
+
+Left = Product | Parts | Turned
+
+
 class Products:
-    """The parameters of a step, and the products that were left for its end."""
+    """The parameters of a step, and what was left for its end."""
 
     def __init__(self, params: Tensors) -> None:
-        fine = [one for one in params.values() if one.ndim in (2, 3) and one.is_contiguous()]
+        fine = [one for one in params.values() if one.is_contiguous()]
         self.known = {one.data_ptr(): one.shape for one in fine if one.dtype == torch.float32}
-        self.found: list[Product] = []
+        self.found: list[Left] = []
 
     def takes(self, one: Tensor) -> bool:
         """Return whether a tensor is a parameter of the step, and not something made of it."""
         return self.known.get(one.data_ptr()) == one.shape and one.is_contiguous()
 
-    def left(self, product: Product) -> bool:
-        """Keep a product for the end of the step; return whether that can be done."""
-        weight, bias = product.weight, product.bias
-        good = self.takes(weight) and (bias is None or self.takes(bias))
-        if good:
-            self.found.append(product)
-        return good
+    def both(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Return whether a layer's weight and bias are parameters of the step."""
+        return self.takes(weight) and (bias is None or self.takes(bias))
 
     def others(self, grads: Tensors) -> Tensors:
         """Return the gradients that are more than products."""
@@ -65,7 +82,7 @@ class Products:
         }
 
     def descend(self, rate: float) -> None:
-        """Take the step for every product."""
+        """Take the step for all that was left."""
         for one in self.found:
             step(one, rate)
 
@@ -83,9 +100,18 @@ def products(params: Tensors) -> Iterator[Products]:
         _steps.pop()
 
 
-def left(product: Product) -> bool:
-    """Return whether the product was kept for the end of a step."""
-    return bool(_steps) and _steps[-1].left(product)
+def may_leave(weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a layer may leave its gradient to the end of a step."""
+    return bool(_steps) and _steps[-1].both(weight, bias)
+
+
+def left(one: Left) -> tuple[Tensor, Tensor]:
+    """Leave a gradient to the end of the step. Return zeros in its place, for weight and bias."""
+    _steps[-1].found.append(one)
+    weight, bias = one.weight, one.bias
+    nothing = zero(weight.device, weight.dtype)
+    empty = nothing.expand(len(weight), 0)
+    return nothing.expand(weight.shape), empty if bias is None else nothing.expand(bias.shape)
 
 
 def first_derivative() -> bool:
@@ -101,8 +127,14 @@ def zero(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), device=device, dtype=dtype)
 
 
-def step(one: Product, rate: float) -> None:
-    """Take one step down a product, in place."""
+def step(one: Left, rate: float) -> None:
+    """Take one step, in place."""
+    if isinstance(one, Parts):
+        step_by_parts(one, rate)
+        return
+    if isinstance(one, Turned):
+        one.weight.sub_(one.g, alpha=rate)
+        return
     if has_kernels(one.x):
         from . import linearkernels
 
@@ -112,3 +144,15 @@ def step(one: Product, rate: float) -> None:
     one.weight.baddbmm_(bent.mT, one.x, alpha=-rate)
     if one.bias is not None:
         one.bias.sub_(bent.sum(1), alpha=rate)
+
+
+def step_by_parts(one: Parts, rate: float) -> None:
+    """Take one step of a convolution, in place."""
+    if has_kernels(one.parts):
+        from . import partkernels
+
+        partkernels.descend(*one, rate)
+        return
+    total = one.parts.sum(1)
+    one.weight.sub_(total[..., :-1].reshape(one.weight.shape), alpha=rate)
+    one.bias.sub_(total[..., -1], alpha=rate)

@@ -20,6 +20,7 @@ from . import routes
 from .batched import Size, fronts, on_stacks, window
 from .direct import WINDOW, Direct, DirectInput, before
 from .pooling import Pick, Scatter
+from .products import Parts, first_derivative, left, may_leave
 
 
 class SquarePool(Function):
@@ -34,23 +35,24 @@ class SquarePool(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, _, ctx.pad, ctx.slope, ctx.low = inputs
+        x, weight, bias, ctx.pad, ctx.slope, ctx.low = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, output[1])
+        ctx.save_for_backward(x, weight, bias, output[1])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, _: Any) -> tuple[Any, ...]:
         if g is None:
             return (None,) * 6
-        x, weight, index = ctx.saved_tensors
+        x, weight, bias, index = ctx.saved_tensors
         to_x = None
         if ctx.needs_input_grad[0]:
             spread = Scatter.apply(g, index, before(x, weight, 1, ctx.pad), WINDOW, ctx.slope)
             like = weight.to(g.dtype)
             to_x = DirectInput.apply(spread, like, tuple(x.shape), 1, ctx.pad).to(x.dtype)
-        facts = (window(weight), ctx.pad, ctx.slope, ctx.low)
-        to_weight, to_bias = SquareWeight.apply(x, g, index, *facts)
+        may = all(ctx.needs_input_grad[1:3]) and first_derivative()
+        facts = (window(weight), ctx.pad, ctx.slope, ctx.low, may)
+        to_weight, to_bias = SquareWeight.apply(x, g, index, weight, bias, *facts)
         return to_x, to_weight, to_bias, None, None, None
 
     @staticmethod
@@ -59,16 +61,18 @@ class SquarePool(Function):
 
 
 class SquareWeight(Function):
-    """The gradients of `SquarePool` with respect to weight and bias, linear in x and in g."""
+    """The gradients of `SquarePool` with respect to weight and bias, linear in x and in g. If it
+    `may`, it leaves the parts of its sums to the step (`products.py`).
+    """
 
     @staticmethod
-    def forward(x: Tensor, g: Tensor, index: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
-        to_weight, to_bias = pooled_weights(x[None], g[None], index[None], *facts)
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        to_weight, to_bias = pooled_weights(*(one[None] for one in inputs[:5]), *inputs[5:])
         return to_weight[0], to_bias[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, g, index, _, ctx.pad, ctx.slope, _ = inputs
+        x, g, index, _, _, _, ctx.pad, ctx.slope, *_ = inputs
         ctx.save_for_backward(x, g, index)
 
     @staticmethod
@@ -82,11 +86,11 @@ class SquareWeight(Function):
         if ctx.needs_input_grad[1]:
             own = (one.to(g.dtype) for one in (x, gg, gg_bias))
             to_g = Pick.apply(Direct.apply(*own, 1, ctx.pad), index, WINDOW, ctx.slope)
-        return to_x, to_g, *(None,) * 5
+        return to_x, to_g, *(None,) * 8
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-        return on_stacks(pooled_weights, fronts(inputs[:3], dims[:3], info), *inputs[3:]), (0, 0)
+        return on_stacks(pooled_weights, fronts(inputs[:5], dims[:5], info), *inputs[5:]), (0, 0)
 
 
 # -- the functions of stacks: the clients' axis is in front of every tensor ------------------------
@@ -110,9 +114,20 @@ def pooled(
 
 
 def pooled_weights(
-    x: Tensor, g: Tensor, index: Tensor, size: Size, pad: int, slope: float, low: bool
+    x: Tensor,
+    g: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    size: Size,
+    pad: int,
+    slope: float,
+    low: bool,
+    may: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of weight and bias, in float32, from that of what was pooled."""
+    """Return the gradients of weight and bias, in float32, from that of what was pooled; zeros if
+    they were left to the step.
+    """
     from . import convsquarekernels
 
     clients, samples, outputs, high, wide = g.shape
@@ -120,5 +135,8 @@ def pooled_weights(
     exact = not low and routes.precision() == "tf32x3"
     how = convsquarekernels.square_weights(clients, outputs, samples * high * wide, exact)
     facts = (size, 1, pad, slope, True, *how, low, routes.precision())
+    if may and may_leave(weight, bias):
+        parts = convsquarekernels.weights_parts(x, g, index, *facts, joined=True)[0]
+        return left(Parts(parts.float(), weight, bias))
     to_weight, to_bias = convsquarekernels.pooled_weights(x, g, index, *facts)
     return to_weight.float(), to_bias.float()
