@@ -41,14 +41,15 @@ def keys_of(words: np.ndarray) -> np.ndarray:
             factors.append(factors[-1] * by & LOW)
         factor = factors[-1]
         column = np.array(factors, np.uint32)[:, None]
-        value = (value ^ column[:-1]) * column[1:]
-        return value ^ (value >> np.uint32(16))
+        found: np.ndarray = (value ^ column[:-1]) * column[1:]
+        return found ^ (found >> np.uint32(16))
 
     pool = hashed(np.ascontiguousarray(words.T), 4, 0x931E8875)
     for source in range(4):
         others = [target for target in range(4) if target != source]
         other = hashed(pool[source], 3, 0x931E8875)
-        both = pool[others] * np.uint32(0xCA01F9DD) - other * np.uint32(0x4973F715)
+        both: np.ndarray = pool[others] * np.uint32(0xCA01F9DD)
+        both = both - other * np.uint32(0x4973F715)
         pool[others] = both ^ (both >> np.uint32(16))
     factor = 0x8B51F9DD
     parts = hashed(pool, 4, 0x58F38DED).astype(np.uint64)
