@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from . import pinned
 from .errors import BayflowerError, WireError, field_types
 
 Tensors = dict[str, Tensor]
@@ -48,11 +49,7 @@ def upload(values: Any, device: torch.device) -> Tensor:
     GPU.
     """
     tensor = torch.as_tensor(values)
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    return pinned.send(tensor, device) if device.type == "cuda" else tensor.to(device)
 
 
 class Rows:

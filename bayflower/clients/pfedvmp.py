@@ -39,14 +39,14 @@ from torch import Tensor
 
 from ..contract import Phase, Posterior, Survey, Work
 from ..errors import ConfigError
-from ..maths.classmessages import ClassMessage, blank, dense_ranks, pack_factors, ranks
+from ..maths.classmessages import ClassMessage, blank_shapes, dense_ranks, pack_factors, ranks
 from ..maths.classwise import class_factors, class_labels, class_means, class_variances
 from ..maths.laplace import Seen, class_gaussians, generative
 from ..networks.model import Batch, masked_mean
 from ..stacked.losses import pull
 from ..stacked.shaped import is_mixed
 from ..strategies.pfedvmp import Update
-from ..tree import Shapes, Tensors, flatten, map_tree, shapes
+from ..tree import Shapes, Tensors, flatten, map_tree
 from . import fedper
 from .fedavg import State
 
@@ -204,10 +204,7 @@ class Client(fedper.Client):
             (rank * ~dense).sum(1).tolist(),
             dense.sum(1).tolist(),
         )
-        return [
-            shapes(blank(self.config.centroid, first, dim, *one))
-            for one in zip(*sizes, strict=True)
-        ]
+        return blank_shapes(self.config.centroid, first, dim, zip(*sizes, strict=True))
 
     def posterior(
         self, params: Tensors, broadcast: Any, seen: Seen | None, layer: str | None

@@ -32,11 +32,16 @@ def rng(seed: int, stream: str, *keys: int) -> np.random.Generator:
     """Return the generator of (seed, stream, keys): Philox, whose output is the same on every
     platform.
     """
-    if not 0 <= seed < 2**32:
-        raise ConfigError(f"seed must be in [0, {2**32 - 1}], got {seed}")
+    check_seed(seed)
     return np.random.Generator(
         np.random.Philox(np.random.SeedSequence([seed, crc32(stream.encode()), *keys]))
     )
+
+
+def check_seed(seed: int) -> None:
+    """Raise if a seed does not fit into 32 bits."""
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed must be in [0, {2**32 - 1}], got {seed}")
 
 
 def num_steps(num_examples: int, phase: Phase, coupled: bool) -> int:
@@ -129,15 +134,16 @@ def table(
     """Return the plans of many clients in the phase `name` as one array (steps, clients,
     phase.batches, width) of sample numbers, −1 where there is none.
     """
+    check_seed(seed)
     stream = f"batches/{purpose}/{name}"
     drawn = np.empty(known.begins[-1] + 1, np.int32)
     drawn[-1] = -1
     left: Sequence[int] = range(len(clients))
     if len(clients) >= shuffles.MANY:
         left = _shared(known, clients, drawn, (seed, stream, round))
-    for place in left:
+    asked = shuffles.generators(seed, stream, [clients[place] for place in left], round)
+    for place, generator in zip(left, asked, strict=True):
         size, begin = known.sizes[place], known.begins[place]
-        generator = rng(seed, stream, clients[place], round)
         for start in range(begin, begin + known.epochs[place] * size, size):
             drawn[start : start + size] = generator.permutation(size)
     return drawn[known.places]

@@ -9,13 +9,15 @@ of numpy may shuffle otherwise, and then its own is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 LOW = 0xFFFFFFFF
 MANY = 512  # clients from which on this is faster than a generator each
+SOME = 8  # clients from which on one generator, set to each client's state, is faster
 LONGEST = 256  # samples up to which it is
 
 
@@ -31,25 +33,50 @@ def keys_of(words: np.ndarray) -> np.ndarray:
     """Return the keys (C, 2) that SeedSequence gives Philox."""
     factor = 0x43B0D7E5
 
-    def hashed(value: np.ndarray, by: int) -> np.ndarray:
+    def hashed(value: np.ndarray, times: int, by: int) -> np.ndarray:
+        """Return `times` hashes of the rows, each with its own factors."""
         nonlocal factor
-        value = value ^ np.uint32(factor)
-        factor = factor * by & LOW
-        value = value * np.uint32(factor)
-        return value ^ (value >> np.uint32(16))
+        factors = [factor]
+        for _ in range(times):
+            factors.append(factors[-1] * by & LOW)
+        factor = factors[-1]
+        column = np.array(factors, np.uint32)[:, None]
+        found: np.ndarray = (value ^ column[:-1]) * column[1:]
+        return found ^ (found >> np.uint32(16))
 
-    pool = [hashed(words[:, place], 0x931E8875) for place in range(4)]
+    pool = hashed(np.ascontiguousarray(words.T), 4, 0x931E8875)
     for source in range(4):
-        for target in range(4):
-            if source != target:
-                other = hashed(pool[source], 0x931E8875)
-                both: np.ndarray = pool[target] * np.uint32(0xCA01F9DD)
-                both = both - other * np.uint32(0x4973F715)
-                pool[target] = both ^ (both >> np.uint32(16))
+        others = [target for target in range(4) if target != source]
+        other = hashed(pool[source], 3, 0x931E8875)
+        both: np.ndarray = pool[others] * np.uint32(0xCA01F9DD)
+        both = both - other * np.uint32(0x4973F715)
+        pool[others] = both ^ (both >> np.uint32(16))
     factor = 0x8B51F9DD
-    parts = [hashed(one, 0x58F38DED).astype(np.uint64) for one in pool]
-    pairs = [parts[0] | parts[1] << np.uint64(32), parts[2] | parts[3] << np.uint64(32)]
-    return np.stack(pairs, 1)
+    parts = hashed(pool, 4, 0x58F38DED).astype(np.uint64)
+    return (parts[::2] | parts[1::2] << np.uint64(32)).T
+
+
+def generators(
+    seed: int, stream: str, clients: Sequence[int], round: int
+) -> Iterator[np.random.Generator]:
+    """Yield the generator of `batches.rng` for each client, until the next one is asked for: one
+    object, whose state is set. Numpy's own are made where there are few, or where its first one
+    has another state.
+    """
+    words = entropy(seed, stream, clients, round) if len(clients) >= SOME else None
+    if words is None:
+        everyone = ([seed, crc32(stream.encode()), client, round] for client in clients)
+        yield from map(generator, everyone)
+        return
+    one, keys = generator(words[0]), keys_of(words)
+    state: Any = one.bit_generator.state
+    if not np.array_equal(state["state"]["key"], keys[0]):
+        yield from map(generator, words)
+        return
+    for key in keys:
+        state["state"]["key"] = key
+        one.bit_generator.state = state
+        yield one
 
 
 def philox(keys: np.ndarray, blocks: int) -> np.ndarray:
@@ -80,9 +107,12 @@ def first_keys(seed: int, stream: str, clients: Sequence[int], round: int) -> np
     """Return what `batches.rng(seed, stream, client, round).integers(2**62)` gives each client;
     None if it must be asked.
     """
-    words = entropy(seed, stream, clients, round) if len(clients) >= MANY else None
+    words = entropy(seed, stream, clients, round) if len(clients) >= SOME else None
     if words is None:
         return None
+    if len(clients) < MANY:
+        every = generators(seed, stream, clients, round)
+        return np.array([int(one.integers(2**62)) for one in every])
     found = (philox(keys_of(words), 1)[:, 0] >> np.uint64(2)).astype(np.int64)
     own = int(generator(words[0]).integers(2**62))
     return found if own == found[0] else None
@@ -127,6 +157,6 @@ def permutations(
     return found
 
 
-def generator(words: np.ndarray) -> np.random.Generator:
+def generator(words: Sequence[int] | np.ndarray) -> np.random.Generator:
     """Return the generator that starts from four words."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))

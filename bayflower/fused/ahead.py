@@ -49,13 +49,12 @@ class Unread(NamedTuple):
     seen: Measured | None
     mark: Mark  # after which `values` are there
 
-    def of(self, kind: str) -> Tensors:
-        """Return the rows of one kind, by part."""
-        return {
-            name: row
-            for (own, name), row in zip(self.names, self.values, strict=True)
-            if own == kind
-        }
+    def read(self) -> dict[str, Tensors]:
+        """Return the rows of each kind, by part."""
+        found: dict[str, Tensors] = {kind: {} for kind in (FINE, "size", "cut", "claim")}
+        for (kind, name), row in zip(self.names, self.values.unbind(), strict=True):
+            found[kind][name] = row
+        return found
 
 
 class Ahead:
@@ -134,15 +133,15 @@ class Ahead:
 
     def _well(self, one: Unread) -> bool:
         """Return whether nobody diverged or has to be left out; then the round is closed."""
-        run, limiter = self.run, self.run.limiter
-        if not bool(one.of(FINE)[""].all()):
+        run, limiter, rows = self.run, self.run.limiter, one.read()
+        if not bool(rows[FINE][""].all()):
             return False
         if one.seen is not None:
-            seen = limiter.note(one.seen._replace(known=one.of("size")))
+            seen = limiter.note(one.seen._replace(known=rows["size"]))
             limiter.suspect(seen)
             if any(limiter.suspects.of.values()):
                 return False
-            limiter.suspects.cuts += [(one.clients, one.of("cut")), (one.clients, one.of("claim"))]
+            limiter.suspects.cuts += [(one.clients, rows["cut"]), (one.clients, rows["claim"])]
         limiter.settle()
         run.faults += [f"round {one.round}, {text}" for _, text in limiter.lines()]
         limiter.close()

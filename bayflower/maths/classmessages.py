@@ -10,14 +10,14 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import WireError
-from ..tree import Tensors, matching
+from ..tree import Shapes, Tensors, matching, shapes
 from .classwise import from_triangle, to_triangle
 from .window import on_grid
 
@@ -216,6 +216,29 @@ def blank(
     return ClassMessage(
         like.num_examples, like.params, like.buffers, like.counts, shaped(present, dim), spread
     )
+
+
+def blank_shapes(
+    centroid: str, like: Any, dim: int, sizes: Iterable[tuple[int, int, int]]
+) -> list[Shapes]:
+    """Return `shapes` of `blank` for the (classes, rows, triangles) of several clients, without
+    making their tensors: what all have in common is looked at once.
+    """
+    known = shapes(blank(centroid, like, dim))
+    begin = [name for name, _, _ in known].index("means")
+    base, rest = known[:begin], [(name, dtype) for name, _, dtype in known[begin:]]
+    found = []
+    for present, rows, triangles in sizes:
+        own: dict[str, tuple[int, ...]] = {
+            "means": (present, dim),
+            "spread/precision": (present, dim),
+            "spread/ranks": tuple(like.counts.shape),
+            "spread/basis": (rows, dim),
+            "spread/weight": (rows,),
+            "spread/triangle": (triangles, dim * (dim + 1) // 2),
+        }
+        found.append((*base, *((name, own[name], dtype) for name, dtype in rest)))
+    return found
 
 
 def received(centroid: str, like: Any, flat: Tensors) -> ClassMessage:

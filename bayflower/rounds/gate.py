@@ -149,8 +149,9 @@ class Gate:
         ]
         if not known:
             return
-        past = unit(np.stack([self.own[clients[place]] for place in known]))
-        for place, agreed in zip(known, (past * short(whole[known])).sum(1).tolist(), strict=True):
+        past = unit(np.stack([self.own[clients[place]] for place in known]), fresh=True)
+        mine = short(whole if len(known) == len(clients) else whole[known])
+        for place, agreed in zip(known, (past * mine).sum(1).tolist(), strict=True):
             client = clients[place]
             self.itself[client] = agreed
             before = self.steady.get(client, [])
@@ -199,13 +200,15 @@ class Gate:
             if len(clients) >= CROWD:
                 for begin in range(0, len(clients), BLOCK):
                     part, counted = whole[begin : begin + BLOCK], counts[begin : begin + BLOCK]
-                    agreed += (part * unit(total - part * counted)).sum(1).tolist()
+                    rest = total - (part if counted.all() else part * counted)
+                    agreed += (part * unit(rest, fresh=True)).sum(1).tolist()
             for client, one in zip(clients, agreed, strict=bool(agreed)):
                 self.past[client] = [*self.past.get(client, []), one][-LAST:]
             for client, mine in self.itself.items():
                 self.steady[client] = [*self.steady.get(client, []), mine][-LAST:]
             before = unit(
-                np.stack([self.own.pop(c, one) for c, one in zip(clients, now, strict=True)])
+                np.stack([self.own.pop(c, one) for c, one in zip(clients, now, strict=True)]),
+                fresh=True,
             )
             self.own.update(zip(clients, small(MEMORY * now + (1 - MEMORY) * before), strict=True))
         self.undo()
@@ -244,10 +247,11 @@ class Gate:
         else:
             late = (rounds >= LATER) & (means < BELOW)
             opposed |= late & (below > max(NEAR, TIMES * spread))
-        wide = middle - float(np.quantile(means, 0.25))
-        apart = np.isin(clients, list(low_group(clients, means, 1, math.inf)))
-        opposed &= apart | (below > TAIL * wide)
-        before = np.isin(clients, list(self.out))
+        before = np.isin(clients, list(self.out)) if self.out else np.zeros(len(clients), bool)
+        if opposed.any() or before.any():
+            wide = middle - float(np.quantile(means, 0.25))
+            apart = np.isin(clients, list(low_group(clients, means, 1, math.inf)))
+            opposed &= apart | (below > TAIL * wide)
         if before.any():
             still = np.isin(clients, list(low_group(clients, means, 1, math.inf, STILL, 0.0)))
             still |= below > TAIL_STILL * wide
@@ -256,7 +260,8 @@ class Gate:
         if not self.adds_up:
             enough = rounds >= LEAST
             group = low_group(clients[enough], means[enough])
-            opposed |= np.isin(clients, list(group))
+            if group:
+                opposed |= np.isin(clients, list(group))
         self.out = {one: self.means[one][1] for one in clients[opposed].tolist()}
 
     def why(self, client: int) -> str | None:
@@ -327,27 +332,32 @@ def unpacked(texts: Mapping[str, str], dtype: Any) -> dict[int, Vector]:
     return {int(c): np.frombuffer(base64.b64decode(one), dtype) for c, one in texts.items()}
 
 
-def unit(rows: Vector) -> Vector:
-    """Return rows of length 1; numbers that are none count as 0."""
-    found = np.array(rows, float)
+def unit(rows: Vector, fresh: bool = False) -> Vector:
+    """Return rows of length 1; numbers that are none count as 0. `fresh`: may be overwritten."""
+    found = np.asarray(rows, float) if fresh else np.array(rows, float)
     for begin in range(0, len(found), BLOCK):  # small enough for a processor's cache
         part = found[begin : begin + BLOCK]
-        most = np.abs(part).max(-1, keepdims=True)
+        most = largest(part)
         if not np.isfinite(most).all():
             np.nan_to_num(part, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-            most = np.abs(part).max(-1, keepdims=True)
+            most = largest(part)
         part /= np.maximum(most, TINY)  # so that no square is inf
         part /= np.maximum(np.sqrt((part * part).sum(-1, keepdims=True)), TINY)
     return found
 
 
+def largest(rows: Vector) -> Vector:
+    """Return the largest size of a number in each row, as a column."""
+    high, low = rows.max(-1, keepdims=True), rows.min(-1, keepdims=True)
+    found: Vector = np.maximum(high, -low)
+    return found
+
+
 def short(sketches: Vector) -> Vector:
     """Return OWN numbers of each sketch, of length 1: sketches of the same changes."""
-    return unit(sketches.reshape(len(sketches), -1, OWN).sum(1))
+    return unit(sketches.reshape(len(sketches), -1, OWN).sum(1), fresh=True)
 
 
 def small(rows: Vector) -> Vector:
     """Return rows in one byte a number; their lengths are lost."""
-    return np.round(rows * 127 / np.maximum(np.abs(rows).max(1, keepdims=True), TINY)).astype(
-        np.int8
-    )
+    return np.round(rows * 127 / np.maximum(largest(rows), TINY)).astype(np.int8)

@@ -16,34 +16,43 @@ FEW = 4  # fewer clients say nothing of what is usual
 
 
 def limits_of(sizes: Mapping[str, Sequence[Tensor]], factors: Mapping[str, float]) -> Tensors:
-    """Return the limits that the sizes of some rounds give, by name."""
-    seen = {name: joined(values) for name, values in sizes.items()}
-    claims = [seen[name] for name in sorted(seen) if claims_of(name)]
-    return {
-        name: limit_of(name, values, factors.get(name, LEVEL), claims)
-        for name, values in seen.items()
-    }
-
-
-def limit_of(name: str, values: Tensor, factor: float, claims: Sequence[Tensor]) -> Tensor:
-    """Return the limit that the sizes of some clients give; infinity where too few say something.
-    A claim that few others make is compared with all claims.
+    """Return the limits that the sizes of some rounds give, by name. Names with as many clients are
+    worked on together: there are few numbers of many names.
     """
-    if name == "log_weight":
-        middle = values.median() + math.log(LEVEL)
-        return middle if len(values) >= FEW else torch.full_like(middle, math.inf)
-    own = enough(values, factor)
-    if not claims_of(name):
-        return own
-    return torch.where(own.isinf(), enough(joined(claims), factor), own)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, values in sizes.items():
+        if name != "log_weight":
+            groups.setdefault(tuple(map(len, values)), []).append(name)
+    found: Tensors = {}
+    for lengths, names in groups.items():
+        rounds = [torch.stack([sizes[name][at] for name in names]) for at in range(len(lengths))]
+        own = enough(torch.cat(rounds, 1), [factors.get(name, LEVEL) for name in names])
+        found.update(zip(names, own.unbind(), strict=True))
+    claims = sorted(filter(claims_of, found))
+    few = [name for name in claims if bool(found[name].isinf())]
+    if few:  # a claim that few others make is compared with all claims
+        everyone = torch.cat([one for name in claims for one in sizes[name]])
+        for name in few:
+            found[name] = enough(everyone[None], [factors.get(name, LEVEL)])[0]
+    if "log_weight" in sizes:
+        found["log_weight"] = weight_limit(joined(sizes["log_weight"]))
+    return {name: found[name] for name in sizes}
 
 
-def enough(values: Tensor, factor: float) -> Tensor:
-    """Return the median of the positive numbers times `factor`; infinity if they are too few."""
-    middle = factor * usual(values[:, None])[0]
-    return torch.where((values > 0).sum() < FEW, torch.full_like(middle, math.inf), middle)
+def weight_limit(values: Tensor) -> Tensor:
+    """Return the limit of logarithms of weights; infinity where too few say something."""
+    middle = values.median() + math.log(LEVEL)
+    return middle if len(values) >= FEW else torch.full_like(middle, math.inf)
+
+
+def enough(rows: Tensor, factors: Sequence[float]) -> Tensor:
+    """Return the median of the positive numbers of each row times its factor; infinity where they
+    are too few.
+    """
+    middle = rows.new_tensor(factors) * usual(rows, 1)
+    return middle.masked_fill((rows > 0).sum(1) < FEW, math.inf)
 
 
 def joined(values: Sequence[Tensor]) -> Tensor:
     """Return the numbers of some clients."""
-    return torch.cat([*values])
+    return values[0] if len(values) == 1 else torch.cat([*values])

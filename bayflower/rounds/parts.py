@@ -204,9 +204,11 @@ def row_norms(leaf: Tensor) -> Tensor:
     return leaf.double().square().sum(-1).sqrt()
 
 
-def usual(values: Tensor) -> Tensor:
-    """Return the median of the positive numbers in each column; NaN where there is none."""
-    return values.masked_fill(values <= 0, math.nan).nanmedian(0).values
+def usual(values: Tensor, dim: int = 0) -> Tensor:
+    """Return the median of the positive numbers in each column (or, with dim=1, each row); NaN
+    where there is none.
+    """
+    return values.masked_fill(values <= 0, math.nan).nanmedian(dim).values
 
 
 def limited(

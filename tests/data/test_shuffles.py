@@ -33,6 +33,23 @@ def test_keys_are_numpys():
     ]
 
 
+@pytest.mark.parametrize("clients", [[3, 1], CLIENTS[:60], [*CLIENTS[:20], 2**32], CLIENTS])
+def test_generators_are_numpys_and_begin_anew(clients):
+    """Also after numbers of 32 bits, of which a generator keeps one half for later."""
+    every = shuffles.generators(2**32 - 1, "batches/a", clients, 5)
+    for client, one in zip(clients, every, strict=True):
+        own = batches.rng(2**32 - 1, "batches/a", client, 5)
+        assert one.permutation(12).tolist() == own.permutation(12).tolist()
+        assert one.integers(2**31, dtype=np.int32) == own.integers(2**31, dtype=np.int32)
+        assert one.bit_generator.state["has_uint32"] == own.bit_generator.state["has_uint32"]
+
+
+def test_a_state_that_is_not_numpys_is_not_used(monkeypatch):
+    monkeypatch.setattr(shuffles, "keys_of", lambda words: np.zeros((len(words), 2), np.uint64))
+    for client, one in zip(CLIENTS, shuffles.generators(7, "x", CLIENTS, 3), strict=True):
+        assert one.integers(2**62) == batches.rng(7, "x", client, 3).integers(2**62)
+
+
 def test_clients_that_run_out_of_numbers_ask_their_own_generator(monkeypatch):
     real = shuffles.philox
     monkeypatch.setattr(shuffles, "philox", lambda keys, blocks: real(keys, 3))
