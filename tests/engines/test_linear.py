@@ -32,6 +32,7 @@ CASES = {
     "plain": (2, 7, 33, 10, 1.0, True),
     "relu, many samples": (1, 70, 200, 17, 0.0, False),
     "wide": (5, 10, 1024, 512, 0.1, True),
+    "very wide": (3, 20, 9216, 128, 0.0, True),
 }
 
 
@@ -85,7 +86,7 @@ def test_slopes_are_those_of_torchs_layer(name, device, order):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["leaky", "plain", "wide"])
+@pytest.mark.parametrize("name", ["leaky", "plain", "wide", "very wide"])
 def test_a_step_by_products_is_the_step_of_written_gradients(name, device):
     dtype = torch.float32
     tensors, slope = inputs(name, device, dtype)
