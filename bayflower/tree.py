@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import pinned
 from .errors import BayflowerError, WireError, field_types
 
 Tensors = dict[str, Tensor]
@@ -49,7 +48,11 @@ def upload(values: Any, device: torch.device) -> Tensor:
     GPU.
     """
     tensor = torch.as_tensor(values)
-    return pinned.send(tensor, device) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 class Rows:
