@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import routes
-from .batched import fronts, on_stacks
+from .batched import front, fronts, on_stacks
 from .products import Product, first_derivative, left, may_leave
 
 
@@ -53,6 +53,9 @@ class Linear(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        if dims[1] is None and dims[2] is None:  # one layer for all: they are further samples
+            x = front(inputs[0], dims[0], info.batch_size)
+            return Linear.apply(x.flatten(0, 1), *inputs[1:]).unflatten(0, x.shape[:2]), 0
         x, weight, bias = fronts(inputs[:3], dims[:3], info)
         if bias is None:
             return on_stacks(without_bias, (x, weight), *inputs[3:]), 0
@@ -115,6 +118,10 @@ class LinearWeight(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
+        if dims[3] is None:  # a gradient for each sample of one layer
+            weight, bias, _, *facts = inputs[3:]
+            known = (bias is not None, weight.dtype, *facts)
+            return on_stacks(anew, fronts(inputs[:3], dims[:3], info), *known), (0, 0)
         *tensors, bias = fronts(inputs[:5], dims[:5], info)
         if bias is None:
             return on_stacks(to_weight_alone, tuple(tensors), *inputs[5:]), (0, 0)
@@ -166,12 +173,19 @@ def to_weights(
     """Return the gradients of weight and bias."""
     if may and may_leave(weight, bias):
         return left(Product(x, g, out, weight, bias, slope, low))
+    return anew(x, g, out, bias is not None, weight.dtype, slope, low)
+
+
+def anew(
+    x: Tensor, g: Tensor, out: Tensor, bias: bool, dtype: torch.dtype, slope: float, low: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of weight and bias."""
     if routes.has_kernels(x):
         from . import linearkernels
 
-        return linearkernels.weights_slope(x, g, out, weight, bias is not None, slope, low)
+        return linearkernels.weights_slope(x, g, out, bias, dtype, slope, low)
     bent = slopes(out, slope) * g
-    return bent.mT @ x, bent.sum(1) if bias is not None else bent.new_empty(len(bent), 0)
+    return bent.mT @ x, bent.sum(1) if bias else bent.new_empty(len(bent), 0)
 
 
 def to_weight_alone(

@@ -215,11 +215,12 @@ def ahead(x: Tensor, weight: Tensor, bias: Tensor | None, slope: float, low: boo
 
 
 def weights_slope(
-    x: Tensor, g: Tensor, out: Tensor, weight: Tensor, bias: bool, slope: float, low: bool
+    x: Tensor, g: Tensor, out: Tensor, bias: bool, dtype: torch.dtype, slope: float, low: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight (A, O, K) and bias (A, O), the second empty without `bias`."""
-    to_weight = weight.new_empty(weight.shape)
-    to_bias = weight.new_empty(len(weight), weight.shape[1] if bias else 0)
+    clients, outputs = len(g), g.shape[2]
+    to_weight = x.new_empty(clients, outputs, x.shape[2], dtype=dtype)
+    to_bias = x.new_empty(clients, outputs if bias else 0, dtype=dtype)
     to_weights(x, g, out, to_weight, to_bias if bias else None, slope, low)
     return to_weight, to_bias
 

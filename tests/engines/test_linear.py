@@ -86,6 +86,25 @@ def test_slopes_are_those_of_torchs_layer(name, device, order):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["leaky", "relu, many samples"])
+def test_gradients_of_each_sample_share_their_layer(name, device):
+    tensors, slope = inputs(name, device, F64 if device == "cpu" else torch.float32)
+    x, params = tensors[0], tuple(tensors[1:])
+
+    def by_sample(fn):
+        def one(params, sample):
+            return length(fn, slope)(sample[None], *params)
+
+        return vmap(lambda params, x: vmap(grad(one), in_dims=(None, 0))(params, x))
+
+    exact = tuple(one.double() for one in params)
+    got, want = by_sample(own)(params, x), by_sample(plain)(exact, x.double())
+    for one, two in zip(got, want, strict=True):
+        assert one.shape == two.shape
+        assert float((one.double() - two).norm()) <= 2e-6 * float(two.norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["leaky", "plain", "wide", "very wide"])
 def test_a_step_by_products_is_the_step_of_written_gradients(name, device):
     dtype = torch.float32
