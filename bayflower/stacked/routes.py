@@ -11,6 +11,7 @@ an H200 (`benchmarks/results/convolutions.md`), not from a clock: two runs take 
 from __future__ import annotations
 
 import importlib.util
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,14 @@ class Tile(NamedTuple):
 def has_kernels(x: Tensor) -> bool:
     """Return whether Triton kernels can be used for `x`."""
     return x.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=8)
+def is_made_for(device: torch.device) -> bool:
+    """Return whether the device is of the kind that layers' own kernels were measured on: NVIDIA's,
+    with tensor cores for TF32 and bfloat16. Others take torch's products.
+    """
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_cores(x: Tensor) -> bool:
@@ -202,14 +211,14 @@ def square(x: Tensor, weight: Tensor, stride: int) -> bool:
     """
     fine = x.dtype in (torch.float32, torch.bfloat16) and weight.dtype == torch.float32
     size = (weight.shape[-2], weight.shape[-1])
-    return fine and has_kernels(x) and fits(x.shape[-3], size, stride)
+    return fine and has_kernels(x) and is_made_for(x.device) and fits(x.shape[-3], size, stride)
 
 
 def linear(x: Tensor, weight: Tensor) -> bool:
     """Return whether a linear layer of x (B, K) has a form of its own: small batches."""
     kinds = (torch.float32, torch.bfloat16)
     fine = x.ndim == 2 and x.dtype in kinds and weight.dtype == torch.float32
-    return fine and x.shape[0] <= MOST_SAMPLES and has_kernels(x)
+    return fine and x.shape[0] <= MOST_SAMPLES and has_kernels(x) and is_made_for(x.device)
 
 
 def narrow(weight: Tensor, low: bool) -> bool:
