@@ -85,6 +85,10 @@ class LinearInput(Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        if dims[2] is None:  # one layer for all: they are further samples
+            g, out = fronts(inputs[:2], dims[:2], info)
+            found = LinearInput.apply(g.flatten(0, 1), out.flatten(0, 1), *inputs[2:])
+            return found.unflatten(0, g.shape[:2]), 0
         return on_stacks(to_input, fronts(inputs[:3], dims[:3], info), *inputs[3:]), 0
 
 

@@ -253,13 +253,13 @@ def to_weights(
     x, g, out = x.contiguous(), g.contiguous(), out.contiguous()
     clients, samples, inputs = x.shape
     outputs = g.shape[2]
-    how = routes.linear_weights(clients, samples, outputs, inputs, rate is not None)
-    tile, turns = how
+    step = rate is not None
+    tile, turns = routes.linear_weights(clients, samples, outputs, inputs, step)
     blocks = triton.cdiv(triton.cdiv(inputs, tile.inputs), turns)
     _weights[(blocks, triton.cdiv(outputs, tile.outputs), clients)](
         *(x, g, out, to_weight, x if to_bias is None else to_bias),
         *(samples, outputs, inputs, turns, 0.0 if rate is None else rate),
-        DESCEND=rate is not None,
+        DESCEND=step,
         ONCE=samples <= tile.samples,
         BIAS=to_bias is not None,
         LOW=low,

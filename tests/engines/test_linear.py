@@ -98,7 +98,15 @@ def test_gradients_of_each_sample_share_their_layer(name, device):
         return vmap(lambda params, x: vmap(grad(one), in_dims=(None, 0))(params, x))
 
     exact = tuple(one.double() for one in params)
-    got, want = by_sample(own)(params, x), by_sample(plain)(exact, x.double())
+
+    def to_sample(fn):
+        def one(sample, params):
+            return length(fn, slope)(sample[None], *params)
+
+        return vmap(lambda params, x: vmap(grad(one), in_dims=(0, None))(x, params))
+
+    got = (*by_sample(own)(params, x), to_sample(own)(params, x))
+    want = (*by_sample(plain)(exact, x.double()), to_sample(plain)(exact, x.double()))
     for one, two in zip(got, want, strict=True):
         assert one.shape == two.shape
         assert float((one.double() - two).norm()) <= 2e-6 * float(two.norm())
