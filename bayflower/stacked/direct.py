@@ -32,7 +32,7 @@ from .batched import (
     window,
 )
 from .pooling import Pick, Scatter
-from .products import Parts, first_derivative, left, may_leave
+from .products import first_derivative, left_parts, may_leave
 
 WINDOW = (2, 2)
 
@@ -182,12 +182,13 @@ class DirectPool(Function):
         if not ctx.needs_input_grad[0] and routes.in_turn(x):
             return None, *PoolWeight.apply(x, g, index, *facts, ctx.slope), None, None, None
         spread = Scatter.apply(g, index, before(x, weight, *ctx.facts), WINDOW, ctx.slope)
-        if ctx.needs_input_grad[0]:
-            to_x = DirectInput.apply(spread, weight, tuple(x.shape), *ctx.facts)
+        # these first: a step on a GPU goes on beside them
         if all(ctx.needs_input_grad[1:3]) and first_derivative():
             own = DirectStep.apply(x, spread, weight, bias, *facts)
         else:
             own = DirectWeight.apply(x, spread, *facts, True)
+        if ctx.needs_input_grad[0]:
+            to_x = DirectInput.apply(spread, weight, tuple(x.shape), *ctx.facts)
         return to_x, *own, None, None, None
 
     @staticmethod
@@ -303,7 +304,9 @@ def step_weights(
     from . import convkernels
 
     how, facts = weights_split(x, g, size, True), (size, stride, pad, True)
-    return left(Parts(convkernels.weights_parts(x, g, *facts, *how, True)[0], weight, bias))
+    return left_parts(
+        lambda: convkernels.weights_parts(x, g, *facts, *how, True)[0], (x, g), weight, bias
+    )
 
 
 def weights_split(x: Tensor, g: Tensor, size: Size, bias: bool) -> tuple[routes.Tile, int]:

@@ -8,19 +8,23 @@ and write the weights takes twice as long as the last two alone. So a step of a 
 `Products`, a linear layer whose weights are parameters of the step leaves its two factors there and
 gives 0 as its gradient, and the step ends with `descend`. A convolution leaves the parts of its
 sum. What else the loss gives as a gradient of these weights is added as always.
+
+What is left is needed by nobody before the step ends. So on a GPU the parts are computed in streams
+of their own (`aside`), beside the gradients of the layers before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..tree import Tensors
+from .replay import SIDE, side_stream
 from .routes import has_kernels
 
 
@@ -63,7 +67,9 @@ class Products:
     def __init__(self, params: Tensors) -> None:
         fine = [one for one in params.values() if one.is_contiguous()]
         self.known = {one.data_ptr(): one.shape for one in fine if one.dtype == torch.float32}
-        self.found: list[Left] = []
+        self.found: list[tuple[Left, Any]] = []  # with the side stream that makes it
+        self.busy: list[Any] = []  # side streams
+        self.read: list[tuple[Tensor, ...]] = []  # what they read, kept until they are done
 
     def takes(self, one: Tensor) -> bool:
         """Return whether a tensor is a parameter of the step, and not something made of it."""
@@ -81,10 +87,45 @@ class Products:
             if grad.data_ptr() != zero(grad.device, grad.dtype).data_ptr()
         }
 
+    def fork(self, device: torch.device) -> Any:
+        """Return a side stream that goes on from here."""
+        stream = side_stream(device, len(self.busy) % SIDE)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        self.busy.append(stream)
+        return stream
+
+    def parts(self, make: Callable[[], Tensor], weight: Tensor, bias: Tensor) -> Parts:
+        """Leave the parts that `make` returns, on a GPU beside what follows."""
+        stream = self.fork(weight.device) if weight.is_cuda else None
+        with torch.cuda.stream(stream):  # None: where we are
+            one = Parts(make(), weight, bias)
+        self.found.append((one, stream))
+        return one
+
     def descend(self, rate: float) -> None:
-        """Take the step for all that was left."""
-        for one in self.found:
-            step(one, rate)
+        """Take the step for all that was left: on a GPU all at once."""
+        alone = [one for one, stream in self.found if stream is None]
+        here = max(alone, key=lambda one: one.weight.numel(), default=None)
+        for one, stream in self.found:
+            if one is here:
+                continue
+            device = one.weight.device
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(device))
+            elif one.weight.is_cuda:
+                stream = self.fork(device)
+            with torch.cuda.stream(stream):
+                step(one, rate)
+        if here is not None:
+            step(here, rate)
+        self.join()
+
+    def join(self) -> None:
+        """Go on when the side streams have done their work."""
+        for stream in self.busy:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self.busy.clear()
+        self.read.clear()
 
 
 _steps: list[Products] = []  # the step that is taken; a step is one call
@@ -93,9 +134,13 @@ _steps: list[Products] = []  # the step that is taken; a step is one call
 @contextmanager
 def products(params: Tensors) -> Iterator[Products]:
     """Let linear layers leave products of a gradient with respect to `params`."""
-    _steps.append(Products(params))
+    own = Products(params)
+    _steps.append(own)
     try:
-        yield _steps[-1]
+        yield own
+    except BaseException:
+        own.join()
+        raise
     finally:
         _steps.pop()
 
@@ -107,8 +152,23 @@ def may_leave(weight: Tensor, bias: Tensor | None) -> bool:
 
 def left(one: Left) -> tuple[Tensor, Tensor]:
     """Leave a gradient to the end of the step. Return zeros in its place, for weight and bias."""
-    _steps[-1].found.append(one)
-    weight, bias = one.weight, one.bias
+    _steps[-1].found.append((one, None))
+    return zeros_of(one.weight, one.bias)
+
+
+def left_parts(
+    make: Callable[[], Tensor], read: tuple[Tensor, ...], weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Leave the parts that `make` returns, which it makes of what it has `read`. Return zeros in
+    their place.
+    """
+    _steps[-1].read.append(read)
+    _steps[-1].parts(make, weight, bias)
+    return zeros_of(weight, bias)
+
+
+def zeros_of(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return zeros for a weight and a bias that nobody writes to."""
     nothing = zero(weight.device, weight.dtype)
     empty = nothing.expand(len(weight), 0)
     return nothing.expand(weight.shape), empty if bias is None else nothing.expand(bias.shape)

@@ -10,6 +10,7 @@ may be float32, and products are of bfloat16, as is what is pooled.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from . import routes
 from .batched import Size, fronts, on_stacks, window
 from .direct import WINDOW, Direct, DirectInput, before
 from .pooling import Pick, Scatter
-from .products import Parts, first_derivative, left, may_leave
+from .products import first_derivative, left_parts, may_leave
 
 
 class SquarePool(Function):
@@ -45,14 +46,15 @@ class SquarePool(Function):
         if g is None:
             return (None,) * 6
         x, weight, bias, index = ctx.saved_tensors
+        may = all(ctx.needs_input_grad[1:3]) and first_derivative()
+        facts = (window(weight), ctx.pad, ctx.slope, ctx.low, may)
+        # these first: a step goes on beside them
+        to_weight, to_bias = SquareWeight.apply(x, g, index, weight, bias, *facts)
         to_x = None
         if ctx.needs_input_grad[0]:
             spread = Scatter.apply(g, index, before(x, weight, 1, ctx.pad), WINDOW, ctx.slope)
             like = weight.to(g.dtype)
             to_x = DirectInput.apply(spread, like, tuple(x.shape), 1, ctx.pad).to(x.dtype)
-        may = all(ctx.needs_input_grad[1:3]) and first_derivative()
-        facts = (window(weight), ctx.pad, ctx.slope, ctx.low, may)
-        to_weight, to_bias = SquareWeight.apply(x, g, index, weight, bias, *facts)
         return to_x, to_weight, to_bias, None, None, None
 
     @staticmethod
@@ -136,7 +138,7 @@ def pooled_weights(
     how = convsquarekernels.square_weights(clients, outputs, samples * high * wide, exact)
     facts = (size, 1, pad, slope, True, *how, low, routes.precision())
     if may and may_leave(weight, bias):
-        parts = convsquarekernels.weights_parts(x, g, index, *facts, joined=True)[0]
-        return left(Parts(parts.float(), weight, bias))
+        make = partial(convsquarekernels.weights_parts, x, g, index, *facts, joined=True)
+        return left_parts(lambda: make()[0].float(), (x, g, index), weight, bias)
     to_weight, to_bias = convsquarekernels.pooled_weights(x, g, index, *facts)
     return to_weight.float(), to_bias.float()

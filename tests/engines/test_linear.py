@@ -162,7 +162,7 @@ def test_only_parameters_themselves_and_first_derivatives_are_left_as_products()
             got = vmap(grad(loss))(params, x)
         assert len(left.found) == number
         full = {name: torch.zeros_like(value) for name, value in params.items()}
-        for one in left.found:
+        for one, _ in left.found:
             moved = one._replace(weight=full["weight"], bias=full["bias"])
             products.step(moved, -1.0)
         for name, value in want.items():
