@@ -9,13 +9,14 @@ them. On a GPU only; elsewhere, and where a function cannot be recorded, it is c
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .replay import recording
 
 log = logging.getLogger("bayflower")
 MOST = 16  # recordings that are kept
@@ -40,8 +41,7 @@ def recorded(fn: Callable[..., Any], tensors: tuple[Tensor, ...], *facts: Any) -
     if key not in _kept and not record(key, fn, tensors, facts):
         return fn(*tensors, *facts)
     graph, own, results = _kept[key] = _kept.pop(key)  # the one used last is last
-    for mine, given in zip(own, tensors, strict=True):
-        mine.copy_(given)
+    torch._foreach_copy_(own, tensors)
     graph.replay()
     return results
 
@@ -56,21 +56,15 @@ def record(
         del _kept[oldest]
         _refused.add(oldest)
     own = tuple(one.clone(memory_format=torch.contiguous_format) for one in tensors)
-    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+    graph = torch.cuda.CUDAGraph()
     try:
-        # another thread may wait for the device meanwhile (`fused/disk.py`)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            gc.disable()  # freeing what belongs to the device would spoil the recording
+        with recording(graph):
             results = fn(*own, *facts)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        torch.cuda.synchronize()
         log.debug("%s is not recorded: %s", fn.__name__, str(error).splitlines()[0])
         _refused.add(key)
         return False
-    finally:
-        if collecting:
-            gc.enable()
     _kept[key] = graph, own, results
     return True

@@ -4,19 +4,21 @@ active clients; elsewhere a plain call.
 Starting some sixty small kernels from Python takes longer than running them. A graph starts them
 all at once. What is recorded works in place on tensors that stay where they are (`Fixed`), so a
 replay needs no arguments. The first call with a size is a plain one: it compiles what must be
-compiled, and does the work.
+compiled, and does the work. A sequence of calls that comes again is started as one (`joined.py`).
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from .joined import Joined, joined, new_graph
 
 log = logging.getLogger("bayflower")
 SIDE = 4  # side streams
@@ -39,6 +41,20 @@ class Replay:
         self.body, self.graphs = body, graphs
         self.recorded: dict[int, Any] = {}
         self.seen: set[int] = set()
+        self.last: list[int] = []  # the sequence before
+        self.whole: Joined | None = None  # that sequence, as one
+
+    def sequence(self, sizes: list[int]) -> None:
+        """Do the work of these sizes, one after the other."""
+        if sizes != self.last:
+            self.last, self.whole = sizes, None
+        elif self.whole is None and self.graphs.on and all(one in self.recorded for one in sizes):
+            self.whole = joined([self.recorded[one] for one in sizes])
+        if self.whole is not None:
+            self.whole.replay()
+            return
+        for size in sizes:
+            self(size)
 
     def __call__(self, size: int, times: int = 1) -> None:
         """Do the work of `size` clients `times` times."""
@@ -57,17 +73,13 @@ class Replay:
         """Record a graph, which does no work yet; return False, and say why, if the work cannot be
         recorded.
         """
-        graph = torch.cuda.CUDAGraph()
-        collecting = gc.isenabled()
+        graph = new_graph()
         try:
-            # another thread may wait for the device meanwhile (`fused/disk.py`)
-            with torch.cuda.graph(graph, pool=self.graphs.pool, capture_error_mode="thread_local"):
-                gc.disable()  # freeing what belongs to the device would spoil the recording
+            with recording(graph, self.graphs.pool):
                 self.body(size)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            torch.cuda.synchronize()
             self.graphs.on = False
             log.warning(
                 "CUDA graphs are off: a training step cannot be recorded (%s); steps run one by "
@@ -75,16 +87,35 @@ class Replay:
                 str(error).splitlines()[0],
             )
             return False
-        finally:
-            if collecting:
-                gc.enable()
         self.recorded[size] = graph
         return True
 
     def close(self) -> None:
         """Give back what was recorded."""
+        self.last, self.whole = [], None
         self.recorded.clear()
         self.seen.clear()
+
+
+@contextmanager
+def recording(graph: Any, pool: Any = None) -> Iterator[None]:
+    """Record in a graph what is done, which does no work yet. If that fails, torch would go on as
+    if it were recording: its random numbers could not be used again.
+    """
+    random = torch.cuda.default_generators[torch.cuda.current_device()]
+    spare, collecting = random.clone_state(), gc.isenabled()
+    try:
+        # another thread may wait for the device meanwhile (`fused/disk.py`)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            gc.disable()  # freeing what belongs to the device would spoil the recording
+            yield
+    except RuntimeError:
+        torch.cuda.synchronize()
+        random.graphsafe_set_state(spare)
+        raise
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class Streams:
