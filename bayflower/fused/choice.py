@@ -188,7 +188,7 @@ def step(engine: Trainer, states: Any, broadcast: Any, chosen: list[int]) -> Cal
     data = engine.stack.whole(chosen)
     axis = 0 if engine.per_client else None
     work = vmap(engine.half.begin, in_dims=(0, axis, 0))(states, broadcast, data)
-    work = vmap(lambda one: solo.fresh_optimizer(phase, one))(work)
+    work = solo.fresh_optimizer(phase, work, (len(chosen),))
     width = min(phase.batch_size, data.y.shape[1])
     groups = tuple(map_tree(lambda leaf: leaf[:, :width], data) for _ in range(phase.batches))
     noise = {

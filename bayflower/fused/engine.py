@@ -325,7 +325,7 @@ class Fused:
         total = torch.zeros(len(chosen), dtype=torch.float64, device=self.device)
         seen = np.zeros(len(chosen))
         for phase in self.half.phases(purpose):
-            work = vmap(lambda one, phase=phase: solo.fresh_optimizer(phase, one))(work)
+            work = solo.fresh_optimizer(phase, work, (len(chosen),))
             trainer = self.trainer(phase, purpose, len(chosen))
             work, losses, count = trainer.run(work, chosen, round)
             total += losses
@@ -349,7 +349,8 @@ class Fused:
                 adopt,
             )
         found = self.stacked_passes[key].run(self.stack.index(chosen), counts, work)
-        return Survey(found.total, map_tree(lambda leaf: leaf[:, : counts.max()], found.each))
+        each = map_tree(lambda leaf: leaf[:, : counts.max()].contiguous(), found.each)
+        return Survey(found.total, each)
 
     def _adapted(
         self, chosen: list[int], states: Any, broadcast: Any, purpose: Purpose, round: int
@@ -385,15 +386,9 @@ class Fused:
     def _predict_noise(self, chosen: list[int], round: int) -> dict[str, Tensor]:
         shapes = self.half.noise("predict", solo.CHUNK)
         where: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        keys: dict[str, Any] = {
-            "seed": self.seed,
-            "round": round,
-            "stage": "predict",
-            "step": 0,
-            **where,
-        }
+        stage: dict[str, Any] = {"seed": self.seed, "round": round, "stage": "predict", "step": 0}
         drawn = (
-            [solo.batches.noise(shapes, client=client, **keys) for client in chosen]
+            [solo.batches.noise(shapes, client=client, **stage, **where) for client in chosen]
             if shapes
             else []
         )

@@ -116,8 +116,8 @@ class StackedPhase:
         else:
             self.work.load(work)
         self.ready = None
-        for size, times in segments(lengths, self.sizes):
-            self.replay(size, times)
+        parts = segments(lengths, self.sizes)
+        self.replay.sequence([size for size, times in parts for _ in range(times)])
         return self.work.tree, self.losses, seen
 
     def prepare(self, chosen: Sequence[int], round: int) -> tuple[np.ndarray, np.ndarray]:
@@ -253,8 +253,7 @@ class StackedPass:
         self.at.zero_()
         if self.found is not None:
             map_tree(Tensor.zero_, self.found.total)
-        for count in active(sizes, self.piece):
-            self.replay(count)
+        self.replay.sequence(active(sizes, self.piece))
         assert self.found is not None
         return self.found
 

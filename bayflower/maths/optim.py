@@ -84,17 +84,20 @@ class Optimizer:
         more = (self.momentum, self.weight_decay, self.clip_norm, self.scheduled)
         return self.name == "sgd" and not any(more)
 
-    def init(self, params: Tensors) -> OptState:
-        """Return the state before the first step."""
-        zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    def init(self, params: Tensors, stacked: tuple[int, ...] = ()) -> OptState:
+        """Return the state before the first step; of stacks of clients, `stacked` is their number
+        (one entry).
+        """
+
+        def zeros(wanted: bool) -> Tensors:
+            return {name: torch.zeros_like(value) for name, value in params.items() if wanted}
+
         some = next(iter(params.values()), torch.zeros(()))
         return OptState(
-            steps=some.new_zeros(()),
-            first=zeros if self.adaptive or self.momentum else {},
-            second={}
-            if self.name == "sgd"
-            else {name: torch.zeros_like(value) for name, value in params.items()},
-            rate={SHARE: some.new_ones(())} if self.scheduled else {},
+            steps=some.new_zeros(stacked),
+            first=zeros(self.adaptive or bool(self.momentum)),
+            second=zeros(self.name != "sgd"),
+            rate={SHARE: some.new_ones(stacked)} if self.scheduled else {},
         )
 
     def decayed(self) -> float:

@@ -254,11 +254,12 @@ def surveyed(half: ClientHalf, work: Work, data: Batch) -> Work:
     return work._replace(survey=Survey(total, each))
 
 
-def fresh_optimizer(phase: Any, work: Work) -> Work:
-    """Return the work with a new optimiser state for the parameters that move in `phase`."""
-    return work._replace(
-        opt=phase.optimizer.init({name: work.params[name] for name in phase.moving(work.params)})
-    )
+def fresh_optimizer(phase: Any, work: Work, stacked: tuple[int, ...] = ()) -> Work:
+    """Return the work with a new optimiser state for the parameters that move in `phase`; of stacks
+    of clients, `stacked` is their number.
+    """
+    moving = {name: work.params[name] for name in phase.moving(work.params)}
+    return work._replace(opt=phase.optimizer.init(moving, stacked))
 
 
 def pick(data: Batch, rows: np.ndarray) -> Batch:
