@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .triangles import inverse_of_lower
+
 log = logging.getLogger("bayflower")
 LARGE = 256  # up to here NVIDIA's batched routine is faster than one after another
 # after which the largest eigenvalue is known to 1e-4, so that the cut is known to CLOSE
@@ -72,7 +74,7 @@ def pseudo_inverse(batch: Tensor, cut: float, floor: Tensor) -> tuple[Tensor, Te
     full = onto @ batch @ onto + top.clamp(min=torch.finfo(batch.dtype).tiny) * (one - onto)
     factor, _ = torch.linalg.cholesky_ex((full + full.mT) / 2)
     # torch.cholesky_inverse would wait for the device
-    root = torch.linalg.solve_triangular(factor, onto, upper=False)
+    root = inverse_of_lower(factor) @ onto
     return torch.where((rank == 0)[:, None, None], 0.0, root.mT @ root), rank
 
 

@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..stacked.recorded import recorded
 from .guesses import holds
+from .triangles import inverse_of_lower
 
 
 class Diagonal(NamedTuple):
@@ -94,15 +96,15 @@ def solve_unchecked(precision: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     positive definite).
     """
     factor, info = torch.linalg.cholesky_ex(precision)
-    root = torch.linalg.solve_triangular(factor, shift[..., None], upper=False)
-    return torch.linalg.solve_triangular(factor.mT, root, upper=True)[..., 0], info
+    inverse = inverse_of_lower(factor)
+    return (inverse.mT @ (inverse @ shift[..., None]))[..., 0], info
 
 
 def solve_guessing(precision: Tensor, shift: Tensor) -> Tensor:
     """Return what `solve_without_waiting` does, with half its work: the guess is that all matrices
     are positive definite (`guesses.py`).
     """
-    means, info = solve_unchecked(precision, shift)
+    means, info = recorded(solve_unchecked, (precision, shift))
     return means if holds((info == 0).all()) else solve_without_waiting(precision, shift)
 
 
