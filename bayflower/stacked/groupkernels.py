@@ -29,9 +29,10 @@ def _means(
         label = tl.load(y + a * samples + n, mask=there, other=-1)
         own = (label == k) & (tl.load(mask + a * samples + n, mask=there, other=0) != 0)
         number += own.to(tl.int64)
-        place = (a * samples + n[:, None]) * dim + d[None, :]
-        tile = tl.load(z + place, mask=own[:, None] & (d[None, :] < dim), other=0.0)
-        total += tl.sum(tile.to(tl.float64), 0)
+        if tl.sum(own.to(tl.int32), 0) > 0:  # most clients have few of the classes
+            place = (a * samples + n[:, None]) * dim + d[None, :]
+            tile = tl.load(z + place, mask=own[:, None] & (d[None, :] < dim), other=0.0)
+            total += tl.sum(tile.to(tl.float64), 0)
     count = tl.sum(number, 0)
     mean = total / tl.maximum(count, 1).to(tl.float64)
     row = a * classes + k

@@ -27,6 +27,7 @@ from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError
 from ..maths.exact import Scaled
 from ..settings import setting
+from ..stacked.weighted import weighted_sum
 from ..tree import Tensors
 
 
@@ -152,10 +153,7 @@ def weighted(group: str, tensors: Tensors, weight: Tensor) -> dict[str, Scaled]:
 
 def summed(group: str, tensors: Tensors, weight: Tensor) -> Tensors:
     """Return Σ_k weight_k·tensor_k by "group/name" of stacked tensors, in float64."""
-    return {
-        f"{group}/{name}": torch.tensordot(weight, value.double(), 1)
-        for name, value in tensors.items()
-    }
+    return {f"{group}/{name}": weighted_sum(weight, value) for name, value in tensors.items()}
 
 
 def averaged(group: str, old: Tensors, total: Sum, weight: Tensor) -> Tensors:
