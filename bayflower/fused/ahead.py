@@ -84,11 +84,11 @@ class Ahead:
             hasty = totals.hasty(before, got.clients, got.updates)
             run.engine.keep(got, round)
             run.state = run.server.finalise(before, totals.fast)
-        fine = finite(got.updates, got.losses)
+        seen = hasty.seen
+        fine = finite(got.updates, got.losses, seen.telling if seen is not None else {})
         for truth in guessed:
             fine = fine & truth.to(fine.device)
         rows: dict[tuple[str, str], Tensor] = {(FINE, ""): fine}
-        seen = hasty.seen
         if seen is not None:
             rows |= {("size", name): value for name, value in seen.sizes.items()}
             rows |= {("cut", name): value for name, value in hasty.cuts.items()}

@@ -123,20 +123,18 @@ class Gate:
         """Note the directions of stacked changes, and who turned against its own past; `rows` are
         the changes of parts by name, one row a client.
         """
-        found = self.look(parts, rows)
+        wanted, models = self.wanted(parts)
+        found = added([self.sketch(rows[name]) for name in wanted], models)
         if found is not None:
             self.note(clients, found)
 
-    def look(self, parts: Sequence[Part], rows: Mapping[str, Tensor]) -> Sketches | None:
-        """Return the sketches of stacked changes, None without any; a GPU is not waited for."""
+    def wanted(self, parts: Sequence[Part]) -> tuple[list[str], bool]:
+        """Return the names of the parts whose changes are compared, and whether they are models."""
         chosen = [part for part in parts if part.kind == "model" and not part.name.endswith(")")]
         chosen = chosen or [part for part in parts if part.rule == "rows"]
         models = bool(chosen)
         chosen = chosen or [part for part in parts if part.rule == "step"]
-        if not chosen:
-            return None
-        sketches = [self.sketch(rows[part.name]) for part in chosen]
-        return Sketches(sum(sketches[1:], sketches[0]), models)
+        return [part.name for part in chosen], models
 
     def note(self, clients: Sequence[int], sketches: Sketches) -> None:
         """Note the directions of changes, and who turned against its own past."""
@@ -167,20 +165,19 @@ class Gate:
 
     def sketch(self, rows: Tensor) -> Tensor:
         """Return SIZE numbers of each client's change."""
-        rows = rows * self.sign(rows)
+        rows = rows * self.sign(rows.shape[1], rows.dtype, rows.device)
         times = rows.shape[1] // SIZE
         found = rows[:, : times * SIZE].unflatten(1, (times, SIZE)).sum(1)
         rest = rows[:, times * SIZE :]
         found[:, : rest.shape[1]] += rest
         return found
 
-    def sign(self, rows: Tensor) -> Tensor:
-        """Return a sign for each column, always the same."""
-        number = rows.shape[1]
-        key = (number, rows.dtype, rows.device)
+    def sign(self, number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a sign for each of `number` columns, always the same."""
+        key = (number, dtype, device)
         if key not in self.signs:
             drawn = torch.randint(2, (number,), generator=torch.Generator().manual_seed(number))
-            self.signs[key] = (2 * drawn - 1).to(rows)
+            self.signs[key] = (2 * drawn - 1).to(device, dtype)
         return self.signs[key]
 
     def close(self, gone: Collection[int] = ()) -> None:
@@ -297,6 +294,11 @@ class Gate:
         self.drift = unpacked(memory.get("drift", {}), np.float32)
         self.out = dict.fromkeys(memory.get("out", []), 0.0)
         self.judge()
+
+
+def added(sketches: Sequence[Tensor], models: bool) -> Sketches | None:
+    """Return the sum of the sketches of some parts, None without any."""
+    return Sketches(sum(sketches[1:], sketches[0]), models) if sketches else None
 
 
 def low_group(

@@ -26,7 +26,7 @@ did not send (`ServerHalf.present`) belong to no part: they are unchanged, and n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,11 +155,11 @@ def flat(part: Part) -> Tensor:
     names, one = sorted(part.leaves), next(iter(part.leaves.values()))
     lengths = [part.leaves[name][0].numel() for name in names]
     rows = one.new_empty(len(one), sum(lengths))
-    moved = bool(part.sent) and all(name in part.sent for name in names)
-    for name, place in zip(names, rows.split(lengths, 1), strict=True):
+    sent = starts(part, names)
+    for at, (name, place) in enumerate(zip(names, rows.split(lengths, 1), strict=True)):
         leaf = part.leaves[name].detach().reshape(len(one), -1).to(one)
-        if moved:
-            torch.sub(leaf, part.sent[name].detach().reshape(-1).to(one), out=place)
+        if sent:
+            torch.sub(leaf, sent[at].detach().reshape(-1).to(one), out=place)
         else:
             place.copy_(leaf)
     if part.only:
@@ -168,6 +168,12 @@ def flat(part: Part) -> Tensor:
         counts = [one.reshape(len(one), -1).expand(number, -1) for one in counts]
         rows = torch.where(torch.cat(counts, 1), rows, torch.zeros_like(rows))
     return rows
+
+
+def starts(part: Part, names: Sequence[str]) -> list[Tensor]:
+    """Return what was sent of each of these tensors; []: not all were sent, changes are from 0."""
+    there = bool(part.sent) and all(name in part.sent for name in names)
+    return [part.sent[name] for name in names] if there else []
 
 
 def counted(part: Part, name: str) -> Tensor:
@@ -245,13 +251,14 @@ def limited(
             compared = part.rule == "precision" and part.sent  # number by number
             if not (compared or blindly) and not bool((scale < 1).any()):
                 continue  # the usual case: nothing to compute
-            now = named(held)
-            leaves = {name: shortened(part, name, scale, now[name]) for name in part.leaves}
+            kinds = {torch.float64, *(leaf.dtype for leaf in part.leaves.values())}
+            scales, now = {kind: scale.to(kind) for kind in kinds}, named(held)
+            leaves = {name: shortened(part, name, scales, now[name]) for name in part.leaves}
             fields[part.field] = with_leaves(held, leaves)
     if "num_examples" in limits:
         number = updates.num_examples
         cap = limits["num_examples"].floor().clamp(min=1, max=2**53).to(number.dtype)
-        factors["num_examples"] = (cap.double() / number.double()).clamp(max=1.0)
+        factors["num_examples"] = (cap.double() / sizes["num_examples"]).clamp(max=1.0)
         fields["num_examples"] = torch.minimum(number, cap)
     return Limited(updates._replace(**fields), factors)
 
@@ -276,12 +283,12 @@ def short_rows(held: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where((scale < 1)[..., None], short, held), least
 
 
-def shortened(part: Part, name: str, scale: Tensor, now: Tensor) -> Tensor:
-    """Return a tensor of stacked updates with its change, or all of it, multiplied by `scale`;
-    entries that do not count are as they are `now`.
+def shortened(part: Part, name: str, scales: Mapping[torch.dtype, Tensor], now: Tensor) -> Tensor:
+    """Return a tensor of stacked updates with its change, or all of it, multiplied by the clients'
+    scale, given in each type of number; entries that do not count are as they are `now`.
     """
     leaf = part.leaves[name]
-    by = each(scale, leaf)
+    by = each(scales[torch.float64], leaf)
     if part.rule in ("precision", "certainty"):
         new = torch.where(by < 1, (leaf.double() * by).to(leaf.dtype), leaf)
         if name in part.sent:
@@ -290,7 +297,7 @@ def shortened(part: Part, name: str, scale: Tensor, now: Tensor) -> Tensor:
         return torch.where(counted(part, name), new, now) if name in part.only else new
     if leaf.is_cuda:  # read once; a factor of 1 keeps the bits
         start = part.sent[name].to(leaf) if name in part.sent else leaf.new_zeros(())
-        step = torch.lerp(start, leaf, by.to(leaf.dtype))
+        step = torch.lerp(start, leaf, each(scales[leaf.dtype], leaf))
         if name not in part.only:
             return step
     else:

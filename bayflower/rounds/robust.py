@@ -32,9 +32,10 @@ from ..contract import ServerHalf
 from ..files.checkpoint import Checkpoint
 from ..tree import Tensors, map_tree, take, upload
 from .gate import Gate, Sketches
+from .measured import measure
 from .medians import FEW, joined, limits_of
 from .order import ordered
-from .parts import LEVEL, TINY, Limited, Part, flat, limited, parts_of, size_of
+from .parts import LEVEL, TINY, Limited, Part, limited, parts_of
 from .suspects import BEYOND, EXACT, FAR, OPPOSED, TURNED, Suspects, Verdict, settled
 from .unseen import Unseen
 
@@ -55,6 +56,16 @@ class Measured(NamedTuple):
     sizes: Tensors  # where the updates are
     sketches: Sketches | None = None
     known: Tensors = {}  # the sizes on the CPU, once they have been read
+
+    @property
+    def telling(self) -> Tensors:
+        """Return by field the sizes that are finite only if all numbers of the field are."""
+        rules = ("step", "exact", "precision", "certainty")
+        return {
+            part.field: self.sizes[part.name]
+            for part in self.parts
+            if part.rule in rules and not part.only
+        }
 
 
 class Limiter:
@@ -113,10 +124,8 @@ class Limiter:
     ) -> Measured:
         """Return what is measured of stacked updates, without waiting for a GPU."""
         parts = parts_of(self.half, state, updates)
-        rows = {part.name: flat(part) for part in parts if part.rule in ("step", "exact", "rows")}
-        sizes = {part.name: size_of(part, rows.get(part.name)) for part in parts}
+        sizes, sketches = measure(parts, self.gate)
         sizes |= {"num_examples": updates.num_examples.double(), **claims}
-        sketches = self.gate.look(parts, rows) if self.gate is not None else None
         return Measured(clients, parts, updates, sizes, sketches)
 
     def note(self, seen: Measured) -> Measured:
