@@ -13,6 +13,7 @@ from torch import Tensor
 
 F64 = torch.float64
 ROWS, WIDTH = 32, 64  # samples and coordinates that a program holds at once
+MANY, FEW = 128, 32  # the same for means: it looks at all samples for those of its class
 
 
 @triton.jit
@@ -159,8 +160,8 @@ def means(z: Tensor, y: Tensor, mask: Tensor, classes: int) -> tuple[Tensor, Ten
     counts = torch.empty(clients, classes, dtype=torch.int64, device=z.device)
     found = z.new_empty(clients, classes, dim)
     if found.numel():
-        _means[(clients * classes, triton.cdiv(dim, WIDTH))](
-            *(z, y, mask, counts, found, samples, classes, dim), ROWS=ROWS, WIDTH=WIDTH
+        _means[(clients * classes, triton.cdiv(dim, FEW))](
+            *(z, y, mask, counts, found, samples, classes, dim), ROWS=MANY, WIDTH=FEW
         )
     return counts, found
 

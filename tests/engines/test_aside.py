@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-STEPS, RATE = 12, 0.05
+STEPS, RATE = 12, 0.002
 
 
 def network() -> nn.Module:
@@ -29,11 +29,17 @@ def network() -> nn.Module:
     return for_stacks(made).cuda()
 
 
+@pytest.fixture(params=["float32", "TF32"])
+def products_of(request):
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    here = request.param == "TF32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = here
+    yield here
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
 @pytest.mark.parametrize("clients", [1, 7, 40])
-@pytest.mark.parametrize("tf32", [False, True])
-def test_steps_beside_each_other_are_steps_one_after_the_other(clients, tf32, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+def test_steps_beside_each_other_are_steps_one_after_the_other(clients, products_of, monkeypatch):
     torch.manual_seed(0)
     module = network()
     start = {
@@ -55,7 +61,7 @@ def test_steps_beside_each_other_are_steps_one_after_the_other(clients, tf32, mo
             slopes = vmap(grad(loss))(params, batch)
         for name, slope in own.others(slopes).items():
             params[name].sub_(RATE * slope)
-        assert len(own.found) >= 4 if tf32 else own.found
+        assert len(own.found) >= 3
         own.descend(RATE)
         assert not own.busy
 
@@ -83,5 +89,6 @@ def test_steps_beside_each_other_are_steps_one_after_the_other(clients, tf32, mo
     for name, value in in_turn.items():  # the very same kernels
         assert torch.equal(beside[name], value), name
         assert torch.equal(params[name], value), name
+        assert bool(value.isfinite().all()), name
         moved = want[name] - start[name]
         assert float((one[name] - want[name]).norm()) <= 2e-3 * float(moved.norm()), name

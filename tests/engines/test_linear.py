@@ -81,8 +81,12 @@ def test_slopes_are_those_of_torchs_layer(name, device, order):
     got = vmap(grad(order(own, slope), argnums=every))(*tensors)
     exact = [one.double() for one in tensors]
     want = vmap(grad(order(plain, slope), argnums=every))(*exact)
-    for one, two in zip(got, want, strict=True):
-        assert float((one.double() - two).norm()) <= 2e-6 * float(two.norm()) > 0
+    torchs = vmap(grad(order(plain, slope), argnums=every))(*tensors)
+    for one, two, three in zip(got, want, torchs, strict=True):
+        # sums over 9,216 numbers in float32 differ by more, torch's own, too
+        most = max(2e-6 * float(two.norm()), 2 * float((three.double() - two).norm()))
+        assert float((one.double() - two).norm()) <= most
+        assert float(two.norm()) > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
