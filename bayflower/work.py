@@ -61,17 +61,32 @@ class Work(NamedTuple):
 
 
 G = TypeVar("G", bound=Callable[..., Any])
-_unchanged: set[Any] = set()
+_unchanged: dict[Any, Callable[[Phase], bool] | None] = {}
 
 
 def unchanged(gradient: G) -> G:
     """Mark a half's `gradient` that returns the loss's own gradient as it is. Then a step of plain
     gradient descent may add a part of it to the weights without writing it (`stacked/products.py`).
     """
-    _unchanged.add(gradient)
+    _unchanged[gradient] = None
     return gradient
 
 
-def is_unchanged(gradient: Any) -> bool:
-    """Return whether a `gradient` is marked so; one that overrides it is not."""
-    return gradient in _unchanged
+def unchanged_where(holds: Callable[[Phase], bool]) -> Callable[[G], G]:
+    """Return what marks a `gradient` that is unchanged only in the phases for which `holds`."""
+
+    def mark(gradient: G) -> G:
+        _unchanged[gradient] = holds
+        return gradient
+
+    return mark
+
+
+def is_unchanged(gradient: Any, phase: Phase | None = None) -> bool:
+    """Return whether a `gradient` is marked so for a phase, or for every one; one that overrides it
+    is not.
+    """
+    if gradient not in _unchanged:
+        return False
+    holds = _unchanged[gradient]
+    return holds is None or (phase is not None and holds(phase))

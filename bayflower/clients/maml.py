@@ -26,6 +26,7 @@ from ..maths import meta
 from ..maths.optim import Optimizer
 from ..networks.model import Batch
 from ..tree import Tensors
+from ..work import unchanged_where
 from . import reptile
 
 
@@ -47,6 +48,7 @@ class Client(reptile.Client):
             steps=self.config.adapt_steps,
         )
 
+    @unchanged_where(lambda phase: phase.batches == 1)
     def gradient(
         self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
     ) -> tuple[Tensors, Tensors, Tensor]:

@@ -41,6 +41,7 @@ from ..errors import ConfigError
 from ..maths import dropout
 from ..maths.laplace import Seen
 from ..networks.model import Batch, Model
+from ..stacked import spreads
 from ..strategies.metavd import MASK, STEP, Broadcast, Update
 from ..tree import Shapes, Tensors, map_tree, shapes, unflatten
 from .addon import LOCAL, TWO, AddOn
@@ -128,13 +129,18 @@ class Client(AddOn):
     def loss(
         self, params: Tensors, work: Work, batch: Batch, noise: Tensors, phase: Phase
     ) -> tuple[Tensor, Tensors]:
-        """Return [eq. 4] on one batch with one draw of the layer's outputs."""
+        """Return [eq. 4] on one batch with one draw of the layer's outputs. The gradient of log
+        alpha is multiplied by `alpha_rate`.
+        """
         theta = {name: value for name, value in params.items() if name != STEP}
-        log_alpha = dropout.limited(work.memo.log_alpha + params[STEP])
-        kl = dropout.kl(log_alpha)
-        if work.memo.mask:
-            theta[self.weight] = theta[self.weight].masked_fill(work.memo.mask["layer"], 0)
-            kl = kl.masked_fill(work.memo.mask["layer"], 0)
+        step, rate, dropped = params[STEP], self.config.alpha_rate, work.memo.mask.get("layer")
+        if rate != 1:
+            step = spreads.scaled(step, rate)
+        if dropped is not None:
+            theta[self.weight] = theta[self.weight].masked_fill(dropped, 0)
+        kl, variance = dropout.kl_and_variance(
+            work.memo.log_alpha, step, theta[self.weight], dropped
+        )
 
         def disturb(x: Tensor, output: Tensor) -> Tensor:
             if x.ndim != 2:
@@ -142,29 +148,14 @@ class Client(AddOn):
                     f"dropout_layer {self.layer!r} gets {tuple(x.shape)}, several rows a sample; "
                     "name a linear layer that gets one row a sample"
                 )
-            variance = dropout.output_variance(x, theta[self.weight], log_alpha)
-            return dropout.disturbed(output, variance, noise["output"][: len(x)])
+            spread = dropout.output_variance(x, variance())
+            return dropout.disturbed(output, spread, noise["output"][: len(x)])
 
         logits, buffers = self.model.forward_through(
             theta, work.buffers, batch.x, True, self.layer, disturb, batch.mask
         )
-        return self.model.mean_nll(
-            logits, batch.y, batch.mask
-        ) + work.memo.kl_weight * kl.mean(), buffers
-
-    def gradient(
-        self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
-    ) -> tuple[Tensors, Tensors, Tensor]:
-        """Return the base's gradient, that of log alpha times `alpha_rate`."""
-        grads, buffers, loss = super().gradient(phase, work, batches, noise)
-        return (
-            {
-                name: self.config.alpha_rate * grad if name == STEP else grad
-                for name, grad in grads.items()
-            },
-            buffers,
-            loss,
-        )
+        nll = self.model.mean_nll(logits, batch.y, batch.mask)
+        return nll + work.memo.kl_weight * kl, buffers
 
     def inner(self, work: Work) -> tuple[str, ...]:
         """Return theta: the inner step leaves alpha as it is."""

@@ -79,7 +79,7 @@ class StackedPhase:
         self.sizes = allowed_sizes(number)
         # whether a step is the gradient of the loss times a rate, so that it may be left a product
         own = type(half).gradient
-        unchanged = own is ClientHalf.gradient or is_unchanged(own)
+        unchanged = own is ClientHalf.gradient or is_unchanged(own, phase)
         self.plain = half.model.stacked and phase.optimizer.plain and unchanged
         self.work: Fixed | None = None
         self.replay = Replay(self._step, graphs)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..stacked.recorded import recorded
 from ..tree import Tensors, digest
 from . import dropout, hypernet
 
@@ -130,65 +131,74 @@ def after(config: Any, belief: Belief, total: Mapping[str, Tensor]) -> Belief:
     whole = total["num_examples"]
     if f"step/{ALL}" in total:
         return moved_together(config, belief, total[f"step/{ALL}"].reshape(-1) / whole)
-    clients = [int(name.partition("/")[2]) for name in total if name.startswith("number/")]
-    steps = {client: total[f"step/{client}"].reshape(-1) for client in clients}
-    shares = {client: total[f"number/{client}"].double() / whole for client in clients}
-    return followed(config, belief, steps, shares)
+    clients = sorted(int(name.partition("/")[2]) for name in total if name.startswith("number/"))
+    moved = torch.stack([total[f"step/{client}"].reshape(-1) for client in clients])
+    number = torch.stack([total[f"number/{client}"] for client in clients])
+    return followed(config, belief, clients, moved.double(), number.double() / whole)
 
 
 def followed(
-    config: Any, belief: Belief, steps: Mapping[int, Tensor], shares: Mapping[int, Tensor]
+    config: Any, belief: Belief, clients: Sequence[int], moved: Tensor, share: Tensor
 ) -> Belief:
-    """Return the belief after clients moved their log alpha by `steps` (K,); `shares` are their
-    g^m. The rate is the server's.
+    """Return the belief after clients, in the order of their numbers, moved their log alpha by
+    `moved` (M, K); `share` (M,) are their g^m. Both are in float64. The rate is the server's.
     """
-    clients = sorted(steps)
     names = [str(client) for client in clients]
-    moved = torch.stack([steps[client].double() for client in clients])
-    share = torch.stack([shares[client].double() for client in clients])
-    seen = {**belief.seen, **{name: belief.seen[name] + 1 for name in names if name in belief.seen}}
+    known = [name for name in names if name in belief.seen]
+    if known:
+        counts = torch._foreach_add([belief.seen[name] for name in known], 1)
+        belief = belief._replace(seen={**belief.seen, **dict(zip(known, counts, strict=True))})
     if config.posterior == "hyper":
-        own = {name: belief.embeddings[name] for name in names}
-        to_psi, to_own = hypernet.ascent(belief.psi, torch.stack(list(own.values())), moved, share)
-        common: dict[str, float] = {
-            "rate": config.server_lr,
-            "decay": config.hyper_decay,
-            "clip": config.hyper_clip,
-        }
-        psi, psi_velocity = hypernet.stepped(
-            belief.psi, to_psi, belief.psi_velocity, momentum=config.hyper_momentum, **common
-        )
-        now, velocity = hypernet.stepped(
-            own,
-            dict(zip(names, to_own.unbind(), strict=True)),
-            belief.embedding_velocity,
-            momentum=config.embedding_momentum,
-            **common,
-        )
-        part = hypernet.within(config.hyper_reach, (belief.psi, own), (psi, now))
-        # the velocity is that of the step that was taken, or the next one would make up for it
-        if part < 1:
-            psi, now = partly(part, belief.psi, psi), partly(part, own, now)
-            psi_velocity, velocity = (
-                {name: part * value for name, value in going.items()}
-                for going in (psi_velocity, velocity)
-            )
-        return Belief(
-            psi,
-            psi_velocity,
-            {**belief.embeddings, **now},
-            {**belief.embedding_velocity, **velocity},
-            seen,
-        )
+        return climbed(config, belief, names, moved, share)
     if config.posterior == "global":
-        return moved_together(config, belief, (share[:, None] * moved).sum(0))._replace(seen=seen)
-    after = {
-        name: dropout.limited(belief.embeddings[name].double() + config.server_lr * step).to(
-            belief.embeddings[name].dtype
-        )
-        for name, step in zip(names, moved, strict=True)
-    }
-    return belief._replace(embeddings={**belief.embeddings, **after}, seen=seen)
+        return moved_together(config, belief, (share[:, None] * moved).sum(0))
+    own = torch.stack([belief.embeddings[name] for name in names])
+    after = dropout.limited(own.double() + config.server_lr * moved).to(own.dtype)
+    now = dict(zip(names, hypernet.separated(after), strict=True))
+    return belief._replace(embeddings={**belief.embeddings, **now})
+
+
+def climbed(
+    config: Any, belief: Belief, names: Sequence[str], moved: Tensor, share: Tensor
+) -> Belief:
+    """Return the belief after a step of the hypernetwork and of the embeddings of clients `names`,
+    as far as the reach allows.
+    """
+    own = torch.stack([belief.embeddings[name] for name in names])
+    rest = torch.zeros_like(own[0])
+    going = torch.stack([belief.embedding_velocity.get(name, rest) for name in names])
+    pace = hypernet.Pace(
+        config.server_lr,
+        config.hyper_momentum,
+        config.embedding_momentum,
+        config.hyper_decay,
+        config.hyper_clip,
+        config.hyper_reach,
+    )
+    before = {**{name: belief.psi[name] for name in hypernet.PSI}, hypernet.OWN: own}
+    still = belief.psi_velocity or {key: torch.zeros_like(one) for key, one in belief.psi.items()}
+    # some hundred small kernels on a GPU
+    numbers = (*before.values(), *(still[name] for name in hypernet.PSI), going, moved, share)
+    found, speed, near = recorded(hypernet.flat_step, numbers, pace)
+    after, velocity = (
+        dict(zip(hypernet.NAMES, hypernet.kept(some), strict=True)) for some in (found, speed)
+    )
+    part = hypernet.within(pace.reach, before, after, near)
+    # the velocity is that of the step that was taken, or the next one would make up for it
+    if part < 1:
+        after = hypernet.recast(hypernet.between(part, before, after), before)
+        velocity = {name: part * value for name, value in velocity.items()}
+    rows, speeds = (
+        dict(zip(names, hypernet.separated(some.pop(hypernet.OWN)), strict=True))
+        for some in (after, velocity)
+    )
+    known = belief.embedding_velocity
+    return belief._replace(
+        psi=after,
+        psi_velocity=velocity if pace.momentum else {},
+        embeddings={**belief.embeddings, **rows},
+        embedding_velocity={**known, **speeds} if pace.own_momentum else known,
+    )
 
 
 def moved_together(config: Any, belief: Belief, step: Tensor) -> Belief:
@@ -196,11 +206,3 @@ def moved_together(config: Any, belief: Belief, step: Tensor) -> Belief:
     old = belief.embeddings[ALL]
     after = dropout.limited(old.double() + config.server_lr * step.to(old.device)).to(old.dtype)
     return belief._replace(embeddings={ALL: after})
-
-
-def partly(part: float, before: Tensors, after: Tensors) -> Tensors:
-    """Return where `part` of the step from `before` to `after` leads, in the dtypes of `before`."""
-    return {
-        name: value.to(before[name].dtype)
-        for name, value in hypernet.between(part, before, after).items()
-    }

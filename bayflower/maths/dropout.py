@@ -14,7 +14,7 @@ a message leaves entries out, `thin` and `fill` are its two ends; the mask trave
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from torch.nn import functional
 from ..errors import ConfigError, WireError
 from ..networks.model import Anatomy
 from ..shown import Heading, Mark, Picture, quantiles
+from ..stacked import spreads
+from ..stacked.routes import has_kernels
 from ..tree import Tensors
 from .bits import pack_bits, unpack_bits
 
@@ -63,15 +65,37 @@ def ramp(done: Tensor, rounds: int) -> Tensor:
     return torch.where(done < rounds, share, torch.ones_like(share))
 
 
-def output_variance(x: Tensor, theta: Tensor, log_alpha: Tensor) -> Tensor:
-    """Return the variance x² (alpha theta²)ᵀ of the layer's outputs (B, out), of inputs (B, in) and
-    weights (out, in).
+def kl_and_variance(
+    start: Tensor, step: Tensor, theta: Tensor, dropped: Tensor | None
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return (the mean KL (), what gives the variance alpha theta² (out, in)) of weights whose log
+    alpha is start + step within its limits. `dropped` weights have no KL; their theta must be 0.
+
+    On a CPU the variance is computed where it is used, on which the order of sums in second
+    derivatives depends.
     """
-    return functional.linear(x.square(), log_alpha.exp() * theta.square())
+    if has_kernels(theta):
+        mean, variance = spreads.spread(start, step, theta, LIMIT, dropped)
+        return mean, lambda: variance
+    log_alpha = limited(start + step)
+    each = kl(log_alpha)
+    if dropped is not None:
+        each = each.masked_fill(dropped, 0)
+    return each.mean(), lambda: log_alpha.exp() * theta.square()
+
+
+def output_variance(x: Tensor, variance: Tensor) -> Tensor:
+    """Return the variance x² (alpha theta²)ᵀ of the layer's outputs (B, out), of inputs (B, in) and
+    the weights' variance (out, in).
+    """
+    squares = spreads.square(x) if has_kernels(x) else x.square()
+    return functional.linear(squares, variance)
 
 
 def disturbed(output: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
     """Return a draw of the outputs, one Gaussian an activation (local reparameterisation)."""
+    if has_kernels(output):
+        return spreads.disturbed(output, variance, noise)
     some = variance > 0  # the root has no slope at 0, where there is no noise to speak of
     return (
         output

@@ -340,8 +340,9 @@ class Server(beliefs.Admitting, reptile.Server):
             theta, start, updates.log_alpha_step, updates.mask
         )
         own: dict[str, Tensor] = {}
-        for place, client in enumerate(clients):
-            own |= beliefs.line(client, number[place], updates.log_alpha_step[place])
+        steps = updates.log_alpha_step.double().unbind()
+        for client, count, step in zip(clients, number.unbind(), steps, strict=True):
+            own |= beliefs.line(client, count, step)
         return {
             "num_examples": number.sum(),
             **summed("params", rest, number.double()),

@@ -116,10 +116,9 @@ def test_outputs_move_no_further_than_the_reach(asked):
     Where it is less, nothing is cut.
     """
     psi = hypernet.initial("seed", 3, 200, 2048, torch.float64)
-    own = {str(client): hypernet.embedding("seed", client, 3, torch.float64) for client in range(5)}
+    e = torch.stack([hypernet.embedding("seed", c, 3, torch.float64) for c in range(5)])
     velocity, moves, parts = {}, [], []
     for _ in range(3):
-        e = torch.stack(list(own.values()))
         to_psi, _ = hypernet.ascent(
             psi, e, torch.full((5, 2048), asked, dtype=torch.float64), double([0.2] * 5)
         )
@@ -129,8 +128,11 @@ def test_outputs_move_no_further_than_the_reach(asked):
         moves.append(
             float((hypernet.output(after, e) - hypernet.output(psi, e)).square().mean().sqrt())
         )
-        parts.append(hypernet.within(0.1, (psi, own), (after, own)))
-        assert hypernet.within(0.0, (psi, own), (after, own)) == 1
+        way = {**psi, hypernet.OWN: e}, {**after, hypernet.OWN: e}
+        parts.append(hypernet.within(0.1, *way))
+        assert hypernet.within(0.0, *way) == 1
+        whole = torch.tensor(moves[-1] <= 0.1)
+        assert hypernet.within(0.1, *way, whole) == parts[-1]
         mixed = {name: value + parts[-1] * (after[name] - value) for name, value in psi.items()}
         moved = float((hypernet.output(mixed, e) - hypernet.output(psi, e)).square().mean().sqrt())
         assert moved <= 0.1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import assert_same_bits, small, small_prepared, worst_difference
 from torch.func import vmap
-from vdplain import LAYER, SETTINGS, double
+from vdplain import BASES, LAYER, SETTINGS, double
 
 from bayflower.clients.metavd import Client
 from bayflower.data import batches
@@ -20,6 +20,7 @@ from bayflower.rounds import solo
 from bayflower.rounds.result import result
 from bayflower.strategies.metavd import Broadcast
 from bayflower.tree import stack
+from bayflower.work import is_unchanged
 
 
 # -- engines, new clients, samples, dropping -----------------------------------------------------
@@ -181,3 +182,41 @@ def test_layers_in_their_form_for_stacks_give_the_same_gradient(base):
             )[0]
         )
     assert worst_difference(found[1], found[0]) < (1e-6 if base == "perfedavg" else 1e-10)
+
+
+def step_of(base: str, **settings):
+    """Return (the half, the phase, the gradient of its first step of a round)."""
+    prepared = small_prepared("metavd", **{**SETTINGS, "base": base, **settings})
+    half, client, _, (params, buffers) = prepared.halves
+    data = solo.samples(prepared.federation.clients[0], torch.device("cpu"), torch.float64).train
+    work = client.begin(
+        client.init(params, buffers), half.broadcast(half.init(params, buffers, (0, 1)), 0), data
+    )
+    (phase,) = client.phases("train")
+    groups = (data, Batch(data.x.flip(0), data.y.flip(0), data.mask))[: phase.batches]
+    draw = torch.Generator().manual_seed(0)
+    shape = client.noise(phase.name, len(data.y))["output"]
+    noise = {"output": torch.randn(shape, dtype=torch.float64, generator=draw)}
+    grads, _, loss = client.gradient(phase, work, groups, noise)
+    return client, phase, grads, loss
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_rate_of_dropout_multiplies_its_gradient_once(base):
+    """Also where a step goes through inner steps and differences; the weights move as without."""
+    (*_, plain, value), (*_, fast, same) = (step_of(base, alpha_rate=rate) for rate in (1.0, 7.0))
+    assert torch.equal(value, same)
+    assert set(plain) == set(fast)
+    for name, grad in plain.items():
+        rate = 7.0 if name == "log_alpha_step" else 1.0
+        torch.testing.assert_close(fast[name], rate * grad, rtol=1e-12, atol=0)
+    assert float(plain["log_alpha_step"].abs().max()) > 0
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_gradient_is_the_losss_own_where_a_step_has_one_batch(base):
+    client, phase, *_ = step_of(base)
+    gradient = type(client).gradient
+    assert is_unchanged(gradient, phase) == (base in ("fedavg", "reptile"))
+    assert not is_unchanged(gradient)  # not on every base
+    assert all(is_unchanged(gradient, one) for one in client.phases("finetune"))
