@@ -212,7 +212,8 @@ class TestKernels:
             assert torch.equal(rows, same)
             alone, none = measured.measured(part, None)
             assert none is None
-            assert torch.equal(alone, found)
+            # other sums of the same squares: registers are shared out otherwise
+            assert torch.allclose(alone, found, rtol=1e-14, atol=0)
 
     @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
     def test_a_number_that_is_none_is_seen_in_its_client_alone(self, name, clients, kind, wrong):

