@@ -22,6 +22,7 @@ Second derivatives are those of the plain formula.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.autograd import Function
 from torch.func import vjp, vmap
 
 from ..stacked.batched import fronts, has_kernels, on_stacks
+from ..stacked.products import all_may_leave, first_derivative, left_own
 from ..tree import Tensors
 from . import npn
 from .gaussian import Diagonal
@@ -88,9 +90,9 @@ def has_form(f: Tensor, layers: Tensors, target: Tensor, slopes: Slopes) -> bool
     every = (f, target, *layers.values())
     if nodes is None or not has_kernels(f) or any(one.dtype != torch.float32 for one in every):
         return False
-    from ..stacked import propagationkernels
+    from ..stacked import propagationcalls
 
-    return propagationkernels.fits(f.shape[0], layers["1.bias.mean"].shape[0], nodes)
+    return propagationcalls.fits(f.shape[0], layers["1.bias.mean"].shape[0], nodes)
 
 
 class Regulariser(Function):
@@ -114,7 +116,9 @@ class Regulariser(Function):
     def backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if g is None:
             return (None,) * (INPUTS + SETTINGS)
-        to_f, *others = RegulariserSlopes.apply(g, *ctx.saved_tensors, *ctx.settings)
+        may = all(ctx.needs_input_grad[3:INPUTS]) and first_derivative()
+        slopes = RegulariserStep if may else RegulariserSlopes
+        to_f, *others = slopes.apply(g, *ctx.saved_tensors, *ctx.settings)
         return (to_f, None, None, *others, *(None,) * SETTINGS)
 
     @staticmethod
@@ -151,6 +155,17 @@ class RegulariserSlopes(Function):
         return on_stacks(stacked_slopes, tensors, *inputs[-SETTINGS:]), (0,) * (INPUTS - 2)
 
 
+class RegulariserStep(RegulariserSlopes):
+    """`RegulariserSlopes`, which leaves all but the gradient of f to the end of a step
+    (`stacked/products.py`) if layers and target are parameters of it.
+    """
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
+        tensors = fronts(inputs[:-SETTINGS], dims[:-SETTINGS], info)
+        return on_stacks(step_slopes, tensors, *inputs[-SETTINGS:]), (0,) * (INPUTS - 2)
+
+
 def plain(*inputs: Any) -> Tensor:
     """Return the regulariser of one client, as `Regulariser` takes its inputs."""
     f, shift, precision, *layers, target, epsilon, weight, nodes = inputs
@@ -171,9 +186,9 @@ def stacked_values(*inputs: Any) -> tuple[Tensor, ...]:
     """Return what `Regulariser` returns, with the clients' axis in front."""
     tensors, settings = inputs[:INPUTS], inputs[INPUTS:]
     if has_kernels(tensors[0]):
-        from ..stacked import propagationkernels
+        from ..stacked import propagationcalls
 
-        return propagationkernels.values(tensors, *settings)
+        return propagationcalls.values(tensors, *settings)
     found = vmap(lambda *one: plain(*one, *settings))(*tensors)
     return found, *(found.new_empty(len(found), 0) for _ in range(SAVED))
 
@@ -182,8 +197,22 @@ def stacked_slopes(g: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Return what `RegulariserSlopes` returns, with the clients' axis in front."""
     tensors, saved, settings = inputs[:INPUTS], inputs[INPUTS:-SETTINGS], inputs[-SETTINGS:]
     if has_kernels(g):
-        from ..stacked import propagationkernels
+        from ..stacked import propagationcalls
 
-        return propagationkernels.slopes(g, tensors, saved, *settings[:2])
+        return propagationcalls.slopes(g, tensors, saved, *settings[:2])
     found: tuple[Tensor, ...] = vmap(lambda g, *one: plain_slopes(g, *one, *settings))(g, *tensors)
     return found
+
+
+def step_slopes(g: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return what `stacked_slopes` does, or zeros for what was left to the step."""
+    tensors, saved, settings = inputs[:INPUTS], inputs[INPUTS:-SETTINGS], inputs[-SETTINGS:]
+    weights = tensors[3:]
+    if not (has_kernels(g) and all_may_leave(weights)):
+        return stacked_slopes(g, *inputs)
+    from ..stacked import propagationcalls
+
+    known = (g, tensors, saved, *settings[:2])
+    to_f = propagationcalls.slope_of_f(*known)
+    descend = partial(propagationcalls.descend, *known)
+    return (to_f, *left_own(descend, (g, *tensors, *saved), weights))

@@ -58,7 +58,19 @@ class Turned(NamedTuple):
     bias: None = None
 
 
-Left = Product | Parts | Turned
+class Own(NamedTuple):
+    """A step down the gradient of some weights that has a kernel of its own."""
+
+    take: Callable[[float], None]
+    weights: tuple[Tensor, ...]
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the largest of them."""
+        return max(self.weights, key=Tensor.numel)
+
+
+Left = Product | Parts | Turned | Own
 
 
 class Products:
@@ -66,14 +78,16 @@ class Products:
 
     def __init__(self, params: Tensors) -> None:
         fine = [one for one in params.values() if one.is_contiguous()]
-        self.known = {one.data_ptr(): one.shape for one in fine if one.dtype == torch.float32}
+        self.known = {one.data_ptr(): one.numel() for one in fine if one.dtype == torch.float32}
         self.found: list[tuple[Left, Any]] = []  # with the side stream that makes it
         self.busy: list[Any] = []  # side streams
         self.read: list[tuple[Tensor, ...]] = []  # what they read, kept until they are done
 
     def takes(self, one: Tensor) -> bool:
-        """Return whether a tensor is a parameter of the step, and not something made of it."""
-        return self.known.get(one.data_ptr()) == one.shape and one.is_contiguous()
+        """Return whether a tensor is a parameter of the step, perhaps in another shape, and not
+        something made of it.
+        """
+        return self.known.get(one.data_ptr()) == one.numel() and one.is_contiguous()
 
     def both(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Return whether a layer's weight and bias are parameters of the step."""
@@ -103,21 +117,26 @@ class Products:
         return one
 
     def descend(self, rate: float) -> None:
-        """Take the step for all that was left: on a GPU all at once."""
+        """Take the step for all that was left: on a GPU at once, but for shared weights."""
         alone = [one for one, stream in self.found if stream is None]
         here = max(alone, key=lambda one: one.weight.numel(), default=None)
-        for one, stream in self.found:
-            if one is here:
-                continue
+        last: dict[int, Any] = {}  # by weight: the stream that steps there
+        for one, stream in sorted(self.found, key=lambda pair: pair[0] is here):
             device = one.weight.device
+            if not one.weight.is_cuda:
+                step(one, rate)
+                continue
+            now = torch.cuda.current_stream(device)
             if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream(device))
-            elif one.weight.is_cuda:
-                stream = self.fork(device)
+                stream.wait_stream(now)
+            else:
+                stream = now if one is here else self.fork(device)
+            for weight in touched(one):
+                if (before := last.get(weight.data_ptr(), stream)) != stream:
+                    stream.wait_stream(before)
+                last[weight.data_ptr()] = stream
             with torch.cuda.stream(stream):
                 step(one, rate)
-        if here is not None:
-            step(here, rate)
         self.join()
 
     def join(self) -> None:
@@ -150,7 +169,7 @@ def may_leave(weight: Tensor, bias: Tensor | None) -> bool:
     return bool(_steps) and _steps[-1].both(weight, bias)
 
 
-def left(one: Left) -> tuple[Tensor, Tensor]:
+def left(one: Product | Turned) -> tuple[Tensor, Tensor]:
     """Leave a gradient to the end of the step. Return zeros in its place, for weight and bias."""
     _steps[-1].found.append((one, None))
     return zeros_of(one.weight, one.bias)
@@ -165,6 +184,30 @@ def left_parts(
     _steps[-1].read.append(read)
     _steps[-1].parts(make, weight, bias)
     return zeros_of(weight, bias)
+
+
+def left_own(
+    take: Callable[[float], None], read: tuple[Tensor, ...], weights: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """Leave a step that `take` takes with what it has `read`. Return zeros in place of the
+    gradients of the weights.
+    """
+    _steps[-1].read.append(read)
+    _steps[-1].found.append((Own(take, weights), None))
+    return [zeros_of(one, None)[0] for one in weights]
+
+
+def all_may_leave(weights: tuple[Tensor, ...]) -> bool:
+    """Return whether all of these may leave their gradients to the end of a step."""
+    return bool(_steps) and all(map(_steps[-1].takes, weights))
+
+
+def touched(one: Left) -> tuple[Tensor, ...]:
+    """Return the weights that a step changes."""
+    if isinstance(one, Own):
+        return one.weights
+    bias = one.bias
+    return (one.weight,) if bias is None else (one.weight, bias)
 
 
 def zeros_of(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -189,6 +232,9 @@ def zero(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def step(one: Left, rate: float) -> None:
     """Take one step, in place."""
+    if isinstance(one, Own):
+        one.take(rate)
+        return
     if isinstance(one, Parts):
         step_by_parts(one, rate)
         return

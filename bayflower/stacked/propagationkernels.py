@@ -5,6 +5,9 @@ for all slopes. `maths/propagation.py` has the formulas.
     _value   some of a client's P weights a program: their KL_θ, and its slopes in the hidden layer
     _slopes  the same programs for the slopes of the last layer; one more a client for all others
 
+A step of plain gradient descent needs the slope of f at once, and takes the others at its end,
+without writing them.
+
 Only imported where a CUDA device and Triton are there.
 """
 
@@ -12,13 +15,9 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-MOST_TILE = 2**13  # nodes of a client's moments that a program holds
-MOST_WEIGHTS = 2**12  # weights of the last layer that a program holds
 SLOPE, OFFSET = tl.constexpr(4 - 2 * math.sqrt(2)), tl.constexpr(math.log(math.sqrt(2) - 1))
 ZETA2 = tl.constexpr(math.pi / 8)
 REACH = tl.constexpr(8.0)
@@ -187,6 +186,14 @@ def _value(
 
 
 @triton.jit
+def _put(to, place, value, inside, rate, DESCEND: tl.constexpr):
+    """to[place] = value, or with DESCEND to[place] −= rate·value."""
+    if DESCEND:
+        value = tl.load(to + place, mask=inside, other=0.0) - rate * value
+    tl.store(to + place, value, mask=inside)
+
+
+@triton.jit
 def _slopes(
     g,
     w1m,
@@ -214,18 +221,23 @@ def _slopes(
     wide,
     outputs,
     blocks,
+    rate,
     EPSILON: tl.constexpr,
     STRENGTH: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     P: tl.constexpr,
     ROWS: tl.constexpr,
+    DESCEND: tl.constexpr,
+    ONLY_F: tl.constexpr,
 ):
     """The slopes of the last layer and the target, some of a client's weights a program; the first
-    program of a client has those of the first layer and of f.
+    program of a client has those of the first layer and of f. ONLY_F: that of f alone. DESCEND: a
+    step down all the others.
     """
     pid = tl.program_id(0)
-    a, j = (pid // (blocks + 1)).to(tl.int64), (pid % (blocks + 1)).to(tl.int64)
+    programs = 1 if ONLY_F else blocks + 1
+    a, j = (pid // programs).to(tl.int64), (pid % programs).to(tl.int64)
     h = tl.arange(0, H)
     scale = STRENGTH * tl.load(g + a)
     of_hidden = hidden + a * 6 * wide + h
@@ -249,18 +261,20 @@ def _slopes(
         first = (a * dim + d[:, None]) * wide + h[None, :]
         m1, v1, of_rho = _gauss(w1m, w1r, first, inside)
         cross = 2.0 * zv[:, None] * m1 * to_ov[None, :] + zm[:, None] * to_om[None, :]
-        tl.store(to_w1m + first, cross, mask=inside)
-        to_v1 = (zv + zm * zm)[:, None] * to_ov[None, :]
-        tl.store(to_w1r + first, to_v1 * of_rho, mask=inside)
-        of_bias = _sigmoid(tl.load(b1r + a * wide + h, mask=h < wide, other=0.0))
-        tl.store(to_b1m + a * wide + h, to_om, mask=h < wide)
-        tl.store(to_b1r + a * wide + h, to_ov * of_bias, mask=h < wide)
+        if not ONLY_F:
+            _put(to_w1m, first, cross, inside, rate, DESCEND)
+            to_v1 = (zv + zm * zm)[:, None] * to_ov[None, :]
+            _put(to_w1r, first, to_v1 * of_rho, inside, rate, DESCEND)
+            of_bias = _sigmoid(tl.load(b1r + a * wide + h, mask=h < wide, other=0.0))
+            _put(to_b1m, a * wide + h, to_om, h < wide, rate, DESCEND)
+            _put(to_b1r, a * wide + h, to_ov * of_bias, h < wide, rate, DESCEND)
         to_zm = tl.sum(m1 * to_om[None, :] + 2.0 * zm[:, None] * v1 * to_ov[None, :], 1)
         to_zv = tl.sum((v1 + m1 * m1) * to_ov[None, :], 1)
         of_zm = tl.load(of_moments + 2 * dim, mask=d < dim, other=0.0)
         of_zv = tl.load(of_moments + 3 * dim, mask=d < dim, other=0.0)
         found = (to_zm + scale * zm) * of_zm + (to_zv + scale * 0.5 * (zv - 1.0) / zv) * of_zv
-        tl.store(to_f + a * dim + d, found, mask=d < dim)
+        if not DESCEND:
+            tl.store(to_f + a * dim + d, found, mask=d < dim)
     else:
         p = (j - 1) * P + tl.arange(0, P)
         within = (h < wide)[:, None] & (p < outputs)[None, :]
@@ -275,93 +289,9 @@ def _slopes(
         to_mean = scale * (tl.sum(hm[:, None] * m2, 0) + bm2 - wanted) / EPSILON
         to_var = scale * (s - EPSILON) / (2.0 * EPSILON * s)
         last = hm[:, None] * to_mean[None, :] + 2.0 * hv[:, None] * m2 * to_var[None, :]
-        tl.store(to_w2m + place, last, mask=within)
+        _put(to_w2m, place, last, within, rate, DESCEND)
         spread = (hv + hm * hm)[:, None] * to_var[None, :]
-        tl.store(to_w2r + place, spread * of_rho2, mask=within)
-        tl.store(to_b2m + a * outputs + p, to_mean, mask=p < outputs)
-        tl.store(to_b2r + a * outputs + p, to_var * of_bias2, mask=p < outputs)
-        tl.store(to_target + a * outputs + p, -to_mean, mask=p < outputs)
-
-
-def fits(dim: int, hidden: int, nodes: int) -> bool:
-    """Return whether a program can hold what a client has of the first layer and its moments."""
-    d, h, n = (triton.next_power_of_2(size) for size in (dim, hidden, nodes))
-    return d * n <= MOST_TILE and d * h <= MOST_TILE // 2 and h <= 64
-
-
-def values(
-    inputs: tuple[Tensor, ...], epsilon: float, strength: float, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the regulariser (A,), and what its slopes need: moments (A, 4, D), hidden layer (A, 6,
-    H), slopes in it (A, J, 2, H). A is in front of every tensor.
-    """
-    inputs = tuple(one.contiguous() for one in inputs)
-    (dim, wide, outputs, blocks), tile = shape_of(inputs)
-    clients, empty = len(inputs[0]), inputs[0].new_empty
-    moments, hidden = empty(clients, 4, dim), empty(clients, 6, wide)
-    found, parts = empty(clients, blocks), empty(clients, blocks, 2, wide)
-    _front[(clients,)](
-        *inputs[:7],
-        moments,
-        hidden,
-        dim,
-        wide,
-        NODES=nodes,
-        WIDE=triton.next_power_of_2(nodes),
-        D=tile["D"],
-        H=tile["H"],
-        num_warps=8,
-    )
-    _value[(clients * blocks,)](
-        *inputs[7:],
-        moments,
-        hidden,
-        found,
-        parts,
-        *(dim, wide, outputs, blocks),
-        EPSILON=epsilon,
-        STRENGTH=strength,
-        **tile,
-        num_warps=8,
-    )
-    return found.sum(-1), moments, hidden, parts
-
-
-def slopes(
-    g: Tensor,
-    inputs: tuple[Tensor, ...],
-    saved: tuple[Tensor, ...],
-    epsilon: float,
-    strength: float,
-) -> tuple[Tensor, ...]:
-    """Return the slopes in f, the layers and the target, times g (A,); `saved` is what `values`
-    found besides.
-    """
-    inputs = tuple(one.contiguous() for one in inputs)
-    sizes, tile = shape_of(inputs)
-    f, _, _, w1m, w1r, _, b1r, *last = inputs
-    found = tuple(torch.empty_like(one) for one in (f, *inputs[3:]))
-    _slopes[(len(f) * (sizes[-1] + 1),)](
-        g.contiguous(),
-        *(w1m, w1r, b1r, *last),
-        *(one.contiguous() for one in saved),
-        *found,
-        *sizes,
-        EPSILON=epsilon,
-        STRENGTH=strength,
-        ROWS=min(64, triton.next_power_of_2(sizes[-1])),
-        **tile,
-        num_warps=8,
-    )
-    return found
-
-
-def shape_of(inputs: tuple[Tensor, ...]) -> tuple[tuple[int, ...], dict[str, int]]:
-    """Return (D, H, P and the number of programs a client for the last layer), and the sizes that
-    kernels are compiled for.
-    """
-    dim, wide, outputs = inputs[0].shape[1], inputs[3].shape[2], inputs[-1].shape[1]
-    h = triton.next_power_of_2(wide)
-    p = min(MOST_WEIGHTS // h, 512, triton.next_power_of_2(outputs))
-    tile = {"D": triton.next_power_of_2(dim), "H": h, "P": p}
-    return (dim, wide, outputs, -(-outputs // p)), tile
+        _put(to_w2r, place, spread * of_rho2, within, rate, DESCEND)
+        _put(to_b2m, a * outputs + p, to_mean, p < outputs, rate, DESCEND)
+        _put(to_b2r, a * outputs + p, to_var * of_bias2, p < outputs, rate, DESCEND)
+        _put(to_target, a * outputs + p, -to_mean, p < outputs, rate, DESCEND)

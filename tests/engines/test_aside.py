@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from bayflower.stacked import products
+from bayflower.stacked.linear import Linear
 from bayflower.stacked.replay import Graphs, Replay
 from bayflower.stacked.stackable import for_stacks
 
@@ -92,3 +93,26 @@ def test_steps_beside_each_other_are_steps_one_after_the_other(clients, products
         assert bool(value.isfinite().all()), name
         moved = want[name] - start[name]
         assert float((one[name] - want[name]).norm()) <= 2e-3 * float(moved.norm()), name
+
+
+@pytest.mark.parametrize("clients", [1, 30])
+def test_steps_of_shared_weights_wait_for_each_other(clients):
+    """Two layers with the same weights leave two products, which a device must not add at once."""
+    weight = torch.randn(clients, 700, 700, device="cuda") / 30
+    x = torch.randn(clients, 10, 700, device="cuda")
+
+    def loss(params, x):
+        inner = Linear.apply(x, params["weight"], None, 0.5, False)
+        return Linear.apply(inner, params["weight"], None, 1.0, False).sin().sum() / 100
+
+    params = {"weight": weight.clone()}
+    for _ in range(10):
+        before = params["weight"].clone()
+        slopes = vmap(grad(loss))({"weight": before}, x)
+        with products.products(params) as own:
+            vmap(grad(loss))(params, x)
+        assert len(own.found) == 2
+        own.descend(1.0)
+        want = before - slopes["weight"]
+        moved = float((want - before).norm())
+        assert float((params["weight"] - want).norm()) <= 1e-3 * moved

@@ -11,7 +11,8 @@ from torch.func import grad, grad_and_value, vmap
 from bayflower.maths import npn, propagation
 from bayflower.maths.gaussian import Diagonal
 from bayflower.maths.tilted import make_slopes
-from bayflower.stacked import meanlayer
+from bayflower.stacked import meanlayer, products
+from bayflower.stacked.linear import Linear
 
 pytest.importorskip("bayflower.stacked.propagationkernels")
 
@@ -83,6 +84,33 @@ def test_values_and_gradients_are_those_of_the_plain_formula(name):
     # a client alone has its numbers in the stack
     alone = torch.utils._pytree.tree_map(lambda leaf: leaf[0], (learned, cavity))
     assert_near(grad(loss())(*alone), torch.utils._pytree.tree_map(lambda x: x[0], got[0]), 1e-6)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_step_takes_the_slopes_without_writing_them(name):
+    """The target is the classifier's weights, which have a product left besides."""
+    f, cavity, layers, target = inputs(*SIZES[name])
+    params = {**layers, "head": target[:, None]}
+    x = torch.randn(len(f), 4, target.shape[1], generator=torch.Generator().manual_seed(1)).cuda()
+    rate = 0.3
+
+    def value(params, f, cavity, x):
+        some = {name: params[name] for name in layers}
+        kl = loss()((2 * f, some, params["head"].reshape(-1)), cavity)
+        return kl + Linear.apply(x, params["head"], None, 1.0, False).sin().sum() / 100
+
+    want = vmap(grad(value, argnums=(0, 1)))(params, f, cavity, x)
+    with products.products(params) as left:
+        found, to_f = vmap(grad(value, argnums=(0, 1)))(params, f, cavity, x)
+    assert_near(to_f, want[1], 1e-6)
+    assert len(left.found) == 2
+    others = left.others(found)
+    assert others.keys() <= {"head"}
+    after = {name: params[name] - rate * slope for name, slope in want[0].items()}
+    for name, slope in others.items():
+        params[name].sub_(rate * slope)
+    left.descend(rate)
+    assert_near(params, after, 1e-6)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-4, 5.0, 100.0])

@@ -1,0 +1,141 @@
+"""The calls of the kernels in `propagationkernels.py`: tensors, programs and blocks. Only imported
+where a CUDA device and Triton are there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from .propagationkernels import _front, _slopes, _value
+
+MOST_TILE = 2**13  # nodes of a client's moments that a program holds
+MOST_WEIGHTS = 2**12  # weights of the last layer that a program holds
+
+
+def fits(dim: int, hidden: int, nodes: int) -> bool:
+    """Return whether a program can hold what a client has of the first layer and its moments."""
+    d, h, n = (triton.next_power_of_2(size) for size in (dim, hidden, nodes))
+    return d * n <= MOST_TILE and d * h <= MOST_TILE // 2 and h <= 64
+
+
+def values(
+    inputs: tuple[Tensor, ...], epsilon: float, strength: float, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the regulariser (A,), and what its slopes need: moments (A, 4, D), hidden layer (A, 6,
+    H), slopes in it (A, J, 2, H). A is in front of every tensor.
+    """
+    inputs = tuple(one.contiguous() for one in inputs)
+    (dim, wide, outputs, blocks), tile = shape_of(inputs)
+    clients, empty = len(inputs[0]), inputs[0].new_empty
+    moments, hidden = empty(clients, 4, dim), empty(clients, 6, wide)
+    found, parts = empty(clients, blocks), empty(clients, blocks, 2, wide)
+    _front[(clients,)](
+        *inputs[:7],
+        moments,
+        hidden,
+        dim,
+        wide,
+        NODES=nodes,
+        WIDE=triton.next_power_of_2(nodes),
+        D=tile["D"],
+        H=tile["H"],
+        num_warps=8,
+    )
+    _value[(clients * blocks,)](
+        *inputs[7:],
+        moments,
+        hidden,
+        found,
+        parts,
+        *(dim, wide, outputs, blocks),
+        EPSILON=epsilon,
+        STRENGTH=strength,
+        **tile,
+        num_warps=8,
+    )
+    return found.sum(-1), moments, hidden, parts
+
+
+def slopes(
+    g: Tensor,
+    inputs: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+    epsilon: float,
+    strength: float,
+) -> tuple[Tensor, ...]:
+    """Return the slopes in f, the layers and the target, times g (A,); `saved` is what `values`
+    found besides.
+    """
+    inputs = tuple(one.contiguous() for one in inputs)
+    found = tuple(torch.empty_like(one) for one in (inputs[0], *inputs[3:]))
+    run_slopes(g, inputs, saved, found, epsilon, strength)
+    return found
+
+
+def slope_of_f(
+    g: Tensor,
+    inputs: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+    epsilon: float,
+    strength: float,
+) -> Tensor:
+    """Return the slope in f alone."""
+    inputs = tuple(one.contiguous() for one in inputs)
+    found = torch.empty_like(inputs[0])
+    run_slopes(g, inputs, saved, (found, *inputs[3:]), epsilon, strength, only_f=True)
+    return found
+
+
+def descend(
+    g: Tensor,
+    inputs: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+    epsilon: float,
+    strength: float,
+    rate: float,
+) -> None:
+    """Take a step down the slopes in the layers and the target, in place."""
+    run_slopes(g, inputs, saved, (inputs[0], *inputs[3:]), epsilon, strength, rate=rate)
+
+
+def run_slopes(
+    g: Tensor,
+    inputs: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+    found: tuple[Tensor, ...],
+    epsilon: float,
+    strength: float,
+    rate: float | None = None,
+    only_f: bool = False,
+) -> None:
+    """Write slopes to `found`, or with a rate subtract them there."""
+    sizes, tile = shape_of(inputs)
+    f, _, _, w1m, w1r, _, b1r, *last = inputs
+    _slopes[(len(f) * (1 if only_f else sizes[-1] + 1),)](
+        g.contiguous(),
+        *(w1m, w1r, b1r, *last),
+        *(one.contiguous() for one in saved),
+        *found,
+        *sizes,
+        0.0 if rate is None else rate,
+        EPSILON=epsilon,
+        STRENGTH=strength,
+        ROWS=min(64, triton.next_power_of_2(sizes[-1])),
+        DESCEND=rate is not None,
+        ONLY_F=only_f,
+        **tile,
+        num_warps=8,
+    )
+
+
+def shape_of(inputs: tuple[Tensor, ...]) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Return (D, H, P and the number of programs a client for the last layer), and the sizes that
+    kernels are compiled for.
+    """
+    dim, wide, outputs = inputs[0].shape[1], inputs[3].shape[2], inputs[-1].shape[1]
+    h = triton.next_power_of_2(wide)
+    p = min(MOST_WEIGHTS // h, 512, triton.next_power_of_2(outputs))
+    tile = {"D": triton.next_power_of_2(dim), "H": h, "P": p}
+    return (dim, wide, outputs, -(-outputs // p)), tile
