@@ -167,8 +167,8 @@ class StackedPhase:
             with products(work.params if self.plain else {}) as left:
                 grads, buffers, loss = vmap(chance.within(gradient))(*args)
             optimizer = self.phase.optimizer
-            optimizer.update_stack(work.params, left.others(grads), work.opt)
             left.descend(optimizer.lr)
+            optimizer.update_stack(work.params, left.others(grads), work.opt)
             settle(work.buffers, buffers, None)
         else:
             step, front = self.recipe.shaped(partial(self.half.step, self.phase), size)

@@ -331,7 +331,7 @@ def pooled(
     outputs, used = weight.shape[1], weight[0, 0].numel()
     high, wide = out_size(x, window(weight), stride, pad)
     if routes.at_once(outputs, x.shape[1] * high * wide, len(x), used):
-        tile = routes.once_tile(outputs, used)
+        tile = routes.once_tile(outputs, used, len(x) * x.shape[1] * high * wide)
         return convoncekernels.pooled_once(x, weight, bias, stride, pad, slope, tile)
     bias, how = bias.contiguous(), split(x, weight, stride, pad)
     parts = convkernels.forward_parts(x, weight, bias, stride, pad, *how)

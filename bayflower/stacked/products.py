@@ -59,7 +59,7 @@ class Turned(NamedTuple):
 
 
 class Own(NamedTuple):
-    """A step down the gradient of some weights that has a kernel of its own."""
+    """A step down the gradient of some weights that has a kernel of its own, which reads them."""
 
     take: Callable[[float], None]
     weights: tuple[Tensor, ...]
@@ -117,11 +117,15 @@ class Products:
         return one
 
     def descend(self, rate: float) -> None:
-        """Take the step for all that was left: on a GPU at once, but for shared weights."""
+        """Take the step for all that was left: on a GPU at once, but for shared weights. It comes
+        before any other change of the weights.
+        """
         alone = [one for one, stream in self.found if stream is None]
         here = max(alone, key=lambda one: one.weight.numel(), default=None)
         last: dict[int, Any] = {}  # by weight: the stream that steps there
-        for one, stream in sorted(self.found, key=lambda pair: pair[0] is here):
+        # first those that read the weights as they were
+        order = sorted(self.found, key=lambda pair: (type(pair[0]) is not Own, pair[0] is here))
+        for one, stream in order:
             device = one.weight.device
             if not one.weight.is_cuda:
                 step(one, rate)

@@ -135,11 +135,13 @@ def pool_tile(outputs: int) -> Tile:
     return Tile(32 if outputs <= 32 else 64, 64, 32)
 
 
-def once_tile(outputs: int, used: int) -> Tile:
-    """Return the block of a convolution that pools at once; it has four columns a window."""
+def once_tile(outputs: int, used: int, columns: int = 0) -> Tile:
+    """Return the block of a convolution that pools at once; it has four columns a window. `columns`
+    are those of all clients.
+    """
     if outputs <= 32:
         return Tile(32, 128, 32, stages=1 if used <= 32 else 3)
-    return Tile(64, 64, 32)
+    return Tile(64, 128 if columns >= 4 * BLOCKS * 128 else 64, 32)
 
 
 def parts(blocks: int, enough: int, length: int, least: int) -> int:

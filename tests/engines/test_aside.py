@@ -60,10 +60,10 @@ def test_steps_beside_each_other_are_steps_one_after_the_other(clients, products
     def left(params, batch):
         with products.products(params) as own:
             slopes = vmap(grad(loss))(params, batch)
-        for name, slope in own.others(slopes).items():
-            params[name].sub_(RATE * slope)
         assert len(own.found) >= 3
         own.descend(RATE)
+        for name, slope in own.others(slopes).items():
+            params[name].sub_(RATE * slope)
         assert not own.busy
 
     def after(step, count):
