@@ -20,6 +20,7 @@ from ..tree import Tensors
 OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop"]
 NAMES = ("sgd", "adam", "adamw", "rmsprop")
 SHARE = "share"  # the only name in `OptState.rate`
+FEW = 4  # tensors up to which each has a kernel of its own
 
 
 class OptState(NamedTuple):
@@ -168,7 +169,11 @@ class Optimizer:
                     [x for x, a in zip(tensors, alike, strict=True) if a == kind]
                     for tensors in (values, slopes)
                 )
-                torch._foreach_add_(mine, yours, alpha=-self.lr)
+                if len(mine) > FEW:
+                    torch._foreach_add_(mine, yours, alpha=-self.lr)
+                    continue
+                for value, slope in zip(mine, yours, strict=True):  # uses more of a GPU
+                    value.add_(slope, alpha=-self.lr)
             return
         state.steps.add_(1)
         first, second = (
