@@ -11,6 +11,7 @@ import torch
 from conftest import assert_same_bits, small_prepared, some
 
 from bayflower.engines import execute
+from bayflower.files import checkpoint
 from bayflower.fused import ahead
 from bayflower.fused.engine import Fused
 from bayflower.methods import METHODS
@@ -116,11 +117,17 @@ def test_rounds_are_read_before_a_test_and_before_a_checkpoint(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             out = tmp_path / str(early)
             done, went, again = outcome_of("fedper", "far, twice", patch, early, out, **more)
-        written.append((done, (out / "checkpoint.safetensors").stat().st_size))
+        written.append((done, checkpoint.read(out)))
     assert went
     assert again == [3, 6]
     assert_same_outcome(*(done for done, _ in written))
-    assert written[0][1] == written[1][1]
+    one, two = (kept for _, kept in written)
+    assert one.round == two.round == ROUNDS
+    assert one.clients.keys() == two.clients.keys()
+    assert one.faults == two.faults
+    assert_same_bits(one.server, two.server)
+    for client in one.clients:
+        assert_same_bits(one.clients[client], two.clients[client])
 
 
 def test_training_that_fails_on_a_wrong_sum_is_tried_again(monkeypatch):
