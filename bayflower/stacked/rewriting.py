@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from . import attention, chance, plainly, randomly, recurrent
+from .recomputed import called_directly
 
 Functions = dict[Any, Callable[..., Any]]
 RANDOM: Functions = {
@@ -101,6 +102,7 @@ def passing(seen: Seen, train: bool, stacked: bool) -> Iterator[None]:
     kind: tuple[bool, Use] = (train, "mapped" if stacked else _use.get())
     with ExitStack() as inside:
         mode = None
+        inside.enter_context(called_directly())
         if not train:
             inside.enter_context(formulas())
         if train:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from conftest import some, worst_difference
 from torch import nn
 from torch.func import vmap
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zoo import (
     CLASSES,
     RANDOM,
@@ -33,7 +34,7 @@ from bayflower.maths.gradients import grad, grad_and_value, plainly
 from bayflower.networks.model import Batch, Model
 from bayflower.rounds import solo
 from bayflower.rounds.persample import sample_private
-from bayflower.stacked import chance
+from bayflower.stacked import chance, recomputed
 from bayflower.stacked.plainly import cdist
 from bayflower.stacked.randomly import fill_exponential, gumbel_softmax
 
@@ -67,8 +68,17 @@ class Packed(nn.Module):
         return self.head(self.body(some)[1][0][-1])
 
 
-def saved(net, x):
-    return torch.tanh(checkpoint(net.first, x, use_reentrant=False))
+def saved(net, x, reentrant=False):
+    return checkpoint(lambda z: torch.tanh(net.first(torch.tanh(z))), x, use_reentrant=reentrant)
+
+
+def parts():
+    layers = nn.Linear(12, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Dropout(0.4), nn.Linear(9, 8)
+    return nn.Sequential(*layers)
+
+
+def in_parts(net, x):
+    return checkpoint_sequential(net.first, 2, x, use_reentrant=False)
 
 
 def branched(net, x):
@@ -78,23 +88,28 @@ def branched(net, x):
 
 NETWORKS = {
     "own-function": Case(lambda: Net(lambda net, x: Reversed.apply(net.first(x)).tanh()), (12,)),
-    "checkpoint": Case(lambda: Net(saved), (12,)),
     "packed": Case(Packed, (6,), WORDS),
     "branches": Case(lambda: Net(branched), (12,)),
 }
 METHODS = ["fedavg", "fedbps", "maml", "metavd", "fedla", "fedpop", "pfedvmp"]
-FEW = {("fedbps", "own-function"), ("maml", "checkpoint"), ("fedavg", "packed")}
+FEW = {("fedbps", "own-function"), ("maml", "own-function"), ("fedavg", "packed")}
+# layers that are called once more in backward, in torch's three forms; ordinary layers beside them
+SAVED = {
+    "checkpoint": Case(lambda: Net(saved), (12,)),
+    "checkpoint, reentrant": Case(lambda: Net(partial(saved, reentrant=True)), (12,)),
+    "checkpoint in parts": Case(lambda: Net(in_parts, first=parts()), (12,)),
+}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, "checkpoint"])
 def test_a_step_is_that_of_a_plain_training_loop(name):
     """Oracle: torch's own module, `backward` and a step by hand."""
-    case = NETWORKS[name]
+    case = {**NETWORKS, **SAVED}[name]
     data = federation(case).clients[0]
     run = parse("fedavg", {"optimizer": "sgd", "local_epochs": 1, **STEP})
     model = Model(case.factory, CLASSES, "own", case.head)
     halves = halves_of("fedavg", model, run)
-    params, buffers = model.initial(0, torch.float64)
+    params, buffers = model.initial(3, torch.float64)  # not those that the structure has
     module = model.module(params, buffers).train()
     x, y = torch.tensor(data.x_train).double(), torch.tensor(data.y_train)
     nn.functional.cross_entropy(module(x), y).backward()
@@ -117,6 +132,45 @@ def test_engines_give_the_same_bits_and_say_why_clients_are_not_stacked(pair):
     assert worst_difference(fused.server_state, loop.server_state, 0) == 0
     assert not loop.faults
     assert math.isfinite(loop.rounds[0]["train_loss"])
+
+
+@pytest.mark.parametrize("method", some(METHODS, {"fedavg", "maml", "fedbps"}))
+@pytest.mark.parametrize("name", SAVED)
+def test_checkpointed_layers_train_as_layers_do(method, name, monkeypatch):
+    """Oracle: the same network without checkpoints, to the bit. Clients are stacked."""
+    more = {"dropout_layer": "head"} if method == "metavd" else {}
+    agree(method, SAVED[name], **STEP, **more)
+    found = on_two_engines(method, SAVED[name], **STEP, **more)
+    here = "test_plain_networks"
+    monkeypatch.setattr(f"{here}.checkpoint", lambda run, *args, use_reentrant: run(*args))
+    monkeypatch.setattr(f"{here}.checkpoint_sequential", lambda run, parts, x, **_: run(x))
+    plain = on_two_engines(method, SAVED[name], **STEP, **more)
+    for mine, wanted in zip(found, plain, strict=True):
+        assert worst_difference(mine.server_state, wanted.server_state, 0) == 0
+
+
+def test_elsewhere_checkpoints_are_torchs():
+    """Somebody's own training loop recomputes as ever; where torch's function has changed its
+    inside, a pass says so in one line.
+    """
+    calls = []
+
+    def counted(x):
+        calls.append(x)
+        return torch.tanh(x)
+
+    x = torch.ones(3, requires_grad=True)
+    for reentrant in (False, True):
+        calls.clear()
+        checkpoint(counted, x, use_reentrant=reentrant).sum().backward()
+        assert len(calls) == 2
+    with recomputed.called_directly():
+        checkpoint(counted, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recomputed, "prepared", lambda: False)
+        with pytest.raises(RuntimeError, match="leave it out"), recomputed.called_directly():
+            checkpoint(counted, x, use_reentrant=False)
 
 
 def test_private_samples_are_cut_one_by_one():
