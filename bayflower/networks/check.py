@@ -17,6 +17,7 @@ from ..tasks import Task
 from ..tasks.saved import to_json
 from ..tree import Tensors
 from .model import Model
+from .parts import persistent
 from .several import Layout, one_tensor
 
 FEW = 4  # samples of the trial pass
@@ -108,6 +109,13 @@ def check_layers(module: nn.Module, name: str) -> None:
             raise ConfigError(
                 f"parameter {path!r} of model {name} is complex; keep it as real numbers (…, 2), "
                 "and use torch.view_as_complex in forward()"
+            )
+    for path, value in persistent(module).items():
+        if value.is_complex() or value.layout != torch.strided:
+            kind = "complex" if value.is_complex() else "sparse"
+            raise ConfigError(
+                f"buffer {path!r} of model {name} is {kind}, and so cannot be sent; register it "
+                f"with persistent=False, or as {'real' if kind == 'complex' else 'dense'} numbers"
             )
     for path, layer in module.named_modules():
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin):

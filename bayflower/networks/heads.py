@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -35,15 +35,15 @@ def find_head(module: nn.Module, given: str | Sequence[str] | None, model: str) 
     return tuple(linears[-1:])
 
 
-def head_parameters(
-    module: nn.Module, layers: tuple[str, ...], canonical: dict[int, str]
-) -> frozenset[str]:
-    """Return the names of the parameters in `layers`, which nothing outside may share."""
+def head_parameters(first: Mapping[str, str], layers: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of the parameters in `layers`, which nothing outside may share; `first` has
+    the first name of every parameter by each of its names.
+    """
     inside: dict[str, str] = {}
     outside: dict[str, str] = {}
-    for name, value in module.named_parameters(remove_duplicate=False):
+    for name, one in first.items():
         part = inside if any(name.startswith(layer + ".") for layer in layers) else outside
-        part.setdefault(canonical[id(value)], name)
+        part.setdefault(one, name)
     if tied := sorted(set(inside) & set(outside)):
         first = tied[0]
         raise ConfigError(

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..errors import ConfigError
 from ..stacked.losses import mean_nll, nll
@@ -29,7 +28,19 @@ from ..tasks import EXTRA, Task
 from ..tasks.classes import Classification
 from ..tree import Tensors
 from .heads import find_head, head_parameters
-from .parts import COUPLING, cast, norm_names, persistent, trainable, unflattened, unstackable
+from .parts import (
+    COUPLING,
+    called,
+    cast,
+    converted,
+    first_names,
+    further_places,
+    norm_names,
+    persistent,
+    trainable,
+    unflattened,
+    unstackable,
+)
 from .several import Layout
 
 # frozen layers that nobody loads weights into are initialised with it, so that they are the same on
@@ -93,6 +104,7 @@ class Model:
         self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}
         self.own: Tensor | None = None  # extra parameters that only the client at work has
         self.bf16 = False  # whether training passes have products of bfloat16
+        self.further = further_places(self._train)  # of tensors that layers share
         self.stacked = False  # whether layers have the form for stacks on a GPU
         self.in_stack = False  # whether it runs as one of a stack, on any device
         self.seen = Seen()  # what passes have shown
@@ -145,7 +157,7 @@ class Model:
         where and in what dtype they are.
         """
         some = next(iter(params.values()))
-        module = self.made(FROZEN_SEED).to(device=some.device, dtype=some.dtype)
+        module = converted(self.made(FROZEN_SEED), some)
         if self.task.extra_stays and EXTRA in params:
             module.register_parameter(EXTRA, nn.Parameter(torch.empty_like(params[EXTRA])))
         known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -179,11 +191,11 @@ class Model:
             }
         if not (train and self.bf16):
             with real_samples(mask), passing(self.seen, train, self.in_stack):
-                out = functional_call(module, (params, buffers), (x,))
+                out = called(module, {**params, **buffers}, x, self.further)
             return self.with_extra(out, params), buffers
         low = torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False)
         with real_samples(mask), passing(self.seen, train, self.in_stack), low:
-            logits = functional_call(module, (params, buffers), (x,))
+            logits = called(module, {**params, **buffers}, x, self.further)
         return self.with_extra(logits.to(next(iter(params.values())).dtype), params), buffers
 
     def with_extra(self, out: Tensor, params: Tensors) -> Tensor:
@@ -347,7 +359,7 @@ class Model:
     def head_names(self) -> frozenset[str]:
         """Return the names of the head's parameters."""
         layers = (self.head, *self.head_layers[1:])
-        names = head_parameters(self._train, layers, self._canonical) & frozenset(self.shapes)
+        names = head_parameters(first_names(self._train), layers) & frozenset(self.shapes)
         if not names:
             raise ConfigError(
                 f"the head {', '.join(layers)} has no trainable parameters; name another layer, "
@@ -356,25 +368,15 @@ class Model:
         return names
 
     @cached_property
-    def _canonical(self) -> dict[int, str]:
-        return {id(value): name for name, value in self._train.named_parameters()}
-
-    @cached_property
     def tied(self) -> dict[str, str]:
         """Return the parameters that several layers share, each with another of its names."""
-        everything = self._train.named_parameters(remove_duplicate=False)
-        return {
-            self._canonical[id(value)]: name
-            for name, value in everything
-            if self._canonical[id(value)] != name
-        }
+        return {one: name for name, one in first_names(self._train).items() if name != one}
 
     @cached_property
     def further_names(self) -> dict[str, str]:
         """Return the further names of trainable parameters that are tied, each with the first."""
-        everything = self._train.named_parameters(remove_duplicate=False)
-        first = {name: self._canonical[id(value)] for name, value in everything}
-        return {name: one for name, one in first.items() if name != one and one in self.shapes}
+        first = first_names(self._train).items()
+        return {name: one for name, one in first if name != one and one in self.shapes}
 
     @cached_property
     def anatomy(self) -> Anatomy:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..stacked.masked import INSTANCES, MASKABLE
 from ..tree import Tensors
@@ -32,9 +35,53 @@ def persistent(module: nn.Module) -> Tensors:
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `value` in `dtype` if it is a floating-point tensor, else as it is (counters stay
-    integers).
+    integers); complex numbers have as many digits.
     """
+    if value.is_complex():
+        return value.to(dtype.to_complex())
     return value.to(dtype) if value.is_floating_point() else value
+
+
+def converted(module: nn.Module, like: Tensor) -> nn.Module:
+    """Return the module on the device and in the dtype of `like`; complex numbers stay complex, and
+    whole numbers whole.
+    """
+    return module._apply(lambda value: cast(value, like.dtype).to(like.device))
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Return the first name of every parameter by each of its names."""
+    first = {id(value): name for name, value in module.named_parameters()}
+    everything = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(value)] for name, value in everything}
+
+
+def further_places(module: nn.Module) -> dict[str, str]:
+    """Return the places of parameters and buffers that several layers share, each with the first of
+    their names. A layer that is found under several names has one place.
+    """
+    first: dict[int, str] = {}
+    found = {}
+    for prefix, part in module.named_modules():
+        for name, value in {**part._parameters, **part._buffers}.items():
+            if value is None:
+                continue
+            place = f"{prefix}.{name}" if prefix else name
+            if first.setdefault(id(value), place) != place:
+                found[place] = first[id(value)]
+    return found
+
+
+def called(
+    module: nn.Module, tensors: Tensors, x: Tensor, further: Mapping[str, str] | None = None
+) -> Any:
+    """Return what the module gives for x with these tensors by their first names; the module is
+    left as it was. torch's own rule for shared ones takes a layer under two names for two, and
+    leaves the tensors in it.
+    """
+    further = further_places(module) if further is None else further
+    shared = {place: tensors[name] for place, name in further.items() if name in tensors}
+    return functional_call(module, {**tensors, **shared}, (x,), tie_weights=False)
 
 
 def unflattened(module: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ from ..files import vault
 from ..maths.tops import Top, derive, put, samples_of
 from ..networks.own import is_own, made, num_outputs
 from ..networks.papers import build
+from ..networks.parts import converted
 from ..networks.several import Layout, one_tensor
 from ..tasks import EXTRA
 from ..tasks.saved import from_json
@@ -78,9 +79,8 @@ def load_personal(path: Path | str, model: Callable[[], nn.Module] | None = None
     if top := card["network"].get("top"):
         known = Top(top["kind"], top["settings"])
         network = put(network, top["head"], known, samples_of(state, top["head"]))
-    network.to(
-        next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)
-    )
+    numbers = (value for value in state.values() if value.is_floating_point())
+    network = converted(network, next(numbers, torch.zeros(())))
     try:
         network.load_state_dict(state)
     except RuntimeError as error:

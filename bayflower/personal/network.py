@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..calibration import conformal, curves
 from ..files.atomic import below
 from ..maths import laplace
+from ..networks.parts import called
 from ..rounds.deciding import ALARMS
 from ..rounds.uncertain import doubts
 from ..tree import Tensors
@@ -154,7 +154,7 @@ class Ready(nn.Module):
             each = {name: known[f"drawn_{number}"] for number, name in enumerate(self.drawn)}
             drawn = torch.stack(
                 [
-                    functional_call(self.network, {n: v[place] for n, v in each.items()}, (x,))
+                    called(self.network, {n: v[place] for n, v in each.items()}, x)
                     for place in range(laplace.WEIGHT_DRAWS)
                 ]
             )

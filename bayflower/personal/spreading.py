@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..files.atomic import below
 from ..maths import laplace
+from ..networks.parts import called
 from ..tasks import EXTRA, Task
 from ..tree import Tensors
 from .network import Ready
@@ -64,7 +64,7 @@ class ReadyNumbers(Ready):
         known: Any = self._buffers
         each = {name: known[f"drawn_{number}"] for number, name in enumerate(self.drawn)}
         found = [
-            functional_call(self.network, {n: v[place] for n, v in each.items()}, (x,))
+            called(self.network, {n: v[place] for n, v in each.items()}, x)
             for place in range(laplace.WEIGHT_DRAWS)
         ]
         return torch.stack(found).double()
