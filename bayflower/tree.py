@@ -202,3 +202,29 @@ def matching(flat: Mapping[str, Tensor], template: Any) -> Any:
 def dtype_name(tensor: Tensor) -> str:
     """Return e.g. "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def worst_difference(a: Any, b: Any, zero: float = 0.0) -> float:
+    """Return the largest over tensors of ‖a − b‖ / ‖b‖, without those below `zero`, by themselves
+    and next to the rest of their field.
+
+    A bias before BatchNorm has no gradient but for rounding, so its part of a control variate has
+    no digits that could agree.
+    """
+    left, right = (
+        {name: tensor.cpu().double() for name, tensor in flatten(tree).items()} for tree in (a, b)
+    )
+    assert left.keys() == right.keys()
+    # all of params/ is one field, all of drift/ another
+    fields = {name: name.rpartition("/")[0] for name in right}
+    scale = {
+        field: max(float(right[name].norm()) for name in right if fields[name] == field)
+        for field in set(fields.values())
+    }
+    worst = 0.0
+    for name, y in right.items():
+        x = left[name]
+        assert x.shape == y.shape, name
+        if max(float(x.norm()), float(y.norm())) >= zero * min(1.0, scale[fields[name]]):
+            worst = max(worst, float((x - y).norm() / y.norm().clamp(min=1e-12)))
+    return worst

@@ -18,6 +18,7 @@ from .raced import raced
 from .report import Report, environment, table
 from .stages import profile, steps
 from .suites import cpu, cross_device, methods, scaling, with_ratios
+from .zoo import brought
 
 __all__ = ["SUITES", "Options", "environment", "run", "table", "with_ratios"]
 
@@ -31,6 +32,7 @@ SUITES: dict[str, tuple[Suite, str]] = {
     "cross-device": (cross_device, "many clients, a hundredth of them a round, states on disk"),
     "cpu": (cpu, "the same small work on a CPU: loop, fused, Flower's Ray simulation"),
     "races": (raced, "the workloads of other simulators, at their published numbers of rounds"),
+    "networks": (brought, "networks that people bring: stacked or why not, how fast, the numbers"),
     "profile": (profile, "where the time of a round goes"),
     "steps": (steps, "time of one training step over the number of clients in it"),
 }

@@ -21,7 +21,8 @@ from ..errors import ConfigError
 from ..fused.meter import Meter
 from ..methods import METHODS
 from ..rounds.halves import halves_for
-from . import races
+from . import networks, races
+from .networks import NETWORKS
 from .races import RACES
 
 Say = Callable[[str], None]
@@ -66,7 +67,7 @@ class Options:
     tf32: bool = False  # measure with TF32 too
 
     def __post_init__(self) -> None:
-        known = (*WORKLOADS, *RACES)
+        known = (*WORKLOADS, *RACES, *NETWORKS)
         for name in self.workloads:
             if name not in known:
                 raise ConfigError(f"workload must be one of {', '.join(known)}, got {name!r}")
@@ -204,6 +205,8 @@ def loaded(
     """Return the run, ready."""
     if workload in RACES:
         return races.prepared(workload, method, values, engine)
+    if workload in NETWORKS:
+        return networks.prepared(workload, method, values, engine)
     return prepare(parse(method, values), engine)
 
 

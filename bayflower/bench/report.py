@@ -118,6 +118,11 @@ def text(value: Any) -> str:
     )
 
 
+def digits(value: float | None) -> str:
+    """Return a small number, e.g. "3e-12"."""
+    return "–" if value is None else f"{value:.0e}"
+
+
 def seconds(value: float | None) -> str:
     """Return seconds."""
     return "–" if value is None else f"{value:.1f} s"
@@ -191,6 +196,17 @@ COLUMNS: dict[str, Columns] = {
         ("peak_memory", "memory", memory),
         ("rival", "published elsewhere", text),
     ],
+    "networks": [
+        ("network", "network", text),
+        ("weights", "weights", text),
+        ("method", "method", text),
+        ("trained", "clients trained", text),
+        ("ms", "ms a round", milliseconds),
+        ("one_by_one_ms", "one by one ms", milliseconds),
+        ("one_by_one_ratio", "ratio", times),
+        ("apart", "apart", digits),
+        ("peak_memory", "memory", memory),
+    ],
     "profile": [
         ("workload", "workload", text),
         ("method", "method", text),
@@ -216,6 +232,8 @@ CAPTIONS = {
     "cpu": "median of rounds after {warm_up} that do not count; time to loop: above 1 is slower",
     "races": "all rounds: after {warm_up} that do not count; rounds: as published, fewer where the "
     "time limit ended a case",
+    "networks": "median of rounds after {warm_up} that do not count; ratio: one by one / stacked; "
+    "apart: the largest difference between states after a step in float64, stacked and by {beside}",
     "profile": "mean of {num_rounds} rounds; evaluation is not part of a round",
     "steps": "median; clients: those that are in the step",
 }
@@ -227,9 +245,17 @@ def table(content: dict[str, Any]) -> Table:
     good = [row for row in rows if not row.get("failed")]
     first = good[0] if good else {}
     caption = CAPTIONS[suite].format(
-        warm_up=first.get("warm_up", "those"), num_rounds=first.get("num_rounds", "some")
+        warm_up=first.get("warm_up", "those"),
+        num_rounds=first.get("num_rounds", "some"),
+        beside=first.get("beside", "others"),
     )
-    if where["cuda"] is None and suite in ("methods", "scaling", "cross-device", "races"):
+    if where["cuda"] is None and suite in (
+        "methods",
+        "scaling",
+        "cross-device",
+        "races",
+        "networks",
+    ):
         caption += "; memory on a CPU: peak of the whole process so far"
     versions = f"{where['device']}, torch {where['torch']}"
     grid = bare_table(

@@ -143,6 +143,11 @@ def with_ratios(suite: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
             for row in rows
         ]
+    if suite == "networks":
+        return [
+            row | {"one_by_one_ratio": ratio(row.get("one_by_one_ms"), row.get("ms"))}
+            for row in rows
+        ]
     if suite == "cpu":
         return [
             row

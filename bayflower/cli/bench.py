@@ -13,13 +13,17 @@ from .terminal import quiet_logs
 
 def bench(
     suite: Annotated[
-        str, typer.Argument(help="methods, scaling, cross-device, cpu, races, profile or steps")
+        str,
+        typer.Argument(
+            help="methods, scaling, cross-device, cpu, races, networks, profile or steps"
+        ),
     ] = "methods",
     workload: Annotated[
         list[str] | None,
         typer.Option(
             help="digits, fmnist-50, cifar10-100, pfl-cifar10, flute-mnist-lr, femnist-cnn, "
-            "shakespeare-lstm or cnn3-10; repeatable [fmnist-50 on a GPU, else digits]"
+            "shakespeare-lstm, cnn3-10, or a network of the suite networks (docs/benchmarks.md); "
+            "repeatable [fmnist-50 on a GPU, else digits]"
         ),
     ] = None,
     method: Annotated[
@@ -28,7 +32,9 @@ def bench(
     ] = None,
     clients: Annotated[
         list[int] | None,
-        typer.Option(help="suites scaling, cross-device, steps: number of clients; repeatable"),
+        typer.Option(
+            help="suites scaling, cross-device, networks, steps: number of clients; repeatable"
+        ),
     ] = None,
     rounds: Annotated[
         int, typer.Option(min=0, help="measured rounds after the warm-up; 0 = as the suite says")
@@ -54,7 +60,11 @@ def bench(
     ] = True,
     tf32: Annotated[
         bool,
-        typer.Option("--tf32", help="also measure with TF32; suite races: with TF32 and bfloat16"),
+        typer.Option(
+            "--tf32",
+            help="also measure with TF32; suite races: with TF32 and bfloat16; suite networks: "
+            "with TF32 instead",
+        ),
     ] = False,
     file: Annotated[
         Path | None,

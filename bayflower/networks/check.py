@@ -110,9 +110,9 @@ def check_layers(module: nn.Module, name: str) -> None:
                 f"parameter {path!r} of model {name} is complex; keep it as real numbers (…, 2), "
                 "and use torch.view_as_complex in forward()"
             )
-    for path, value in persistent(module).items():
-        if value.is_complex() or value.layout != torch.strided:
-            kind = "complex" if value.is_complex() else "sparse"
+    for path, buffer in persistent(module).items():
+        if buffer.is_complex() or buffer.layout != torch.strided:
+            kind = "complex" if buffer.is_complex() else "sparse"
             raise ConfigError(
                 f"buffer {path!r} of model {name} is {kind}, and so cannot be sent; register it "
                 f"with persistent=False, or as {'real' if kind == 'complex' else 'dense'} numbers"

@@ -45,10 +45,10 @@ def head_parameters(first: Mapping[str, str], layers: tuple[str, ...]) -> frozen
         part = inside if any(name.startswith(layer + ".") for layer in layers) else outside
         part.setdefault(one, name)
     if tied := sorted(set(inside) & set(outside)):
-        first = tied[0]
+        shared = tied[0]
         raise ConfigError(
-            f"layer {inside[first].rpartition('.')[0]!r} of the head shares {inside[first]!r} "
-            f"with {outside[first]!r}; "
+            f"layer {inside[shared].rpartition('.')[0]!r} of the head shares {inside[shared]!r} "
+            f"with {outside[shared]!r}; "
             "a head needs weights of its own: name another layer as head, or take a method "
             "without a head, e.g. fedmap"
         )

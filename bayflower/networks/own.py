@@ -16,6 +16,7 @@ import ast
 import importlib
 import inspect
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from ..errors import ConfigError
 from ..tasks import Task
 from ..tree import digest
 from .model import Model
+from .several import one_tensor
 
 Factory = Callable[..., nn.Module]
 FACTS = (
@@ -137,7 +139,8 @@ def taken_apart(name: str) -> tuple[str, str, dict[str, Any]]:
                 f"the arguments of model {name!r} must be named numbers, True, False or None; "
                 "for anything else write a factory without arguments"
             ) from None
-    words = [*where.split("."), *what.replace("<locals>", "x").replace("<lambda>", "x").split(".")]
+    # Python's names of what has none: <locals>, <lambda>, <genexpr>
+    words = [*where.split("."), *re.sub("<[a-z]+>", "x", what).split(".")]
     if not all(word.isidentifier() for word in words):
         raise ConfigError(f"model {name!r} is not the name of a factory; {FORM}")
     return where, what, arguments
@@ -261,7 +264,10 @@ def build_own(
     """
     factory = factory_of(name)
     layers = [part.strip() for part in head.split(",") if part.strip()]
-    built = partial(made, factory, tuple(input_shape), num_outputs(num_classes, task))
+
+    def built() -> nn.Module:
+        return one_tensor(made(factory, tuple(input_shape), num_outputs(num_classes, task)))
+
     return Model(built, num_classes, name, layers or None, task)
 
 

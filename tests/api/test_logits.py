@@ -1,11 +1,17 @@
-"""A network that gives probabilities would train badly in silence: it is refused by its numbers."""
+"""What a network returns: logits, in any of the usual forms. One that gives probabilities would
+train badly in silence: it is refused by its numbers.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import bayflower
 from bayflower.errors import ConfigError
 from bayflower.networks.check import checked_model
 
@@ -56,3 +62,22 @@ def test_a_head_of_zeros_and_a_frozen_one_are_taken():
         return net
 
     assert checked_model(frozen, X, Y).num_classes == 3
+
+
+@pytest.mark.parametrize("what", ["a tuple", "a dict", ".logits"])
+def test_logits_may_be_the_first_of_a_tuple_or_have_their_name(what):
+    forms = {
+        "a tuple": lambda z: (z, z.square()),
+        "a dict": lambda z: {"hidden": z, "logits": z},
+        ".logits": lambda z: SimpleNamespace(logits=z),
+    }
+    draw = np.random.default_rng(0)
+    clients = [(draw.normal(size=(12, *X.shape[1:])), np.arange(12) % 3) for _ in range(2)]
+    how = {"rounds": 1, "calibration": "off", "device": "cpu", "optimizer": "sgd"}
+    found, plain = (
+        bayflower.fit("fedmap", clients, model=lambda end=end: Net(3, end), **how)
+        for end in (forms[what], lambda z: z)
+    )
+    assert found.curves.train_loss.tolist() == plain.curves.train_loss.tolist()
+    mine, yours = (one.personal(0).predict_proba(clients[0][0]) for one in (found, plain))
+    assert np.array_equal(mine, yours)

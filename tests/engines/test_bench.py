@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bayflower import bench
-from bayflower.bench import cases, races, stages, suites
+from bayflower.bench import cases, networks, races, stages, suites, zoo
 from bayflower.bench.cases import data_bytes, pictures
+from bayflower.bench.networks import NETWORKS
 from bayflower.cli import app
+from bayflower.engines import execute
 from bayflower.errors import ConfigError
 
 TINY = {"device": "cpu", "rounds": 1}
@@ -82,6 +85,50 @@ def test_races_run_the_workloads_of_other_simulators(monkeypatch, tmp_path):
     assert weights["femnist-cnn"] == 1_206_590
     absent = measured("races", workloads=("shakespeare-lstm",), data_dir=str(tmp_path / "no"))
     assert "shakespeare.txt is not there" in absent["rows"][0]["failed"]
+
+
+def test_networks_are_stacked_timed_and_compared():
+    names, both = ("table-masks", "digits"), ("fedper", "metavd")
+    content = measured("networks", workloads=names, methods=both, clients=(2,))
+    rows = {row["case"]: row for row in content["rows"]}
+    assert "not a network; those are logistic, " in rows.pop("digits")["failed"]
+    assert len(rows) == 2
+    for row in rows.values():
+        assert row["failed"] is None
+        assert row["trained"] == "stacked"
+        assert 0 < row["apart"] < 1e-9
+        assert row["beside"] == "the loop engine"
+        assert row["one_by_one_ratio"] == row["one_by_one_ms"] / row["ms"]
+    assert rows["fedper on table-masks"]["weights"] == 12202
+    assert "e-1" in shown(content)
+    (row,) = measured("networks", workloads=("squeezenet",), methods=("metavd",))["rows"]
+    assert "no linear layer before its head" in row["failed"]
+
+
+def test_numbers_that_differ_are_seen(monkeypatch):
+    """Break it on purpose: the loop engine's clients train with another rate."""
+    real = zoo.in_loop
+    faster = {**zoo.COMPARED, "rounds": 1, **cases.QUIET, "device": "cpu", "lr": 0.006}
+    run = networks.prepared("logistic", "fedavg", faster, "loop", zoo.UNEQUAL)
+    monkeypatch.setattr(zoo, "in_loop", lambda prepared: real(run))
+    options = {"workloads": ("logistic",), "methods": ("fedavg",), "one_by_one": False}
+    (row,) = measured("networks", **options)["rows"]
+    assert row["apart"] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_of_the_suite_trains(name):
+    """A tiny round of FedAvg, stacked, and the samples that the network is for."""
+    run = networks.prepared(
+        name,
+        "fedavg",
+        {"rounds": 1, "stacking": "yes", "local_steps": 1, **cases.QUIET},
+        sizes=(4, 3),
+    )
+    done = execute(run)
+    assert done.remarks == ()
+    assert math.isfinite(done.rounds[0]["train_loss"])
 
 
 def test_the_file_is_what_was_returned(methods):
