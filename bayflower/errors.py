@@ -85,6 +85,23 @@ def in_one_line(error: BaseException, most: int | None = None) -> str:
     return " ".join(str(error).split())[:most]
 
 
+# what torch says of networks that it cannot map over clients, and what that means
+UNMAPPED = {
+    "randomness error mode": "it draws random numbers by a function of torch that has none for "
+    "stacks; torch.rand, randn, normal, bernoulli and the layers of torch have",
+    ".item()": "it reads a number out of a tensor: .item(), float(), int(), or a branch on a value",
+    "data-dependent control flow": "it branches on the values of a tensor",
+    "dynamic shape": "a shape in it depends on the values of a tensor",
+}
+
+
+def unmapped(error: Exception) -> str:
+    """Return why a network cannot be mapped over clients, in the words of its author."""
+    text = str(error)
+    found = [meaning for words, meaning in UNMAPPED.items() if words in text]
+    return found[0] if found else first_sentence(error)
+
+
 def first_sentence(error: Exception) -> str:
     """Return the first sentence of what an error says."""
     return (str(error) or type(error).__name__).splitlines()[0].split(". ")[0][:200]

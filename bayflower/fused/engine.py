@@ -22,7 +22,7 @@ from .. import metrics
 from ..config import Run
 from ..contract import Purpose, Survey, Work
 from ..data import ClientData
-from ..errors import first_sentence, in_one_line
+from ..errors import in_one_line, unmapped
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.halves import Halves
@@ -146,9 +146,12 @@ class Fused:
             raise
         except (RuntimeError, NotImplementedError) as error:
             log.debug("the stack failed", exc_info=True)
+            if self.half.model.seen.fill(error):
+                self.close()
+                return self._stacked(what, fn)
             self.one_by_one_because = (
                 f"clients were {what} one by one because the network cannot be stacked "
-                f"({first_sentence(error)})"
+                f"({unmapped(error)})"
             )
             log.warning(self.one_by_one_because)
         return None

@@ -285,7 +285,7 @@ def make_plan(model: Model, shape: tuple[int, ...], whole: torch.dtype | None = 
     try:
         calls = called(model, shape, whole, torch.device("meta"))
     except (RuntimeError, NotImplementedError) as error:
-        if "device" not in str(error):
+        if not any(word in str(error) for word in ("device", "meta tensor")):
             raise
         # the network makes tensors of its own, such as a mask, where it finds numbers
         calls = called(model, shape, whole, torch.device("cpu"))

@@ -190,11 +190,11 @@ class Model:
                 **params,
             }
         if not (train and self.bf16):
-            with real_samples(mask), passing(self.seen, train, self.in_stack):
+            with real_samples(mask), passing(self.seen, train, self.in_stack, x):
                 out = called(module, {**params, **buffers}, x, self.further)
             return self.with_extra(out, params), buffers
         low = torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False)
-        with real_samples(mask), passing(self.seen, train, self.in_stack), low:
+        with real_samples(mask), passing(self.seen, train, self.in_stack, x), low:
             logits = called(module, {**params, **buffers}, x, self.further)
         return self.with_extra(logits.to(next(iter(params.values())).dtype), params), buffers
 

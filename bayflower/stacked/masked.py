@@ -33,6 +33,9 @@ INSTANCES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NEEDS_MASK = (
     "a stacked network with {} needs to know which samples are real: pass mask to Model.forward"
 )
+OTHER_ROWS = (
+    "a BatchNorm gets {} rows for {} samples, so that it cannot be told which rows are padding"
+)
 # the mask of the batch that is passing through; a pass is one call in one thread
 _masks: list[Tensor] = []
 
@@ -71,6 +74,8 @@ class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(x)
         if not _masks:
             raise BayflowerError(NEEDS_MASK.format("BatchNorm"))
+        if x.shape[0] != _masks[-1].shape[0]:
+            raise RuntimeError(OTHER_ROWS.format(x.shape[0], _masks[-1].shape[0]))
         weight, bias = (
             (self.weight, self.bias)
             if self.affine

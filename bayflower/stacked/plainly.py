@@ -118,6 +118,13 @@ def rms_norm(x: Tensor, size: Any, weight: Tensor | None = None, eps: float | No
     return found if weight is None else found * weight
 
 
+def one_hot(x: Tensor, num_classes: int = -1) -> Any:
+    """Return 1 where the last axis is the number in x, else 0; torch's own reads the numbers."""
+    if num_classes < 1:
+        return NotImplemented
+    return x.new_zeros(*x.shape, num_classes).scatter(-1, x.unsqueeze(-1), 1)
+
+
 def cdist(x: Tensor, other: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
     """Return the distance of each row of x from each row of another. The derivative of torch's own
     is wrong when it is mapped over slopes alone (per-sample curvature), and has no derivative.
@@ -151,6 +158,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.embedding_bag: embedding_bag,
     functional.hardsigmoid: hardsigmoid,
     functional.normalize: normalize,
+    functional.one_hot: one_hot,
     functional.group_norm: as_wide(functional.group_norm),
     functional.layer_norm: as_wide(functional.layer_norm),
     functional.prelu: prelu,

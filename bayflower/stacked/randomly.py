@@ -152,9 +152,12 @@ Draw = Callable[[tuple[int, ...], torch.device], Tensor]
 def made(draw: Draw) -> Callable[..., Any]:
     """Return torch.rand or torch.randn with the numbers of `draw`."""
 
-    def new(*size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Any:
-        if rest:  # a generator, a layout: torch's own business
+    def new(
+        *args: Any, size: Any = None, dtype: Any = None, device: Any = None, **rest: Any
+    ) -> Any:
+        if any(rest.values()):  # a generator, a layout: torch's own business
             return NotImplemented
+        size = args if size is None else (size,)
         shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
         where = torch.device(device) if device is not None else torch.get_default_device()
         return draw(shape, where).to(dtype or torch.get_default_dtype())
@@ -178,6 +181,25 @@ def bernoulli(x: Tensor, p: Any = None, *, generator: Any = None, out: Any = Non
     if generator is not None or out is not None:
         return NotImplemented
     return (chance.uniform(tuple(x.shape), x.device) < (x if p is None else p)).to(x.dtype)
+
+
+def normal(
+    mean: Any,
+    std: Any = 1.0,
+    size: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    **rest: Any,
+) -> Any:
+    """Return normal numbers with these means and deviations, which may be tensors."""
+    if any(value is not None and value is not False for value in rest.values()):
+        return NotImplemented
+    if size is not None:
+        return mean + std * made(chance.normal)(size, dtype=dtype, device=device)
+    tensors = [one for one in (mean, std) if isinstance(one, Tensor)]
+    shape = torch.broadcast_shapes(*(one.shape for one in tensors))
+    return mean + std * chance.normal(tuple(shape), tensors[0].device).to(tensors[0].dtype)
 
 
 def fill_bernoulli(x: Tensor, p: Any = 0.5, *, generator: Any = None) -> Any:
@@ -234,6 +256,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.randn: made(chance.normal),
     torch.rand_like: alike(chance.uniform),
     torch.randn_like: alike(chance.normal),
+    torch.normal: normal,
     torch.bernoulli: bernoulli,
     Tensor.bernoulli: bernoulli,
     Tensor.bernoulli_: fill_bernoulli,

@@ -15,10 +15,11 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from . import attention, chance, plainly, randomly, recurrent
+from . import attention, chance, filled, plainly, randomly, recurrent
 from .recomputed import called_directly
 
 Functions = dict[Any, Callable[..., Any]]
@@ -50,6 +51,16 @@ class Seen:
         self.replaced: dict[tuple[bool, Use], bool] = {}
         self.draws: bool | None = None
         self.plain = False  # whether only plain autograd can differentiate it
+        self.fills = False  # whether it fills tensors of its own with numbers of a stack
+
+    def fill(self, error: Exception) -> bool:
+        """Return whether a stack that failed may be tried again: its tensors will have a place for
+        every client.
+        """
+        if self.fills or filled.REFUSED not in str(error):
+            return False
+        self.fills = True
+        return True
 
 
 class Replacing(TorchFunctionMode):
@@ -97,9 +108,10 @@ def formulas() -> Iterator[None]:
 
 
 @contextmanager
-def passing(seen: Seen, train: bool, stacked: bool) -> Iterator[None]:
-    """Run one pass of a network inside, alone or in a stack."""
+def passing(seen: Seen, train: bool, stacked: bool, x: Tensor | None = None) -> Iterator[None]:
+    """Run one pass of a network on samples x inside, alone or in a stack."""
     kind: tuple[bool, Use] = (train, "mapped" if stacked else _use.get())
+    table = TABLES.get(kind)
     with ExitStack() as inside:
         mode = None
         inside.enter_context(called_directly())
@@ -107,8 +119,11 @@ def passing(seen: Seen, train: bool, stacked: bool) -> Iterator[None]:
             inside.enter_context(formulas())
         if train:
             inside.enter_context(chance.one_pass())
-        if kind in TABLES and seen.replaced.get(kind) is not False:
-            mode = inside.enter_context(Replacing(TABLES[kind]))
+        if stacked and seen.fills and x is not None:
+            inside.enter_context(filled.made_of(x))
+            inside.enter_context(Replacing({**TABLES[kind], **filled.FUNCTIONS}))
+        elif table is not None and seen.replaced.get(kind) is not False:
+            mode = inside.enter_context(Replacing(table))
         yield
         if mode is not None:
             seen.replaced[kind] = mode.replaced

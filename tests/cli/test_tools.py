@@ -80,7 +80,7 @@ def test_doctor_says_how_a_network_is_trained(tmp_path, monkeypatch, capsys):
     assert "follow from the seed" in text["model: random layers"]["seen"]
     peeks = about("--model", "mynets:Peeks", "--input", "5")
     assert peeks["model: mynets:Peeks"]["state"] == "missing"
-    assert "one by one: vmap" in peeks["model: mynets:Peeks"]["seen"]
+    assert "one by one: it reads a number out of a tensor" in peeks["model: mynets:Peeks"]["seen"]
     assert peeks["model: random layers"]["seen"] == "none"
     ours = about("--model", "lenet5", "--input", "1x28x28")
     assert "61,706 parameters; clients are trained in stacks" in ours["model: lenet5"]["seen"]
