@@ -51,7 +51,7 @@ class Settings:
     head: str = setting(
         "",
         "a network of your own: the layers of its classifier, separated by commas; '' = the "
-        "attribute called head, else the last Linear",
+        "attribute called head, else the Linear that gives the logits",
     )
     features: int = setting(512, "model=cnn: width of the feature layer")
     fraction_train: float = setting(

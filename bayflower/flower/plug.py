@@ -60,7 +60,7 @@ class Plug:
             (x, y) of tensors or arrays, data sets, or loaders. Without a third part, a share of
             train is held out if the strategy's calibration is not off
     head    the name of the classifier's layer, or a list of prefixes of names; by default the
-            attribute called head, else the last Linear
+            attribute called head, else the Linear that gives the logits
     layer   MetaVD and SNIP: the linear layer that the strategy's dropout_layer will name
     state   folder for the client's state; by default state-dir of the node's configuration, else
             bayflower-runs/state in the home folder

@@ -50,6 +50,7 @@ def checked_model(
         model.layout = layout
         check_fit(model, x)
         return model
+    model.look_for_head(x[:2])
     _ = model.head_layers  # raises if the head's name does not exist, for every method
     logits, last = trial(model, x[:FEW])
     model.num_classes = max(logits.shape[1], 2)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import ConfigError
 
@@ -33,6 +37,34 @@ def find_head(module: nn.Module, given: str | Sequence[str] | None, model: str) 
         name for name, part in module.named_modules() if isinstance(part, nn.Linear) and name
     ]
     return tuple(linears[-1:])
+
+
+def called_last(module: nn.Module, x: Tensor) -> str | None:
+    """Return the Linear layer whose output is what the network gives for some samples x, tried with
+    these as numbers and as words; None if there is none, or if the network cannot take them.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def note(path: str, _: nn.Module, args: Any, out: Tensor) -> None:
+        outputs[path] = out
+
+    layers = [(path, part) for path, part in module.named_modules() if path]
+    handles = [
+        part.register_forward_hook(partial(note, path))
+        for path, part in layers
+        if isinstance(part, nn.Linear)
+    ]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for some in (x, x.long()):
+                outputs.clear()
+                with suppress(Exception):
+                    found = module(some)
+                    return next((path for path, out in outputs.items() if out is found), None)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
 
 
 def head_parameters(first: Mapping[str, str], layers: tuple[str, ...]) -> frozenset[str]:

@@ -27,7 +27,7 @@ from ..stacked.stackable import for_stacks
 from ..tasks import EXTRA, Task
 from ..tasks.classes import Classification
 from ..tree import Tensors
-from .heads import find_head, head_parameters
+from .heads import called_last, find_head, head_parameters
 from .parts import (
     COUPLING,
     called,
@@ -78,7 +78,7 @@ class Model:
     else one logit a class.
 
     `head` names the classifier: one layer, or several by their prefixes; without it an attribute
-    called head, else the last Linear.
+    called head, else the Linear layer that gives the logits, else the last Linear.
     """
 
     def __init__(
@@ -338,11 +338,14 @@ class Model:
         """Return the names of parameters and buffers that belong to normalisation layers."""
         return norm_names(self._train)
 
+    def look_for_head(self, x: Tensor) -> None:
+        """Take the layer that gives the logits of samples x as the head, if none is named."""
+        if self._head is None and not isinstance(getattr(self._eval, "head", None), nn.Module):
+            self._head = called_last(self._eval, x)
+
     @cached_property
     def head_layers(self) -> tuple[str, ...]:
-        """Return the layers of the head in the network's order: what was given, else an attribute
-        called head, else the last Linear.
-        """
+        """Return the layers of the head in the network's order."""
         return find_head(self._train, self._head, self.name or "given")
 
     @cached_property

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..errors import ConfigError
@@ -268,7 +269,9 @@ def build_own(
     def built() -> nn.Module:
         return one_tensor(made(factory, tuple(input_shape), num_outputs(num_classes, task)))
 
-    return Model(built, num_classes, name, layers or None, task)
+    model = Model(built, num_classes, name, layers or None, task)
+    model.look_for_head(torch.zeros(2, *input_shape))
+    return model
 
 
 def num_outputs(num_classes: int, task: Task | None) -> int:
