@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.module import register_module_forward_hook
-from zoo import CLASSES, Case, federation
+from zoo import CLASSES, Case, agree, federation
 
+from bayflower.networks.check import trial
 from bayflower.networks.model import Model
 from bayflower.networks.papers import NETWORKS
 from bayflower.stacked.stackable import for_stacks, steps
@@ -340,3 +341,18 @@ def test_the_papers_networks_take_layers_at_once(name):
     assert tuple(kinds) == FAST[name]
     assert len(steps(base)) == len(base) - 2 * kinds[0] - kinds[1]
     differs(case, True, True, 1.0)
+
+
+def scripted():
+    part = torch.jit.script(nn.Sequential(nn.Linear(12, 12), nn.ReLU()))
+    return Net(lambda net, x: net.s(x), 12, s=part)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is (deprecated|not supported)")
+def test_a_network_with_a_scripted_part_is_tried_and_trained():
+    case = Case(scripted, ROW)
+    x = torch.as_tensor(federation(case).clients[0].x_train)
+    logits, last = trial(Model(scripted, CLASSES), x)
+    assert logits.shape == (len(x), CLASSES)
+    assert last == ""  # nobody can see which layer was the last
+    agree("fedavg", case, local_steps=1)
