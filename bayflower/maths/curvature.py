@@ -38,9 +38,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from ..networks.model import Batch, Model
-from ..stacked.masked import MaskedBatchNorm
 from ..stacked.rewriting import used
-from ..stacked.stackable import StackedConv2d
 from ..tree import Tensors
 from .gradients import are_plain, vjp
 
@@ -245,11 +243,10 @@ def named(own: Tensors, weight: Tensor, bias: Tensor) -> Tensors:
     return {name: value for name, value in (("weight", weight), ("bias", bias)) if name in own}
 
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, MaskedBatchNorm)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 RULES: dict[type, Rule] = {
     nn.Linear: linear,
     nn.Conv2d: convolution,
-    StackedConv2d: convolution,
     **dict.fromkeys(NORMS, normalisation),
 }
 

@@ -307,15 +307,23 @@ class Calls:
 
 @contextmanager
 def watched(module: nn.Module) -> Iterator[Calls]:
-    """Watch the layers of a module while it runs."""
+    """Watch the layers of a module while it runs. Scripted ones cannot be watched; where there are
+    some, nobody knows which layer ended last.
+    """
     calls, handles = Calls(), []
+    plain = [
+        (path, part)
+        for path, part in module.named_modules()
+        if not isinstance(part, torch.jit.ScriptModule)
+    ]
+    known = len(plain) == len(list(module.modules()))
 
     def leave(path: str, leaf: bool) -> None:
         calls.inside.pop()
-        if leaf:
+        if leaf and known:
             calls.last = path
 
-    for path, part in module.named_modules():
+    for path, part in plain:
         if path:
             leaf = not any(True for _ in part.children())
             handles.append(

@@ -27,6 +27,7 @@ from torch.func import vjp
 
 from ..errors import BayflowerError
 from .batched import front, has_kernels, on_stacks
+from .forms import give
 
 MASKABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -53,56 +54,48 @@ def real_samples(mask: Tensor | None) -> Iterator[None]:
         _masks.pop()
 
 
-class MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """torch's BatchNorm in training mode over the real samples; padding comes out as something
-    finite.
+def normalise(self: nn.modules.batchnorm._BatchNorm, input: Tensor) -> Tensor:
+    """Return torch's BatchNorm in training mode over the real samples; padding comes out as
+    something finite.
     """
+    x = input
+    if not (self.training or self.running_mean is None):
+        if x.is_cuda:
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            return settled(x, self.running_mean, self.running_var, self.weight, self.bias, self.eps)
+        return type(self).forward(self, x)
+    if not _masks:
+        raise BayflowerError(NEEDS_MASK.format("BatchNorm"))
+    if x.shape[0] != _masks[-1].shape[0]:
+        raise RuntimeError(OTHER_ROWS.format(x.shape[0], _masks[-1].shape[0]))
+    weight, bias = (
+        (self.weight, self.bias)
+        if self.affine
+        else (x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]))
+    )
+    mask = _masks[-1].to(weight.dtype)
+    out, mean, variance = Norm.apply(x, mask, weight, bias, self.eps)
+    count = mask.sum() * (x[0, 0].numel() if x.ndim > 2 else 1)
+    remember(self, mean.detach(), variance.detach(), count)
+    return out  # type: ignore[no-any-return]
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Take any number of dimensions; the layer this one replaces has its own opinion, and torch
-        checks it elsewhere.
-        """
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not (self.training or self.running_mean is None):
-            if x.is_cuda:
-                assert self.running_mean is not None
-                assert self.running_var is not None
-                return settled(
-                    x, self.running_mean, self.running_var, self.weight, self.bias, self.eps
-                )
-            return super().forward(x)
-        if not _masks:
-            raise BayflowerError(NEEDS_MASK.format("BatchNorm"))
-        if x.shape[0] != _masks[-1].shape[0]:
-            raise RuntimeError(OTHER_ROWS.format(x.shape[0], _masks[-1].shape[0]))
-        weight, bias = (
-            (self.weight, self.bias)
-            if self.affine
-            else (x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]))
-        )
-        mask = _masks[-1].to(weight.dtype)
-        out, mean, variance = Norm.apply(x, mask, weight, bias, self.eps)
-        self._remember(
-            mean.detach(), variance.detach(), mask.sum() * (x[0, 0].numel() if x.ndim > 2 else 1)
-        )
-        return out  # type: ignore[no-any-return]
-
-    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Update the running statistics, the variance without bias, as torch does."""
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
-            return
-        buffers: Any = self
-        rate: Any = self.momentum
-        if buffers.num_batches_tracked is not None:
-            buffers.num_batches_tracked.add_(1)
-            if rate is None:
-                rate = 1 / buffers.num_batches_tracked.to(mean.dtype)
-        self.running_mean.copy_(self.running_mean + rate * (mean - self.running_mean))
-        self.running_var.copy_(
-            self.running_var
-            + rate * (variance * count / (count - 1).clamp(min=1) - self.running_var)
-        )
+def remember(
+    layer: nn.modules.batchnorm._BatchNorm, mean: Tensor, variance: Tensor, count: Tensor
+) -> None:
+    """Update the layer's running statistics, the variance without bias, as torch does."""
+    if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
+        return
+    rate: Any = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if rate is None:
+            rate = 1 / layer.num_batches_tracked.to(mean.dtype)
+    layer.running_mean.copy_(layer.running_mean + rate * (mean - layer.running_mean))
+    layer.running_var.copy_(
+        layer.running_var + rate * (variance * count / (count - 1).clamp(min=1) - layer.running_var)
+    )
 
 
 def settled(
@@ -127,43 +120,36 @@ def settled(
     return out.to(x.dtype)
 
 
-class MaskedInstanceNorm(nn.modules.instancenorm._InstanceNorm):
-    """torch's InstanceNorm, whose running statistics are the mean over the real samples."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Take any number of dimensions, as torch has checked them elsewhere."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        norm, affine = nn.functional.instance_norm, (self.weight, self.bias)
-        if not self.training:
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            if x.is_cuda:
-                return settled(x, self.running_mean, self.running_var, *affine, self.eps)
-            return norm(x, self.running_mean, self.running_var, *affine, False, eps=self.eps)
-        if not _masks:
-            raise BayflowerError(NEEDS_MASK.format("InstanceNorm"))
-        mask = _masks[-1].to(x.dtype)[:, None]
-        axes, area = tuple(range(2, x.ndim)), x[0, 0].numel()
-        with torch.no_grad():
-            variance, mean = torch.var_mean(x, axes, correction=1 if area > 1 else 0)
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            for kept, found in ((self.running_mean, mean), (self.running_var, variance)):
-                now = (found * mask).sum(0) / mask.sum().clamp(min=1)
-                kept.copy_(kept + (self.momentum or 0.0) * (now - kept))
-        return norm(x, None, None, *affine, eps=self.eps)
+def normalise_each(self: nn.modules.instancenorm._InstanceNorm, input: Tensor) -> Tensor:
+    """Return torch's InstanceNorm, whose running statistics are the mean over the real samples."""
+    x, norm, affine = input, nn.functional.instance_norm, (self.weight, self.bias)
+    assert self.running_mean is not None
+    assert self.running_var is not None
+    if not self.training:
+        if x.is_cuda:
+            return settled(x, self.running_mean, self.running_var, *affine, self.eps)
+        return norm(x, self.running_mean, self.running_var, *affine, False, eps=self.eps)
+    if not _masks:
+        raise BayflowerError(NEEDS_MASK.format("InstanceNorm"))
+    mask = _masks[-1].to(x.dtype)[:, None]
+    axes, area = tuple(range(2, x.ndim)), x[0, 0].numel()
+    with torch.no_grad():
+        variance, mean = torch.var_mean(x, axes, correction=1 if area > 1 else 0)
+        for kept, found in ((self.running_mean, mean), (self.running_var, variance)):
+            now = (found * mask).sum(0) / mask.sum().clamp(min=1)
+            kept.copy_(kept + (self.momentum or 0.0) * (now - kept))
+    return norm(x, None, None, *affine, eps=self.eps)
 
 
 def mask_norms(module: nn.Module) -> nn.Module:
-    """Return the module with every layer that counts samples replaced in place by one that leaves
+    """Return the module, in which every layer that counts samples has got a form that leaves
     padding out.
     """
     for part in module.modules():
         if type(part) in MASKABLE:
-            part.__class__ = MaskedBatchNorm
+            give(part, normalise)
         elif type(part) in INSTANCES and part.track_running_stats:
-            part.__class__ = MaskedInstanceNorm
+            give(part, normalise_each)
     return module
 
 

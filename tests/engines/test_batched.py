@@ -14,8 +14,9 @@ from torch.func import functional_call, grad, vmap
 from bayflower.maths.optim import Optimizer, OptState
 from bayflower.networks.model import masked_mean
 from bayflower.networks.papers import cnn
+from bayflower.stacked.forms import has
 from bayflower.stacked.losses import mean_nll, nll, pull
-from bayflower.stacked.stackable import After, StackedConv2d, StackedMaxPool2d, for_stacks
+from bayflower.stacked.stackable import convolve, for_stacks, linear, pool, steps
 
 DEVICES = [
     "cpu",
@@ -133,22 +134,23 @@ def test_shared_weights_and_shared_inputs_need_no_axis():
 
 
 def test_only_layers_of_the_right_kind_are_replaced():
-    kinds = {
-        name: [type(part) for part in for_stacks(net.eval()).modules()]
-        for name, (net, _) in nets().items()
-    }
-    assert kinds["cnn"].count(StackedConv2d) == 2
-    assert kinds["cnn"].count(StackedMaxPool2d) == 2
-    joined = list(for_stacks(nets()["cnn"][0].train()).modules())
-    assert kinds["cnn"].count(After) == 2
-    assert sum(isinstance(part, After) for part in joined) == 3  # and the activation of a layer
-    assert [part.slope for part in joined if isinstance(part, StackedConv2d)] == [0.1, 0.1]
-    assert StackedConv2d not in kinds["kept"]  # groups
-    assert StackedMaxPool2d not in kinds["kept"]  # windows overlap
-    before = nets()["cnn"][0]
-    assert list(dict(for_stacks(before).named_parameters())) == list(
-        dict(before.named_parameters())
-    )
+    def changed(name: str, train: bool = False) -> nn.Module:
+        return for_stacks(nets()[name][0].train(train))
+
+    def number(name: str, form, train: bool = False) -> int:
+        return sum(has(part, form) for part in changed(name, train).modules())
+
+    assert [number("cnn", form) for form in (convolve, pool, linear)] == [2, 2, 0]
+    assert number("cnn", linear, train=True) == 2
+    slopes = [0.1, 0.1, None, None, None]
+    assert [step.slope for step in steps(changed("cnn").base)] == slopes
+    slopes = [0.1, 0.1, None, 0.1]  # and the activation of a layer
+    assert [step.slope for step in steps(changed("cnn", train=True).base)] == slopes
+    assert number("kept", convolve) == 0  # groups
+    assert number("kept", pool) == 0  # windows overlap
+    before, after = nets()["cnn"][0], changed("cnn")
+    assert list(dict(after.named_parameters())) == list(dict(before.named_parameters()))
+    assert [type(part) for part in after.modules()] == [type(part) for part in before.modules()]
 
 
 @pytest.mark.parametrize("device", DEVICES)

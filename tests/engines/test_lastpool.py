@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from bayflower.stacked import routes
-from bayflower.stacked.stackable import StackedConv2d
+from bayflower.stacked.stackable import for_stacks, steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +35,10 @@ def tensor_cores():
 def test_slopes_are_those_of_torchs_layers(shape, slope):
     torch.manual_seed(0)
     clients, samples, channels, outputs, side = shape
-    layer = StackedConv2d(channels, outputs, 3, padding=1)
-    layer.slope = slope
+    bend = [nn.LeakyReLU(slope) if slope else nn.ReLU()] if slope < 1 else []
+    conv = nn.Conv2d(channels, outputs, 3, padding=1)
+    layer = for_stacks(nn.Sequential(conv, *bend, nn.MaxPool2d(2)))
+    assert [step.slope for step in steps(layer)] == [slope]
     # few bits, so that TF32 is exact and no place of a window is named differently
     x, weight, bias = (
         torch.randint(-8, 9, one, device="cuda").float() / 8
@@ -48,7 +51,7 @@ def test_slopes_are_those_of_torchs_layers(shape, slope):
     assert routes.grouped(x[0], outputs, (3, 3), 1)
 
     def own(weight, bias, x):
-        named = {"weight": weight, "bias": bias}
+        named = {"0.weight": weight, "0.bias": bias}
         return functional_call(layer, named, (x,)).square().sum()
 
     def plain(weight, bias, x):

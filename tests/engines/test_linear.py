@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from bayflower.contract import ClientHalf
 from bayflower.maths.optim import Optimizer
-from bayflower.stacked import linear, products, routes
+from bayflower.stacked import linear, products, routes, stackable
+from bayflower.stacked.forms import has
 from bayflower.stacked.linear import Linear
-from bayflower.stacked.stackable import After, StackedLinear, for_stacks
+from bayflower.stacked.stackable import for_stacks
 from bayflower.work import is_unchanged, unchanged
 
 F64 = torch.float64
@@ -201,9 +202,9 @@ def test_an_activation_joins_the_layer_before_it_unless_a_hook_wants_its_output(
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(0.1), nn.Linear(4, 3), nn.Tanh())
     stacked, x = for_stacks(module.train()), torch.randn(2, 5)
-    assert isinstance(stacked[0], StackedLinear)
-    assert isinstance(stacked[1], After)
-    assert isinstance(stacked[3], nn.Tanh)
+    assert has(stacked[0], stackable.linear)
+    assert [step.slope for step in stackable.steps(stacked)] == [0.1, None, None]
+    assert list(map(type, stacked)) == list(map(type, module))
     assert list(stacked.state_dict()) == list(module.state_dict())
     params = dict(module.named_parameters())
     torch.testing.assert_close(functional_call(stacked, params, (x,)), module(x))
@@ -211,7 +212,8 @@ def test_an_activation_joins_the_layer_before_it_unless_a_hook_wants_its_output(
     stacked[0].register_forward_hook(lambda layer, args, out: seen.append(out))
     torch.testing.assert_close(functional_call(stacked, params, (x,)), module(x))
     torch.testing.assert_close(seen[0], module[0](x))
-    assert type(for_stacks(module.eval())[0]) is nn.Linear
+    assert len(stackable.steps(stacked)) == 4
+    assert not has(for_stacks(module.eval())[0], stackable.linear)
 
 
 def check(tile):
