@@ -28,13 +28,14 @@ def network(name: str, shape: str, words: int) -> list[Finding]:
     model.num_classes = max(logits.shape[1], 2)
     found = tried(model, x)
     size = f"{model.num_parameters:,} parameters"
+    why = (found.training or "").removeprefix("clients were trained one by one because ")
     return [
         Finding(
             f"model: {name}",
             "ok" if found.training is None else "missing",
             f"{size}; clients are trained in stacks"
             if found.training is None
-            else f"{size}; clients are trained one by one: {found.training}",
+            else f"{size}; clients are trained one by one: {why}",
         ),
         Finding(
             "model: random layers",

@@ -326,6 +326,7 @@ def test_doctor_says_it(tmp_path, monkeypatch):
     found = {one.what: one for one in network("mixing_nets:Centred", "12", 0)}
     said = found["model: mixing_nets:Centred"]
     assert said.state == "missing"
+    assert "trained one by one: the network cannot be stacked: in mixing_nets:Centred" in said.seen
     assert "a sample's outputs depend on the other samples of its batch" in said.seen
     model = manner_of(COUPLED["mean"])
     assert "curvature is a sum over samples" in (tried(model, torch.randn(4, 12)).curvature or "")
