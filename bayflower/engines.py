@@ -50,6 +50,8 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     if is_own(run.settings.model):
         data, dtype = federation.clients[0], run.settings.torch_dtype()
         check_fit(halves.model, moved(data.x_train, torch.device("cpu"), dtype))
+        half = halves.client  # made again: it may refuse what was found
+        type(half)(half.config, half.training, halves.model)
     return Prepared(run, engine, federation, halves)
 
 

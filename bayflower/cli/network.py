@@ -14,6 +14,7 @@ def network(name: str, shape: str, words: int) -> list[Finding]:
 
     from ..fused.trial import tried
     from ..networks.check import trial
+    from ..networks.mixing import try_out
     from ..networks.papers import build
 
     sizes = sizes_of(shape)
@@ -23,16 +24,18 @@ def network(name: str, shape: str, words: int) -> list[Finding]:
         x = torch.randint(0, words, (4, *sizes), device=device)
     model = build(name, sizes, CLASSES)
     logits, _ = trial(model, x)  # raises with the layer at fault
+    try_out(model, x)
     model.num_classes = max(logits.shape[1], 2)
     found = tried(model, x)
     size = f"{model.num_parameters:,} parameters"
+    why = (found.training or "").removeprefix("clients were trained one by one because ")
     return [
         Finding(
             f"model: {name}",
             "ok" if found.training is None else "missing",
             f"{size}; clients are trained in stacks"
             if found.training is None
-            else f"{size}; clients are trained one by one: {found.training}",
+            else f"{size}; clients are trained one by one: {why}",
         ),
         Finding(
             "model: random layers",

@@ -279,13 +279,13 @@ def _sizes(num_examples: int, phase: Phase, coupled: bool) -> list[int]:
     if coupled:
         if num_examples == 1:
             raise BayflowerError(
-                "a client with one sample cannot train a network with BatchNorm; raise min_size "
-                "or use another norm"
+                "a client with one sample cannot train a network whose samples influence each "
+                "other (BatchNorm); raise min_size or use another norm"
             )
         if phase.batch_size == 1:
             raise ConfigError(
-                f"batch_size must be at least 2 in phase {phase.name!r} for a network with "
-                "BatchNorm, got 1"
+                f"batch_size must be at least 2 in phase {phase.name!r} for a network whose "
+                "samples influence each other (BatchNorm), got 1"
             )
         if rest == 1:
             sizes = [*sizes[:-2], phase.batch_size + 1]

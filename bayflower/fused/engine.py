@@ -23,6 +23,7 @@ from ..config import Run
 from ..contract import Purpose, Survey, Work
 from ..data import ClientData
 from ..errors import in_one_line, unmapped
+from ..networks.mixing import try_out
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.halves import Halves
@@ -63,6 +64,7 @@ class Fused:
         )
         self.stack = stack_of(clients, self.device, self.dtype)
         self.unstacked, self.per_client = halves.client, halves.server.per_client
+        try_out(halves.model, self.stack.train.x)
         model = halves.model.for_stacks(gpu=self.device.type == "cuda")
         self.half = type(halves.client)(halves.client.config, halves.client.training, model)
         fresh = halves.client.init(*(to(tree, self.device) for tree in halves.initial))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..errors import unmapped
+from ..errors import ConfigError, unmapped
 from ..maths import curvature, meta
 from ..networks.model import Batch, Model
 from ..stacked import chance
@@ -61,7 +61,7 @@ def tried(model: Model, x: Tensor) -> Trial:
         try:
             keys = torch.zeros(TWO, dtype=torch.int64, device=x.device)
             vmap(chance.within(fn))(keys, params, buffers, clients)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except (RuntimeError, NotImplementedError, ValueError, ConfigError) as error:
             return why(fn) if stacked.seen.fill(error) else unmapped(error)
         return None
 

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from ..errors import ConfigError
 from ..networks.model import Batch, Model
 from ..stacked.rewriting import used
 from ..tree import Tensors
@@ -68,10 +69,20 @@ def diagonal(
     """Return h = Σ_samples Σ_c ((∂f/∂w)ᵀ S_c)² by parameter, in evaluation mode; masked samples
     contribute nothing.
     """
+    check_alone(model)
     if are_plain():
         return one_after_another(model, params, buffers, batch, kind)
     with used("mapped"):  # samples are mapped, of clients alone too
         return found(model, params, buffers, batch, kind)
+
+
+def check_alone(model: Model) -> None:
+    """Raise if a sample has no curvature of its own."""
+    if model.manner.mixes_in_tests:
+        raise ConfigError(
+            f"curvature is a sum over samples, but in model {model.name or 'given'} a sample's "
+            "outputs depend on the other samples of its batch; use a method without curvature"
+        )
 
 
 def one_after_another(
@@ -141,6 +152,7 @@ def at_once(model: Model, batch_size: int, kind: Kind) -> int:
     """Return of how many samples to ask the curvature together: below twice a training step's
     memory, but not one by one.
     """
+    check_alone(model)
     columns = model.num_classes if kind == "fisher" and model.num_classes > 2 else 1
     # where a step is small, so are eight samples
     return max(min(batch_size // 2, 3 * batch_size // (2 * columns)), min(8, batch_size))

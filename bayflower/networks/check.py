@@ -16,6 +16,7 @@ from ..stacked import chance
 from ..tasks import Task
 from ..tasks.saved import to_json
 from ..tree import Tensors
+from .mixing import remembers, try_out
 from .model import Model
 from .parts import persistent
 from .several import Layout, one_tensor
@@ -55,6 +56,7 @@ def checked_model(
     logits, last = trial(model, x[:FEW])
     model.num_classes = max(logits.shape[1], 2)
     check_labels(y, logits.shape[1], last)
+    try_out(model, x)
     return model
 
 
@@ -65,6 +67,7 @@ def check_fit(model: Model, x: Tensor) -> None:
     check_layers(model.module_for(False), model.name)
     _ = model.head_layers  # raises if the head's name does not exist, for every method
     logits, last = trial(model, x[:FEW])
+    try_out(model, x)
     task = model.task
     outputs, classes = logits.shape[1] - len(task.extra()), model.num_classes
     if not task.classes:
@@ -177,12 +180,7 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
         last = calls.last
         for path, what in memory(module, model).items():
             if what != before.get(path):
-                layer, _, attribute = path.rpartition(".")
-                owner = f"layer {layer!r}" if layer else f"model {model.name}"
-                raise ConfigError(
-                    f"{owner} keeps {attribute!r} from one call to the next; start it anew in "
-                    "forward(), or make it a registered buffer"
-                )
+                raise remembers(model, path)
         check_logits(logits, x, module, model, last)
     if model.task.classes or model.task.name == "labels":
         check_open(model, params, buffers, x)

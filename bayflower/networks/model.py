@@ -28,8 +28,8 @@ from ..tasks import EXTRA, Task
 from ..tasks.classes import Classification
 from ..tree import Tensors
 from .heads import called_last, find_head, head_parameters
+from .manner import Manner, couples, unstackable
 from .parts import (
-    COUPLING,
     called,
     cast,
     converted,
@@ -39,7 +39,6 @@ from .parts import (
     persistent,
     trainable,
     unflattened,
-    unstackable,
 )
 from .several import Layout
 
@@ -100,14 +99,14 @@ class Model:
                 f"model {name or 'given'} has no trainable parameters; nothing could be learned"
             )
         self._head = head
-        # the constants, by device and dtype
-        self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}
+        self._fixed: dict[tuple[torch.device, torch.dtype], Tensors] = {}  # the constants
         self.own: Tensor | None = None  # extra parameters that only the client at work has
         self.bf16 = False  # whether training passes have products of bfloat16
         self.further = further_places(self._train)  # of tensors that layers share
         self.stacked = False  # whether layers have the form for stacks on a GPU
         self.in_stack = False  # whether it runs as one of a stack, on any device
         self.seen = Seen()  # what passes have shown
+        self.manner = Manner()  # what trying has shown (`mixing.py`)
         # what `build` needs to make it again; empty for a network that is not ours
         self.recipe: dict[str, Any] = {}
         self.layout: Layout | None = None  # of samples that are packed from several inputs
@@ -176,6 +175,8 @@ class Model:
         where batches are padded. Random layers take the numbers of the step (`stacked/chance.py`).
         """
         module = self.module_for(train)
+        if self.manner.changes and not train:
+            params = {name: value.clone() for name, value in params.items()}
         if EXTRA in buffers:  # a client's own, which stays as it is
             own = {EXTRA: buffers[EXTRA]}
             rest = {name: value for name, value in buffers.items() if name != EXTRA}
@@ -267,10 +268,8 @@ class Model:
         """Return what `forward` does, with the output of `layer` replaced by change(its input, its
         output).
         """
-        module, dtype = (
-            self.module_for(train).get_submodule(layer),
-            next(iter(params.values())).dtype,
-        )
+        module = self.module_for(train).get_submodule(layer)
+        dtype = next(iter(params.values())).dtype
 
         def replaced(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             with torch.autocast(out.device.type, enabled=False):
@@ -315,23 +314,20 @@ class Model:
         """Return class probabilities (B, C), or what another task predicts."""
         return self.task.predict(logits)
 
-    @cached_property
+    @property
     def coupled(self) -> bool:
         """Return whether samples of a training batch influence each other (BatchNorm, Cox)."""
-        layers = self._train.modules()
-        return self.task.coupled or any(isinstance(module, COUPLING) for module in layers)
+        return self.task.coupled or self.manner.mixes or couples(self._train)
 
     @property
     def draws(self) -> bool | None:
         """Return whether a training pass draws random numbers (dropout); None before the first."""
         return self.seen.draws
 
-    @cached_property
+    @property
     def unstackable(self) -> str | None:
-        """Return why networks of this kind cannot be trained as a stack,
-        as far as its layers tell.
-        """
-        return unstackable(self._train)
+        """Return why it cannot be trained as a stack, as far as its layers and trying tell."""
+        return unstackable(self._train) or self.manner.why(self.name or "the network")
 
     @cached_property
     def norm_names(self) -> frozenset[str]:

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..stacked.masked import INSTANCES, MASKABLE
 from ..tree import Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
-# a sample's output depends on the other samples of its batch
-COUPLING = (nn.modules.batchnorm._BatchNorm,)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -119,22 +116,3 @@ def norm_names(network: nn.Module) -> frozenset[str]:
             ]:
                 names.add(f"{prefix}.{name}" if prefix else name)
     return frozenset(names & {*trainable(network), *persistent(network)})
-
-
-def unstackable(network: nn.Module) -> str | None:
-    """Return why a network cannot be trained as a stack, as far as its layers tell, or None."""
-    for name, module in network.named_modules():
-        counts = isinstance(module, COUPLING) or (
-            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
-        )
-        if counts and type(module) not in (*MASKABLE, *INSTANCES):
-            return (
-                f"clients were trained one by one because layer {name!r} "
-                f"({type(module).__name__}) cannot leave padding out"
-            )
-        if isinstance(module, COUPLING) and not module.track_running_stats:
-            return (
-                f"clients were trained one by one because layer {name!r} ({type(module).__name__} "
-                "with track_running_stats=False) takes the statistics of a batch in tests, too"
-            )
-    return None

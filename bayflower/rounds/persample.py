@@ -41,7 +41,7 @@ def sample_private(kind: type[ClientHalf]) -> type[ClientHalf]:
             if model.coupled:
                 raise ConfigError(
                     "dp=sample needs gradients of single samples, but a layer of this network "
-                    "looks at all samples of a batch; use a network without BatchNorm"
+                    "looks at all samples of a batch; use a network without BatchNorm and the like"
                 )
 
         @property

@@ -24,6 +24,7 @@ from ..data import ClientData, batches
 from ..errors import BayflowerError
 from ..maths.gradients import plainly
 from ..maths.tops import Topped
+from ..networks.mixing import try_out
 from ..networks.model import Batch, Model
 from ..recipes import step as recipes
 from ..recipes.rates import at_share
@@ -86,6 +87,7 @@ def train(
 ) -> Trained:
     """Return the client's state, update and loss after one round."""
     keys = {"seed": seed, "client": client, "round": round}
+    state, broadcast = begun(half.model, data, state, broadcast)
 
     def trained() -> Trained:
         with seeded(**keys):
@@ -114,6 +116,7 @@ def adapt(
     if not half.phases(purpose):
         return state
     keys = {"seed": seed, "client": client, "round": round}
+    state, broadcast = begun(half.model, data, state, broadcast)
 
     def adapted() -> Any:
         with seeded(**keys):
@@ -122,6 +125,14 @@ def adapt(
             return detach(half.finish_adapting(state, work, data, purpose))
 
     return differentiated(half.model, adapted)
+
+
+def begun(model: Model, data: Batch, *given: Any) -> tuple[Any, ...]:
+    """Return what training starts from, when the network is tried: copies for a network that
+    changes parameters in forward(), since those given belong to others, too.
+    """
+    try_out(model, data.x)
+    return tuple(map_tree(torch.clone, one) if model.manner.changes else one for one in given)
 
 
 def differentiated(model: Model, fn: Callable[[], Any]) -> Any:
