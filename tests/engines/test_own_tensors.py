@@ -177,7 +177,10 @@ REASONS = {
     ),
     "item": (lambda net, h: h * h.detach().abs().max().item(), "it reads a number out of a tensor"),
     "branch": (lambda net, h: h if h.sum() > 0 else -h, "it reads a number out of a tensor"),
-    "some": (lambda net, h: h + h[h > 0].mean(), "a shape in it depends on the values"),
+    "some": (
+        lambda net, h: torch.stack([row + row[row > 0].sum() for row in h]),
+        "a shape in it depends on the values of a tensor",
+    ),
     "folded": (
         lambda net, h: net.norm(h.repeat(3, 1)).reshape(3, -1, 8).mean(0),
         "samples, so that it cannot be told which rows are padding",
