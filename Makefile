@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 NEXT := $(addprefix flower/test_,exchange.py strategy.py hooks.py roster.py plug.py remote.py) $(addprefix deploy/test_,gate.py fleet.py desk.py)
 unexport PYTHONDONTWRITEBYTECODE # tests start many processes: none should compile the package again
 
-.PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean audit soak flower-all flower-next deployed
+.PHONY: help docs demo test flower hostile containers image lint types unit slow test-all install clean audit soak flower-all flower-next deployed gpu
 help:
 	@echo "make demo    FedMAP against FedAvg and local training on label-skewed data"
 	@echo "make test    style, types and tests (seven minutes on two cores)"
@@ -20,6 +20,7 @@ help:
 	@echo "make flower-next  the same strategies, messages and gate under the newest Flower that is supported (minutes)"
 	@echo "make hostile ten thousand mutated replies against every strategy, ten thousand requests against gate and SuperLink (minutes)"
 	@echo "make soak    five hundred rounds with flat memory (minutes)"
+	@echo "make gpu     all that only a GPU shows: tests, races, overheads, networks, in runs/gpu (half an hour; DATA=folder of fmnist.npz, shakespeare.txt)"
 	@echo "make audit   known weaknesses of the packages in the image (pip-audit, where it reaches a database)"
 	@echo "make clean   remove the environment and caches"
 
@@ -53,6 +54,11 @@ flower-next: $(READY)
 
 deployed: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_deploy_processes.py tests/deploy/test_gate_processes.py tests/regions/test_tree_processes.py tests/flower/test_ray_cluster.py tests/cli/test_examples.py tests/cli/test_docs.py -m flower
+
+DATA ?= data
+gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py runs/gpu --data-dir $(DATA)
+	$(BIN)/python benchmarks/gpu.py runs/gpu --page
 
 flower-all: $(READY)
 	BAYFLOWER_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/flower/test_flower.py -m flower -k "bits_of_the_loop" -n 2

@@ -1,0 +1,90 @@
+"""`make gpu`: what its files hold, and the page that is made of them."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bayflower import bench
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+
+    return gpu
+
+
+def stage(gpu, name):
+    return next(one for one in gpu.STAGES if one.name == name)
+
+
+def test_what_pytest_says_is_counted(gpu, tmp_path):
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_fine(): pass\n"
+        "@pytest.mark.parametrize('a', ['x'])\n"
+        "def test_bad(a): assert a == 'y'\n"
+    )
+    call = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", "test_some.py"]
+    assert gpu.followed([*call, "--rootdir", str(tmp_path)], tmp_path / "none.log", 60)
+    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = gpu.told(done.stdout, True, 1.0)
+    assert found["counts"] == {"passed": 2, "failed": 1}
+    assert found["not_passed"] == ["test_some.py::test_bad[x]"]
+    assert found["complete"]
+    assert not gpu.told(done.stdout, False, 1.0)["complete"]  # the time ended it
+    assert not gpu.told("5 skipped in 0.01s", True, 1.0)["complete"]  # no GPU
+
+
+def test_networks_go_on_where_they_stopped(gpu):
+    rows = [{"network": "cnn", "method": name, "ms": 1} for name in gpu.METHODS]
+    before = {"rows": [*rows, {"network": "vit", "method": "fedmap", "ms": 1}]}
+    words = gpu.remaining(stage(gpu, "networks"), before).split()
+    missing = [word for word in words[1:] if word != "--workload"]
+    assert missing == [name for name in gpu.NETWORKS if name != "cnn"]
+    now = {"rows": [{"network": "vit", "method": "fedmap", "ms": 2}]}
+    both = gpu.together(stage(gpu, "networks"), before, now)["rows"]
+    assert [row["ms"] for row in both] == [1] * len(gpu.METHODS) + [2]
+    assert gpu.together(stage(gpu, "races"), before, now) == now
+
+
+def test_every_stage_is_a_suite_with_known_words(gpu):
+    for one in gpu.STAGES[1:]:
+        suite, *words = one.words.split()
+        assert suite in bench.SUITES
+        named = {key: [] for key in ("--workload", "--method")}
+        for key, value in itertools.pairwise(words):
+            named.get(key, []).append(value)
+        bench.Options(methods=tuple(named["--method"]), workloads=tuple(named["--workload"]))
+
+
+def test_the_page_has_the_numbers_of_the_files(gpu, tmp_path):
+    names = ("fedper", "fedavg")
+    options = bench.Options("cpu", methods=names, workloads=("digits",), rounds=1, one_by_one=False)
+    quick = bench.run("methods", options, tmp_path / "methods.json", lambda line: None)
+    raced = json.loads((ROOT / "benchmarks" / "results" / "races_h200.json").read_text())
+    (tmp_path / "races.json").write_text(json.dumps(raced | {"complete": False}))
+    of_ten = [row for row in raced["rows"] if row["workload"] == "cnn3-10"]
+    of_ten += [{"case": "metavd on cnn3-10", "method": "metavd", "failed": "no memory"}]
+    of_ten += [row | {"method": "reptile", "ms": 2 * row["ms"]} for row in of_ten[:1]]
+    (tmp_path / "overheads.json").write_text(json.dumps(raced | {"rows": of_ten}))
+    found = gpu.page(tmp_path)
+    for row in quick["rows"]:
+        assert (
+            f"| {row['method']} | float32 | {row['ms']:.1f} | {row['fedper_ratio']:.2f} |" in found
+        )
+    for row in raced["rows"]:
+        assert (
+            f"| {row['total']:.2f} s | {row['ms']:.2f} | {row['samples_per_second']:,} |" in found
+        )
+    assert f"| {of_ten[0]['samples_per_second']:,} | 0.50 |" in found  # half of Reptile's time
+    assert "Not measured: metavd on cnn3-10: no memory" in found
+    assert found.count("Not complete") == 1
