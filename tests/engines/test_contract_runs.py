@@ -16,7 +16,7 @@ from bayflower.testing import runs
 # them go on from a client's file on the loop engine too
 KEEP = {*BOTH, "fedavg", "feddc", "feddyn", "fedpa", "fedper", "local", "moon", "scaffold", "snip"}
 LOOP = {"fedbn", "fednp", "metavd"}
-REPEATED = {*((name, "fused") for name in (*BOTH, "fedavg")), ("fedavg", "loop")}
+REPEATED = {*((name, "fused") for name in BOTH - {"metavd"}), ("fedavg", "loop")}
 
 
 def kept(name: str, engine: str) -> bool:

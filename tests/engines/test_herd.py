@@ -21,7 +21,6 @@ from bayflower.fused.workers.run import run_workers
 from bayflower.fused.workers.worker import Worker
 from bayflower.rounds.result import result
 
-CHEAP = {"fedmap", "fednp"}  # in the default run; `make test-all` has all methods
 # eight clients in four blocks, of which six train in a round; so some blocks have one, some two
 WORK: dict[str, Any] = {
     "num_clients": 8,
@@ -65,7 +64,7 @@ def assert_same(prepared: Prepared, first: Any, second: Any) -> None:
     assert numbers(prepared, first) == numbers(prepared, second)
 
 
-@pytest.mark.parametrize("method", some([row.name for row in methods.ROWS], CHEAP))
+@pytest.mark.parametrize("method", some([row.name for row in methods.ROWS], {"fednp"}))
 def test_one_by_one_all_have_the_bits_of_one_process(method):
     prepared = ready(method, stacking="no")
     peace = alone(prepared)
@@ -73,7 +72,7 @@ def test_one_by_one_all_have_the_bits_of_one_process(method):
         assert_same(prepared, on(HereCrew(number), prepared), peace)
 
 
-@pytest.mark.parametrize("method", some([row.name for row in methods.ROWS], CHEAP))
+@pytest.mark.parametrize("method", some([row.name for row in methods.ROWS], {"fedmap"}))
 def test_stacks_are_the_same_on_one_two_and_four_workers(method):
     """Stacked: the same bits on any number of workers, and near those of one stack of all."""
     changes = {"dtype": "float64", "optimizer": "sgd", "lr": 0.05, "stacking": "yes"}

@@ -40,7 +40,7 @@ CHEAP = {
     ("fedavg", "transformer-time-first"),
     ("maml", "bag-mean"),
     ("metavd", "instance-norm"),
-    ("metavd", "text-lstm"),
+    ("fedavg", "text-lstm"),
     ("moon", "ft-transformer"),
     ("fedavg", "vit"),
     ("maml", "gru-cell"),

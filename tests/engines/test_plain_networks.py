@@ -25,6 +25,7 @@ from zoo import (
     federation,
     halves_of,
     on_two_engines,
+    same,
 )
 from zoomany import LAYERS
 
@@ -99,6 +100,11 @@ SAVED = {
     "checkpoint, reentrant": Case(lambda: Net(partial(saved, reentrant=True)), (12,)),
     "checkpoint in parts": Case(lambda: Net(in_parts, first=parts()), (12,)),
 }
+EACH_FORM = {
+    ("fedavg", "checkpoint"),
+    ("maml", "checkpoint, reentrant"),
+    ("fedbps", "checkpoint in parts"),
+}
 
 
 @pytest.mark.parametrize("name", [*NETWORKS, "checkpoint"])
@@ -134,13 +140,17 @@ def test_engines_give_the_same_bits_and_say_why_clients_are_not_stacked(pair):
     assert math.isfinite(loop.rounds[0]["train_loss"])
 
 
-@pytest.mark.parametrize("method", some(METHODS, {"fedavg", "maml", "fedbps"}))
-@pytest.mark.parametrize("name", SAVED)
-def test_checkpointed_layers_train_as_layers_do(method, name, monkeypatch):
+@pytest.mark.parametrize(
+    "pair",
+    some([(m, n) for n in SAVED for m in METHODS], EACH_FORM),
+    ids=lambda pair: "-".join(pair),
+)
+def test_checkpointed_layers_train_as_layers_do(pair, monkeypatch):
     """Oracle: the same network without checkpoints, to the bit. Clients are stacked."""
+    method, name = pair
     more = {"dropout_layer": "head"} if method == "metavd" else {}
-    agree(method, SAVED[name], **STEP, **more)
     found = on_two_engines(method, SAVED[name], **STEP, **more)
+    same(*found)
     here = "test_plain_networks"
     monkeypatch.setattr(f"{here}.checkpoint", lambda run, *args, use_reentrant: run(*args))
     monkeypatch.setattr(f"{here}.checkpoint_sequential", lambda run, parts, x, **_: run(x))

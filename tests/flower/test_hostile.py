@@ -13,7 +13,7 @@ import re
 
 import pytest
 import torch
-from conftest import LATER, assert_same_bits, some
+from conftest import BOTH, assert_same_bits, some
 from flwr.app import ConfigRecord
 from mutate import Mutator, copied, tensors_of
 from rig import Rig
@@ -104,7 +104,11 @@ def valid(
 siege_of = functools.cache(Siege)  # `after` begins at the same state every time
 
 
-@pytest.mark.parametrize("method", some(sorted(METHODS), set(METHODS) - LATER))
+# each form of update once; `make hostile` and the slow tests have all methods
+FORMS = {*BOTH, "fedavg", "feddc", "fedpa", "fedper", "scaffold", "local"}
+
+
+@pytest.mark.parametrize("method", some(sorted(METHODS), FORMS))
 def test_mutated_replies_are_refused_or_harmless(method):
     siege = siege_of(method)
     mutate = Mutator(method, siege.old)

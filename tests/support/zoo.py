@@ -92,7 +92,11 @@ def on_two_engines(method: str, case: Case, **settings: Any) -> tuple[Outcome, O
 
 def agree(method: str, case: Case, tolerance: float = 1e-9, **settings: Any) -> None:
     """Raise unless the clients were stacked and both engines have the same numbers."""
-    loop, fused = on_two_engines(method, case, **settings)
+    same(*on_two_engines(method, case, **settings), tolerance)
+
+
+def same(loop: Outcome, fused: Outcome, tolerance: float = 1e-9) -> None:
+    """Raise unless the clients of a fused run were stacked and have the loop's numbers."""
     assert fused.remarks == ()  # or the clients were trained one by one
     zero = tolerance / 10
     assert worst_difference(fused.server_state, loop.server_state, zero) < tolerance
