@@ -51,6 +51,11 @@ def tests(content: dict[str, Any]) -> list[str]:
     return lines
 
 
+def measured(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the cases that could be measured."""
+    return [row for row in content["rows"] if not row.get("failed")]
+
+
 def failures(content: dict[str, Any]) -> list[str]:
     """Return the cases that could not be measured."""
     bad = [row for row in content["rows"] if row.get("failed")]
@@ -59,7 +64,7 @@ def failures(content: dict[str, Any]) -> list[str]:
 
 def methods(content: dict[str, Any]) -> list[str]:
     """Return rounds of methods on one workload, beside FedPer's."""
-    rows = [row for row in content["rows"] if not row.get("failed")]
+    rows = measured(content)
     lines = ["## Methods\n", f"{place(content)}. {data(rows)}\n"]
     lines += ["| method | products | ms a round | to FedPer | aim |", "|---|---|---|---|---|"]
     for row in rows:
@@ -76,7 +81,7 @@ def methods(content: dict[str, Any]) -> list[str]:
 
 def overheads(content: dict[str, Any]) -> list[str]:
     """Return rounds of MetaVD beside Reptile's."""
-    rows = [row for row in content["rows"] if not row.get("failed")]
+    rows = measured(content)
     times = {(row["precision"], row["method"]): row["ms"] for row in rows}
     lines = ["## Ten clients\n", f"{place(content)}. {data(rows)}\n"]
     lines += [
@@ -96,7 +101,7 @@ def overheads(content: dict[str, Any]) -> list[str]:
 
 def races(content: dict[str, Any]) -> list[str]:
     """Return the seconds of all rounds of other simulators' workloads."""
-    rows = [row for row in content["rows"] if not row.get("failed")]
+    rows = measured(content)
     lines = ["## Races\n", f"{place(content)}. Seconds of all rounds after three that warm up.\n"]
     lines += [
         "| workload | products | rounds | all rounds | ms a round | samples a second | memory "
@@ -117,7 +122,7 @@ def races(content: dict[str, Any]) -> list[str]:
 
 def profile(content: dict[str, Any]) -> list[str]:
     """Return where the time of a round goes."""
-    rows = [row for row in content["rows"] if not row.get("failed")]
+    rows = measured(content)
     lines = ["## Where the time goes\n", f"{place(content)}\n"]
     lines += ["| workload | method | stage | ms | of a round |", "|---|---|---|---|---|"]
     for row in rows:
