@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import GPU
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
@@ -14,10 +15,7 @@ from bayflower.stacked.linear import Linear
 from bayflower.stacked.replay import Graphs, Replay
 from bayflower.stacked.stackable import for_stacks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = GPU
 STEPS, RATE = 12, 0.002
 
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from devices import DEVICES
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
@@ -17,17 +18,6 @@ from bayflower.networks.papers import cnn
 from bayflower.stacked.forms import has
 from bayflower.stacked.losses import mean_nll, nll, pull
 from bayflower.stacked.stackable import convolve, for_stacks, linear, pool, steps
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 
 
 def nets() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits, some
+from devices import DEVICES
 from torch import nn
 from torch.func import functional_call, vmap
 from zoo import CLASSES, ONE_ROUND, RANDOM, agree, federation, halves_of
@@ -25,16 +26,6 @@ from bayflower.stacked import chance
 from bayflower.stacked.rewriting import Seen, passing
 
 CPU = torch.device("cpu")
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 
 
 def drawn(key, draw, passes: int = 0, calls: int = 0):

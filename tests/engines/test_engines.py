@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import BOTH, assert_same_bits, cases, small_prepared, some, worst_difference
+from devices import DEVICES
 
 from bayflower.engines import execute
 from bayflower.files.store import DiskStore
@@ -15,17 +16,6 @@ from bayflower.flower.records import to_arrays
 from bayflower.testing import runs
 from bayflower.testing.runs import compare
 from bayflower.tree import flatten
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 
 # methods that differ where a network has normalisation layers: in what they share, in a second
 # derivative, in a correction of weights whose gradient is only rounding

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import GPU
 from torch.func import grad, grad_and_value, vmap
 
 from bayflower.maths import npn, propagation
@@ -16,10 +17,7 @@ from bayflower.stacked.linear import Linear
 
 pytest.importorskip("bayflower.stacked.propagationkernels")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = GPU
 EPSILON, WEIGHT = 0.1, 0.01
 
 

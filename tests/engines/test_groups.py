@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 from torch.func import vmap
 
 from bayflower.maths import classwise
@@ -13,16 +14,6 @@ from bayflower.maths.classwise import class_means
 from bayflower.stacked import groups
 
 F64 = torch.float64
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 SIZES = [(3, 70, 20, 4), (2, 7, 5, 3), (4, 130, 130, 2), (2, 300, 512, 3), (1, 1, 1, 1)]
 DTYPES = [torch.float32, F64]
 

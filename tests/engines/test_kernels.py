@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from devices import GPU
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
@@ -18,10 +19,7 @@ from bayflower.stacked.stackable import for_stacks
 
 lstmwholekernels = pytest.importorskip("bayflower.stacked.lstmwholekernels")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = GPU
 CLIENTS, SAMPLES = 3, 40
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import GPU
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
@@ -13,10 +14,7 @@ from torch.nn import functional
 from bayflower.stacked import routes
 from bayflower.stacked.stackable import for_stacks, steps
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = GPU
 EVERY = (0, 1, 2)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
@@ -19,14 +20,7 @@ from bayflower.stacked.stackable import for_stacks
 from bayflower.work import is_unchanged, unchanged
 
 F64 = torch.float64
-CUDA = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    ],
-)
-DEVICES = ["cpu", CUDA]
+CUDA = DEVICES[1]
 # clients, samples, inputs, outputs; slope below 0, bias
 CASES = {
     "leaky": (3, 10, 100, 40, 0.1, True),

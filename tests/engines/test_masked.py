@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import small_prepared, some, worst_difference
+from devices import DEVICES
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
@@ -16,16 +17,6 @@ from bayflower.errors import ConfigError
 from bayflower.networks.papers import build
 from bayflower.stacked.masked import Norm, mask_norms, real_samples, settled
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 CLIENTS, SAMPLES, CHANNELS = 4, 5, 3
 REAL = [5, 3, 2, 4]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import some
+from devices import DEVICES
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from zoo import CLASSES, ONE_ROUND, RANDOM, WORDS, Case, agree, federation, halves_of
@@ -22,16 +23,6 @@ from bayflower.stacked.masked import mask_norms, real_samples
 from bayflower.stacked.plainly import weight_norm
 from bayflower.stacked.rewriting import Seen, passing
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 FIVE = ("fedavg", "fedper", "maml", "metavd", "moon")
 ONE_STEP = {"local_steps": 1, "lr": 0.005}
 LOW = ("text-lstm", "gru", "ft-transformer", "bag-mean", "swin")

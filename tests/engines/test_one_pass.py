@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from devices import GPU
 
 from bayflower.fused.replies import finite
 from bayflower.rounds import measured
@@ -15,10 +16,6 @@ from bayflower.rounds.parts import Part, flat, parts_of, size_of
 from bayflower.rounds.robust import Measured
 from bayflower.strategies import fedavg
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the shapes of the tensors of one client
 SHAPES = {
@@ -201,7 +198,7 @@ def test_sizes_that_are_known_tell_what_is_finite(field, wrong):
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 class TestKernels:
-    pytestmark = gpu
+    pytestmark = GPU
 
     def test_they_measure_what_the_oracle_does(self, name, clients, kind):
         for moved in (True, False):
@@ -226,7 +223,7 @@ class TestKernels:
 
 
 class TestOnADevice:
-    pytestmark = gpu
+    pytestmark = GPU
 
     def test_what_was_sent_may_have_another_type(self):
         part = made("small", 3, torch.float32)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 from torch import nn
 from torch.func import grad, vmap
 
 from bayflower.stacked import chance
 from bayflower.stacked.lstm import Lstm, plain
 from bayflower.stacked.rewriting import Seen, passing
-
-NONE = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NONE])]
 
 
 def test_attention_without_dropout_is_torchs():
@@ -63,19 +61,7 @@ def test_attention_of_functions_is_torchs():
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_layer_of_lstms_is_the_plain_formula(device):
     """Values, slopes and second derivatives, alone, stacked, and mapped twice."""
     draw = torch.Generator().manual_seed(0)

@@ -4,18 +4,13 @@ numbers and in several streams. Recordings that follow each other are one.
 
 from __future__ import annotations
 
-import pytest
 import torch
+from devices import GPU
 
 from bayflower.maths.manyclasses import inverse_of
 from bayflower.stacked import recorded as module
 from bayflower.stacked.recorded import recorded
 from bayflower.stacked.replay import Graphs, Replay
-
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 
 
 def squares(x, y, factor):
@@ -45,7 +40,7 @@ def test_elsewhere_a_sequence_is_its_calls():
 
 
 class TestOnAGpu:
-    pytestmark = gpu
+    pytestmark = GPU
 
     def test_new_numbers_and_streams_give_the_plain_results(self):
         make = torch.Generator().manual_seed(0)

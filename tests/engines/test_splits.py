@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import GPU
 from torch import Tensor
 from torch.nn import functional
 
 from bayflower.stacked import routes
 from bayflower.stacked.routes import Tile
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 # clients, samples, channels, side, outputs, window, stride, padding
 CASES = {
     "one client": (1, 10, 32, 12, 64, 5, 1, 0),
@@ -59,7 +56,7 @@ def near(found: Tensor, exact: Tensor, low: bool, more: float = 1.0) -> bool:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("tensor_cores")
 class TestKernels:
-    pytestmark = gpu
+    pytestmark = GPU
 
     def numbers(self, name: str, low: bool) -> tuple[list[Tensor], list[Tensor], int, int]:
         clients, samples, channels, side, outputs, size, stride, pad = CASES[name]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES, GPU
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -13,10 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from bayflower.maths import dropout
 from bayflower.stacked import spreads
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 # clients, samples, outputs, inputs
 SIZES = [(3, 5, 4, 7), (1, 1, 1, 1), (2, 33, 129, 65), (4, 10, 3, 1024)]
 LIMIT = dropout.LIMIT
@@ -172,7 +169,7 @@ def test_nothing_has_a_slope_beyond_the_limits_or_without_variance():
     assert torch.equal(grad(lambda v: slope(v).sum())(zero), zero)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_small_kl_keeps_its_digits(device):
     """Where alpha is large ½ log(1 + 1/alpha) is 1e-4, and 1 + 1/alpha has lost its digits."""
     start = torch.linspace(LIMIT - 1, LIMIT, 99, device=device)[:, None, None]
@@ -218,7 +215,7 @@ def test_on_a_cpu_the_formulas_are_torchs(masked, monkeypatch):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.float64, 1e-10)])
 class TestKernels:
-    pytestmark = on_gpu
+    pytestmark = GPU
 
     def moved(self, dtype):
         return lambda x: x.cuda().to(dtype) if x.is_floating_point() else x.cuda()

@@ -8,6 +8,7 @@ import importlib.util
 
 import pytest
 import torch
+from devices import GPU
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,10 +17,6 @@ if importlib.util.find_spec("triton") is None:
 
 from bayflower.stacked import convsquarekernels as square
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 # clients, samples, channels, rows, columns, outputs, window, padding
 CASES = {
     "digits": (3, 10, 1, 28, 28, 32, (5, 5), 0),
@@ -66,7 +63,7 @@ def test_blocks_cover_the_outputs_and_leave_programs_for_the_device(clients, out
 @pytest.mark.parametrize("kind", ["tf32x3", "tf32", "bf16", "low"])
 @pytest.mark.parametrize("name", CASES)
 class TestKernels:
-    pytestmark = gpu
+    pytestmark = GPU
 
     def numbers(self, name: str, kind: str) -> tuple[list[Tensor], list[Tensor], int]:
         torch.manual_seed(0)

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 
 from bayflower.stacked import weighted
 from bayflower.stacked.weighted import weighted_sum
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 SHAPES = [(1, 70_001), (7, 3, 5), (50, 513, 130), (6, 40, 300), (3, 0)]
 
 

@@ -11,6 +11,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 from conftest import some, worst_difference
+from devices import DEVICES
 from torch import nn
 from torch.func import functional_call, vmap
 
@@ -207,19 +208,7 @@ def test_chunks_add_up_and_certain_predictions_have_no_curvature():
     )
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", some(["cnn", "resnet20"], ["cnn"]))
 def test_networks_changed_for_stacks_have_the_same_formulas(name, device):
     shape = (1, 20, 20)

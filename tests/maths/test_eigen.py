@@ -6,22 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 
 from bayflower.maths import classwise, manyclasses
 from bayflower.maths.classmessages import ranks
 from bayflower.maths.classwise import class_factors
 from bayflower.maths.eigen import eigh, largest, pseudo_inverse
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 
 
 def decaying(groups: int, size: int, decades: float, device: str = "cpu") -> torch.Tensor:
