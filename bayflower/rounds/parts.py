@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ..contract import ServerHalf
+from ..stacked.shorter import shorter
 from ..tree import Tensors
 
 STEP = 1.75  # times the median norm of changes that are averaged
@@ -251,9 +252,8 @@ def limited(
             compared = part.rule == "precision" and part.sent  # number by number
             if not (compared or blindly) and not bool((scale < 1).any()):
                 continue  # the usual case: nothing to compute
-            kinds = {torch.float64, *(leaf.dtype for leaf in part.leaves.values())}
-            scales, now = {kind: scale.to(kind) for kind in kinds}, named(held)
-            leaves = {name: shortened(part, name, scales, now[name]) for name in part.leaves}
+            scale, now = scale.double(), named(held)
+            leaves = {name: shortened(part, name, scale, now[name]) for name in part.leaves}
             fields[part.field] = with_leaves(held, leaves)
     if "num_examples" in limits:
         number = updates.num_examples
@@ -283,21 +283,20 @@ def short_rows(held: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where((scale < 1)[..., None], short, held), least
 
 
-def shortened(part: Part, name: str, scales: Mapping[torch.dtype, Tensor], now: Tensor) -> Tensor:
+def shortened(part: Part, name: str, scale: Tensor, now: Tensor) -> Tensor:
     """Return a tensor of stacked updates with its change, or all of it, multiplied by the clients'
-    scale, given in each type of number; entries that do not count are as they are `now`.
+    scale, in float64; entries that do not count are as they are `now`.
     """
     leaf = part.leaves[name]
-    by = each(scales[torch.float64], leaf)
+    by = each(scale, leaf)
     if part.rule in ("precision", "certainty"):
         new = torch.where(by < 1, (leaf.double() * by).to(leaf.dtype), leaf)
         if name in part.sent:
             most = (part.sent[name].double() * LEVEL).to(leaf)
             new = torch.minimum(new, most)
         return torch.where(counted(part, name), new, now) if name in part.only else new
-    if leaf.is_cuda:  # read once; a factor of 1 keeps the bits
-        start = part.sent[name].to(leaf) if name in part.sent else leaf.new_zeros(())
-        step = torch.lerp(start, leaf, each(scales[leaf.dtype], leaf))
+    if leaf.is_cuda:
+        step = shorter(leaf, part.sent.get(name), scale)
         if name not in part.only:
             return step
     else:
