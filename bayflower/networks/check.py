@@ -165,7 +165,7 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
         apart = torch.random.fork_rng(devices=[])
         with watched(module) as calls, torch.no_grad(), apart, chance.step(0):
             try:
-                logits, _ = model.forward(params, buffers, x, train)
+                logits, _ = model.forward(params, buffers, x.clone(), train)
             except Exception as error:
                 where = (
                     f"layer {calls.inside[-1]!r} ({describe(module, calls.inside[-1])})"
@@ -242,7 +242,7 @@ def check_open(model: Model, params: Tensors, buffers: Tensors, x: Tensor) -> No
         for name in names
     }
     with torch.no_grad(), torch.random.fork_rng(devices=[]), chance.step(0):
-        found, _ = model.forward({**params, **large}, buffers, x, False)
+        found, _ = model.forward({**params, **large}, buffers, x.clone(), False)
     if bool(((found >= 0) & (found <= 1)).all()):
         raise ConfigError(
             f"model {model.name} gives numbers from 0 to 1 whatever its weights are: forward() "

@@ -59,7 +59,7 @@ def called_last(module: nn.Module, x: Tensor) -> str | None:
             for some in (x, x.long()):
                 outputs.clear()
                 with suppress(Exception):
-                    found = module(some)
+                    found = module(some.clone())  # it may write into its input
                     return next((path for path, out in outputs.items() if out is found), None)
     finally:
         for handle in handles:
