@@ -27,7 +27,7 @@ from ..stacked.stackable import for_stacks
 from ..tasks import EXTRA, Task
 from ..tasks.classes import Classification
 from ..tree import Tensors
-from .heads import called_last, find_head, head_parameters
+from .heads import called_last, find_head, has_head, head_parameters
 from .manner import Manner, couples, unstackable
 from .parts import (
     called,
@@ -336,7 +336,7 @@ class Model:
 
     def look_for_head(self, x: Tensor) -> None:
         """Take the layer that gives the logits of samples x as the head, if none is named."""
-        if self._head is None and not isinstance(getattr(self._eval, "head", None), nn.Module):
+        if self._head is None and not has_head(self._eval):
             self._head = called_last(self._eval, x)
 
     @cached_property
