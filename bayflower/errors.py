@@ -91,6 +91,13 @@ UNMAPPED = {
     "stacks; torch.rand, randn, normal, bernoulli and the layers of torch have",
     ".item()": "it reads a number out of a tensor: .item(), float(), int(), or a branch on a value",
     "data-dependent control flow": "it branches on the values of a tensor",
+    "setup_context": "an autograd.Function in it has torch's older form, without setup_context, "
+    "or a layer has a backward hook",
+    "does not have vmap support": "an autograd.Function in it has no form for stacks; "
+    "generate_vmap_rule = True gives it one",
+    "requires_grad_()": "it takes gradients in forward() by torch.autograd; those of torch.func "
+    "have a form for stacks",
+    "memory_format": "it asks for another order in memory, such as channels_last; leave that out",
     "dynamic shape": "a shape in it depends on the values of a tensor",
 }
 

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from bayflower.maths.curvature import factor, forward, join, make_plan
+from bayflower.maths.curvature import factor
+from bayflower.maths.formulas import forward, join, make_plan
 from bayflower.maths.gradients import vjp
 from bayflower.maths.laplace import LARGEST, best_prior, draws
 from bayflower.networks.model import Batch, Model

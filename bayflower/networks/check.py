@@ -24,6 +24,14 @@ from .several import Layout, one_tensor
 FEW = 4  # samples of the trial pass
 # layers that make probabilities: ours come after the network
 ENDS = (nn.Softmax, nn.Softmax2d, nn.Sigmoid)
+# what replaces functions of torch that hang hooks on layers
+OLD_FORMS = {
+    **{
+        f"torch.nn.utils.{name}": f"take torch.nn.utils.parametrizations.{name}"
+        for name in ("weight_norm", "spectral_norm")
+    },
+    "torch.nn.utils.prune": "multiply by the mask in forward(), or call prune.remove",
+}
 LARGE = 100.0  # weights with which logits are far outside of 0…1
 
 
@@ -108,7 +116,17 @@ def check_layers(module: nn.Module, name: str) -> None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(f"model {name} is scripted; give the network without torch.jit")
+    if type(module).__name__ == "OptimizedModule":
+        raise ConfigError(
+            f"model {name} is compiled; give the network without torch.compile: clients are "
+            "trained in stacks here"
+        )
     for path, value in module.named_parameters():
+        if value._backward_hooks or value._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"parameter {path!r} of model {name} has a hook on its gradient, which nothing "
+                "would call here; change the weight in forward(), e.g. weight * mask"
+            )
         if value.is_complex() and value.requires_grad:
             raise ConfigError(
                 f"parameter {path!r} of model {name} is complex; keep it as real numbers (…, 2), "
@@ -127,6 +145,13 @@ def check_layers(module: nn.Module, name: str) -> None:
                 f"layer {path!r} ({type(layer).__name__}) is lazy: its shape is unknown before "
                 "the first call; give its sizes"
             )
+        for hook in layer._forward_pre_hooks.values():
+            if type(hook).__module__ in OLD_FORMS:
+                raise ConfigError(
+                    f"layer {path!r} has its weights made anew before each call by "
+                    f"{type(hook).__module__}, which keeps them outside of the network's state; "
+                    f"{OLD_FORMS[type(hook).__module__]}"
+                )
     if not list(module.parameters()):
         raise ConfigError(f"model {name} has no parameters; nothing could be learned")
 
@@ -165,7 +190,7 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
         apart = torch.random.fork_rng(devices=[])
         with watched(module) as calls, torch.no_grad(), apart, chance.step(0):
             try:
-                logits, _ = model.forward(params, buffers, x, train)
+                logits, _ = model.forward(params, buffers, x.clone(), train)
             except Exception as error:
                 where = (
                     f"layer {calls.inside[-1]!r} ({describe(module, calls.inside[-1])})"
@@ -179,7 +204,8 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
                 ) from error
         last = calls.last
         for path, what in memory(module, model).items():
-            if what != before.get(path):
+            cached = path.endswith("]") and path not in before
+            if what != before.get(path) and not cached:
                 raise remembers(model, path)
         check_logits(logits, x, module, model, last)
     if model.task.classes or model.task.name == "labels":
@@ -242,7 +268,7 @@ def check_open(model: Model, params: Tensors, buffers: Tensors, x: Tensor) -> No
         for name in names
     }
     with torch.no_grad(), torch.random.fork_rng(devices=[]), chance.step(0):
-        found, _ = model.forward({**params, **large}, buffers, x, False)
+        found, _ = model.forward({**params, **large}, buffers, x.clone(), False)
     if bool(((found >= 0) & (found <= 1)).all()):
         raise ConfigError(
             f"model {model.name} gives numbers from 0 to 1 whatever its weights are: forward() "
@@ -285,11 +311,21 @@ def memory(module: nn.Module, model: Model) -> dict[str, tuple[int, int]]:
     """Return the tensors that layers keep outside parameters and state, with what tells whether
     they changed.
     """
-    found = {}
+    found, usual = {}, vars(nn.Module())
     for path, part in module.named_modules():
-        kept = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
-        for name, value in kept.items():
-            found[f"{path}.{name}" if path else name] = (id(value), value._version)
+        for name, value in vars(part).items():
+            if name in usual:
+                continue
+            each = {name: value}
+            if isinstance(part, nn.RNNBase) and name == "_flat_weights":  # they are its parameters
+                continue
+            if isinstance(value, (list, tuple)):
+                each = {f"{name}[{place}]": one for place, one in enumerate(value)}
+            elif isinstance(value, dict):
+                each = {f"{name}[{key!r}]": one for key, one in value.items()}
+            for what, one in each.items():
+                if isinstance(one, Tensor):
+                    found[f"{path}.{what}" if path else what] = (id(one), one._version)
     for constants in model.constants_in_use():
         found |= {name: (id(value), value._version) for name, value in constants.items()}
     return found

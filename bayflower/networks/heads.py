@@ -31,12 +31,20 @@ def find_head(module: nn.Module, given: str | Sequence[str] | None, model: str) 
                 )
                 raise ConfigError(f"model {model} has no layer {name!r} for its head; {hint}")
         return tuple(sorted(wanted, key=known.index))
-    if isinstance(getattr(module, "head", None), nn.Module):
+    if has_head(module):
         return ("head",)
     linears = [
         name for name, part in module.named_modules() if isinstance(part, nn.Linear) and name
     ]
     return tuple(linears[-1:])
+
+
+def has_head(module: nn.Module) -> bool:
+    """Return whether the network has a layer called head, with parameters. One that another network
+    inside it has is called otherwise.
+    """
+    head = module._modules.get("head")
+    return head is not None and any(True for _ in head.parameters())
 
 
 def called_last(module: nn.Module, x: Tensor) -> str | None:
@@ -59,7 +67,7 @@ def called_last(module: nn.Module, x: Tensor) -> str | None:
             for some in (x, x.long()):
                 outputs.clear()
                 with suppress(Exception):
-                    found = module(some)
+                    found = module(some.clone())  # it may write into its input
                     return next((path for path, out in outputs.items() if out is found), None)
     finally:
         for handle in handles:

@@ -36,14 +36,14 @@ def forward_last(
     seen: list[tuple[Tensor, Tensor]] = []
     whole: list[Tensor] = []  # the network's output, before a task's extra parameters
 
-    def look(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        seen.append((args[0], out))
+    def look(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Tensor) -> None:
+        seen.append(((*args, *named.values())[0], out))
 
     def end(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         whole.append(out)
 
     module = model.module_for(False)
-    handles = [module.get_submodule(layer).register_forward_hook(look)]
+    handles = [module.get_submodule(layer).register_forward_hook(look, with_kwargs=True)]
     handles.append(module.register_forward_hook(end))
     try:
         logits, _ = model.forward(params, buffers, x, train=False)

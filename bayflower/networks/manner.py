@@ -20,6 +20,7 @@ class Manner:
         self.mixes_slopes = False  # gradients do (scale_grad_by_freq)
         self.changes = False  # a pass changes parameters in place (max_norm)
         self.mixes_in_tests = False  # predictions do
+        self.writes = False  # a pass changes its input in place
         self.strays = False  # two passes of one batch differ
         self.refused: ConfigError | None = None  # why it cannot be trained
 

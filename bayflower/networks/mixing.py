@@ -83,6 +83,7 @@ def tried(model: Model, x: Tensor, dtype: torch.dtype) -> ConfigError | None:
         x = x.to(dtype)
     real = x[torch.arange(REAL) % len(x)]
     usual, other = (torch.cat([real, row[None]]) for row in (x[0], unlike(x, real)))
+    untouched = usual.clone()
     numbers, before = Numbers(model, stacked, dtype), plain(stacked.module_for(True))
     start = generators()
     first = passed(stacked, numbers, usual)
@@ -91,6 +92,8 @@ def tried(model: Model, x: Tensor, dtype: torch.dtype) -> ConfigError | None:
             f"the outputs of model {model.name} have no gradient, so nothing could be learned; "
             "leave detach(), .data, torch.no_grad() and numpy out of forward()"
         )
+    if usual._version:  # it writes into its input; from now on it gets a copy
+        manner.writes, usual = True, untouched
     manner.strays = generators() != start
     if not manner.strays and not alike(
         first.logits, logits_of(stacked, numbers, usual, True)[0], near
@@ -113,6 +116,7 @@ def tried(model: Model, x: Tensor, dtype: torch.dtype) -> ConfigError | None:
     manner.mixes_slopes = not all_alike(first.slopes, second.slopes, near)
     manner.changes = first.changed
     tests = [logits_of(stacked, numbers, part, False)[0] for part in (usual, other)]
+    manner.writes |= bool(usual._version)
     manner.mixes_in_tests = not alike(tests[0], tests[1], near)
     return None
 

@@ -27,7 +27,7 @@ from ..stacked.stackable import for_stacks
 from ..tasks import EXTRA, Task
 from ..tasks.classes import Classification
 from ..tree import Tensors
-from .heads import called_last, find_head, head_parameters
+from .heads import called_last, find_head, has_head, head_parameters
 from .manner import Manner, couples, unstackable
 from .parts import (
     called,
@@ -175,6 +175,7 @@ class Model:
         where batches are padded. Random layers take the numbers of the step (`stacked/chance.py`).
         """
         module = self.module_for(train)
+        x = x.clone() if self.manner.writes else x
         if self.manner.changes and not train:
             params = {name: value.clone() for name, value in params.items()}
         if EXTRA in buffers:  # a client's own, which stays as it is
@@ -237,10 +238,8 @@ class Model:
         """
         seen: list[Tensor] = []
 
-        def look(head: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            seen.append(
-                next(value for value in (*args, *named.values()) if isinstance(value, Tensor))
-            )
+        def look(head: nn.Module, args: Any, named: dict[str, Any]) -> None:
+            seen.append(next(one for one in (*args, *named.values()) if isinstance(one, Tensor)))
 
         module = self.module_for(train).get_submodule(self.head)
         handle = module.register_forward_pre_hook(look, with_kwargs=True)
@@ -271,11 +270,12 @@ class Model:
         module = self.module_for(train).get_submodule(layer)
         dtype = next(iter(params.values())).dtype
 
-        def replaced(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        def replaced(_: nn.Module, args: Any, named: dict[str, Any], out: Tensor) -> Tensor:
+            x = (*args, *named.values())[0]
             with torch.autocast(out.device.type, enabled=False):
-                return change(args[0].to(dtype), out.to(dtype))
+                return change(x.to(dtype), out.to(dtype))
 
-        handle = module.register_forward_hook(replaced)
+        handle = module.register_forward_hook(replaced, with_kwargs=True)
         try:
             return self.forward(params, buffers, x, train, mask)
         finally:
@@ -336,7 +336,7 @@ class Model:
 
     def look_for_head(self, x: Tensor) -> None:
         """Take the layer that gives the logits of samples x as the head, if none is named."""
-        if self._head is None and not isinstance(getattr(self._eval, "head", None), nn.Module):
+        if self._head is None and not has_head(self._eval):
             self._head = called_last(self._eval, x)
 
     @cached_property

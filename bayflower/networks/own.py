@@ -32,6 +32,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..tasks import Task
 from ..tree import digest
+from .check import check_layers
 from .model import Model
 from .several import one_tensor
 
@@ -61,6 +62,7 @@ def is_own(name: str) -> bool:
 def named(given: Any) -> Named:
     """Return a class, a factory or a module with its name; raise if it is none of these."""
     if isinstance(given, nn.Module):
+        check_layers(given, type(given).__name__)
         weights = {key: value.detach().cpu() for key, value in given.state_dict().items()}
         name = f"{type(given).__module__}:{type(given).__qualname__}@{digest(weights)[:12]}"
         kept = deepcopy(given)
@@ -267,7 +269,9 @@ def build_own(
     layers = [part.strip() for part in head.split(",") if part.strip()]
 
     def built() -> nn.Module:
-        return one_tensor(made(factory, tuple(input_shape), num_outputs(num_classes, task)))
+        module = made(factory, tuple(input_shape), num_outputs(num_classes, task))
+        check_layers(module, name)
+        return one_tensor(module)
 
     model = Model(built, num_classes, name, layers or None, task)
     model.look_for_head(torch.zeros(2, *input_shape))

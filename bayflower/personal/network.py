@@ -123,15 +123,17 @@ class Ready(nn.Module):
         return found
 
     def last(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (logits, what the last layer got)."""
+        """Return (logits, what the last layer got). A network may write into its input."""
+        x = x.clone()
         if self.layer is None:
             return self.network(x), None
         seen: list[Tensor] = []
 
-        def look(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            seen.append(args[0])
+        def look(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Tensor) -> None:
+            seen.append((*args, *named.values())[0])
 
-        handle = self.network.get_submodule(self.layer).register_forward_hook(look)
+        layer = self.network.get_submodule(self.layer)
+        handle = layer.register_forward_hook(look, with_kwargs=True)
         try:
             logits = self.network(x)
         finally:
@@ -154,7 +156,7 @@ class Ready(nn.Module):
             each = {name: known[f"drawn_{number}"] for number, name in enumerate(self.drawn)}
             drawn = torch.stack(
                 [
-                    called(self.network, {n: v[place] for n, v in each.items()}, x)
+                    called(self.network, {n: v[place] for n, v in each.items()}, x.clone())
                     for place in range(laplace.WEIGHT_DRAWS)
                 ]
             )

@@ -64,7 +64,7 @@ class ReadyNumbers(Ready):
         known: Any = self._buffers
         each = {name: known[f"drawn_{number}"] for number, name in enumerate(self.drawn)}
         found = [
-            called(self.network, {n: v[place] for n, v in each.items()}, x)
+            called(self.network, {n: v[place] for n, v in each.items()}, x.clone())
             for place in range(laplace.WEIGHT_DRAWS)
         ]
         return torch.stack(found).double()

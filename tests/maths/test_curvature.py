@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from functools import partial
 from itertools import pairwise, product
+from types import MethodType
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from conftest import some, worst_difference
 from devices import DEVICES
 from torch import nn
 from torch.func import functional_call, vmap
+from torch.nn import functional
 
-from bayflower.maths.curvature import diagonal, make_plan, signs
+from bayflower.maths.curvature import diagonal, signs
+from bayflower.maths.formulas import make_plan
 from bayflower.networks.model import Batch, Model
 from bayflower.networks.papers import build
 from bayflower.tree import map_tree, stack, take, to
@@ -57,6 +61,37 @@ class Tokens(nn.Module):
         return self.head(torch.relu(self.token(x)).mean(1))
 
 
+class Between(nn.Module):
+    """Two layers, and something that is done with the first."""
+
+    def __init__(self, use, change=None) -> None:
+        super().__init__()
+        self.first, self.head, self.use = nn.Linear(5, 5), nn.Linear(5, 3), use
+        if change is not None:
+            change(self.first)
+
+    def forward(self, x):
+        return self.head(self.use(self.first, x))
+
+
+def other_forward(layer: nn.Module) -> None:
+    layer.forward = MethodType(lambda self, x: x.sin() @ (2 * self.weight) + self.bias, layer)
+
+
+# how weights are used beyond their layer, or what is done with what it gets and gives
+USES = {
+    "twice": lambda a, x: torch.relu(a(x) + functional.linear(x, a.weight)),
+    "both ways": lambda a, x: functional.linear(torch.tanh(a(x)), a.weight.t()),
+    "the bias": lambda a, x: torch.relu(a(x)) * a.bias,
+    "by keyword": lambda a, x: torch.relu(a(input=x)),
+    "solved": lambda a, x: torch.linalg.solve(a.weight @ a.weight.T + torch.eye(5).to(x), a(x).T).T,
+}
+CHANGES = {
+    "hook": lambda a: a.register_forward_hook(lambda layer, args, out: 1.5 * out),
+    "forward": other_forward,
+}
+
+
 def layers(*widths: int, norm: bool = False) -> nn.Module:
     """A perceptron of these widths."""
     parts: list[nn.Module] = []
@@ -90,6 +125,11 @@ CASES = {
     "small, batchnorm": (Model(lambda: layers(5, 6, 4, 3, norm=True), 3), (5,)),
     "odd": (Model(Odd, 3), (2, 8, 8)),
     "tokens": (Model(Tokens, 3), (7, 3)),
+    **{name: (Model(partial(Between, use), 3), (5,)) for name, use in USES.items()},
+    **{
+        name: (Model(partial(Between, lambda a, x: torch.relu(a(x)), change), 3), (5,))
+        for name, change in CHANGES.items()
+    },
 }
 
 
@@ -135,10 +175,9 @@ def loop(model: Model, params, buffers, batch: Batch, kind: str):
 def test_equals_a_loop_over_samples_and_classes(name, kind):
     model, shape = CASES[name]
     params, buffers, batch = problem(model, shape, samples=3 if name == "resnet20" else 5)
-    got, want = (
-        diagonal(model, params, buffers, batch, kind),
-        loop(model, params, buffers, batch, kind),
-    )
+    want = loop(model, params, buffers, batch, kind)
+    with torch.no_grad():  # as a survey after training
+        got = diagonal(model, params, buffers, batch, kind)
     assert list(got) == list(params)
     assert any(bool(value.any()) for value in want.values())
     for key in params:
@@ -238,7 +277,7 @@ def test_networks_changed_for_stacks_have_the_same_formulas(name, device):
 
 def test_which_layers_have_a_formula():
     """The rest is computed sample by sample: grouped convolutions, other norms, layers used twice,
-    tied weights, positions.
+    tied weights, positions, weights that are used outside of their layer, layers with hooks.
     """
     model, shape = CASES["odd"]
     assert {tap.path for tap in make_plan(model, shape).taps} == {
@@ -256,7 +295,8 @@ def test_which_layers_have_a_formula():
         "twice.weight",
         "twice.bias",
     }
-    assert [tap.path for tap in make_plan(*CASES["tokens"]).taps] == ["head"]
+    for name in ("tokens", "twice", "hook", "forward"):
+        assert [tap.path for tap in make_plan(*CASES[name]).taps] == ["head"], name
     for name in ("lenet5", "resnet20", "batchnorm"):
         assert make_plan(*CASES[name]).others == ()
 
