@@ -23,8 +23,9 @@ from .networks.check import check_fit
 from .networks.own import is_own
 from .rounds.calibrated import save_total
 from .rounds.halves import Halves, halves_for
+from .rounds.rehearsal import rehearsed
 from .rounds.result import result
-from .rounds.solo import moved
+from .rounds.solo import samples
 
 
 class Prepared(NamedTuple):
@@ -48,10 +49,12 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     halves = halves_for(run, federation)
     federation = ready(federation, halves.client.training.input_scale)
     if is_own(run.settings.model):
-        data, dtype = federation.clients[0], run.settings.torch_dtype()
-        check_fit(halves.model, moved(data.x_train, torch.device("cpu"), dtype))
+        here = (torch.device("cpu"), run.settings.torch_dtype())
+        train = samples(federation.clients[0], *here).train
+        check_fit(halves.model, train.x)
         half = halves.client  # made again: it may refuse what was found
-        type(half)(half.config, half.training, halves.model)
+        half = type(half)(half.config, half.training, halves.model)
+        rehearsed(methods.get(run.method).title, half, halves.server, halves.initial, train)
     return Prepared(run, engine, federation, halves)
 
 

@@ -143,7 +143,7 @@ class Client(AddOn):
         )
 
         def disturb(x: Tensor, output: Tensor) -> Tensor:
-            if x.ndim != 2:
+            if x.ndim != 2 or x.shape[0] != batch.x.shape[0]:
                 raise ConfigError(
                     f"dropout_layer {self.layer!r} gets {tuple(x.shape)}, several rows a sample; "
                     "name a linear layer that gets one row a sample"

@@ -93,3 +93,23 @@ def head_parameters(first: Mapping[str, str], layers: tuple[str, ...]) -> frozen
             "without a head, e.g. fedmap"
         )
     return frozenset(inside)
+
+
+def features_of(
+    seen: Sequence[Tensor], logits: Tensor, layer: nn.Module, head: str, model: str
+) -> Tensor:
+    """Return what the head got in a pass, which must be one row a sample."""
+    if not seen:
+        raise ConfigError(
+            f"model {model} never calls its head {head!r}, so it has no features; name another "
+            "layer"
+        )
+    features = seen[-1].to(logits.dtype)
+    several = isinstance(layer, nn.Linear) and features.ndim != 2
+    if several or features.shape[:1] != logits.shape[:1]:
+        raise ConfigError(
+            f"the head {head!r} of model {model} gets {tuple(features.shape)} for "
+            f"{logits.shape[0]} samples, several rows a sample; name a layer that gets one row a "
+            "sample, or take a method without features, e.g. fedmap"
+        )
+    return features

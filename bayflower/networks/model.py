@@ -27,7 +27,7 @@ from ..stacked.stackable import for_stacks
 from ..tasks import EXTRA, Task
 from ..tasks.classes import Classification
 from ..tree import Tensors
-from .heads import called_last, find_head, has_head, head_parameters
+from .heads import called_last, features_of, find_head, has_head, head_parameters
 from .manner import Manner, couples, unstackable
 from .parts import (
     called,
@@ -247,12 +247,8 @@ class Model:
             logits, buffers = self.forward(params, buffers, x, train, mask)
         finally:
             handle.remove()
-        if not seen:
-            raise ConfigError(
-                f"model {self.name or 'given'} never calls its head {self.head!r}, so it has no "
-                "features; name another layer"
-            )
-        return logits, seen[-1].to(logits.dtype), buffers
+        features = features_of(seen, logits, module, self.head, self.name or "given")
+        return logits, features, buffers
 
     def forward_through(
         self,

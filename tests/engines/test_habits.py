@@ -168,6 +168,52 @@ def test_the_head_is_a_layer_with_parameters_of_the_network_itself(kind, head):
     assert model.head_names == {f"{head}.weight", f"{head}.bias"}
 
 
+class Repeated(Net):
+    """Its head gets three rows a sample, one below the other."""
+
+    def forward(self, x):
+        return super().forward(x.repeat(3, 1)).unflatten(0, (3, -1)).mean(0)
+
+
+class Tokens(Net):
+    """Its head gets three rows a sample, side by side."""
+
+    def forward(self, x):
+        return super().forward(x[:, None].repeat(1, 3, 1)).mean(1)
+
+
+@pytest.mark.parametrize("method", ["pfedvmp", "fednp", "pfedgp", "metavd"])
+@pytest.mark.parametrize("kind", [Repeated, Tokens])
+def test_methods_with_features_refuse_several_rows_a_sample_before_a_run(kind, method, tmp_path):
+    some = federation(Case(kind, (12,)), (12, 10)).clients
+    clients = [((one.x_train, one.y_train), (one.x_test, one.y_test)) for one in some]
+    with pytest.raises(ConfigError, match="several rows a sample; name a"):
+        fit(method, clients, model=kind, rounds=1, batch_size=4, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class Caching(Net):
+    """Keeps a constant for each size of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ones = {}
+
+    def forward(self, x):
+        size = len(x)
+        if size not in self.ones:
+            self.ones[size] = torch.ones(size, 1)
+        return super().forward(x * self.ones[size].to(x))
+
+
+@pytest.mark.parametrize("method", ["fedbps", "maml"])
+def test_what_a_network_keeps_of_its_trial_is_not_in_the_way(method):
+    some = federation(Case(Caching, (12,)), (12, 10)).clients
+    clients = [((one.x_train, one.y_train), (one.x_test, one.y_test)) for one in some]
+    few = {"rounds": 1, "local_epochs": 1, "batch_size": 4, "calibration": "off"}
+    assert not fit(method, clients, model=Caching, **few).result["faults"]
+
+
 # -- why clients are not stacked -----------------------------------------------------------------
 class Sign(torch.autograd.Function):
     """A function in the newer form, without one for stacks."""
