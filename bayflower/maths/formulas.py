@@ -238,6 +238,8 @@ def waves(like: Tensor) -> Tensor:
 
 def fits(layer: nn.Module, shape: tuple[int, ...]) -> bool:
     """Return whether the formula of the layer's type holds for this one, with inputs of `shape`."""
+    if not {"weight", "bias"}.issuperset(name for name, _ in layer.named_parameters(recurse=False)):
+        return False  # its weights are computed of others (weight_norm, prune)
     if isinstance(layer, nn.Linear):
         return len(shape) == 2
     if isinstance(layer, nn.Conv2d):

@@ -16,7 +16,8 @@ from ..stacked import chance
 from ..tasks import Task
 from ..tasks.saved import to_json
 from ..tree import Tensors
-from .mixing import remembers, try_out
+from .left import Left
+from .mixing import try_out
 from .model import Model
 from .parts import persistent
 from .several import Layout, one_tensor
@@ -26,11 +27,7 @@ FEW = 4  # samples of the trial pass
 ENDS = (nn.Softmax, nn.Softmax2d, nn.Sigmoid)
 # what replaces functions of torch that hang hooks on layers
 OLD_FORMS = {
-    **{
-        f"torch.nn.utils.{name}": f"take torch.nn.utils.parametrizations.{name}"
-        for name in ("weight_norm", "spectral_norm")
-    },
-    "torch.nn.utils.prune": "multiply by the mask in forward(), or call prune.remove",
+    "torch.nn.utils.spectral_norm": "take torch.nn.utils.parametrizations.spectral_norm",
 }
 LARGE = 100.0  # weights with which logits are far outside of 0…1
 
@@ -182,15 +179,19 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
         {name: value.to(x.device) for name, value in part.items()}
         for part in model.initial(0, dtype)
     )
-    logits, last = torch.empty(0), ""
+    logits, last, written = torch.empty(0), "", dict[str, Any]()
     for train in (False, True):
         module = model.module_for(train)
         model.fixed(next(iter(params.values())))
-        before = memory(module, model)
-        apart = torch.random.fork_rng(devices=[])
-        with watched(module) as calls, torch.no_grad(), apart, chance.step(0):
+        left = Left(model, module)
+
+        def passed(train: bool = train) -> Any:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), chance.step(0):
+                return model.forward(params, buffers, x.clone(), train)[0]
+
+        with watched(module) as calls:
             try:
-                logits, _ = model.forward(params, buffers, x.clone(), train)
+                logits = passed()
             except Exception as error:
                 where = (
                     f"layer {calls.inside[-1]!r} ({describe(module, calls.inside[-1])})"
@@ -203,11 +204,9 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
                     f"{remedy(module, x)}"
                 ) from error
         last = calls.last
-        for path, what in memory(module, model).items():
-            cached = path.endswith("]") and path not in before
-            if what != before.get(path) and not cached:
-                raise remembers(model, path)
+        written |= left.check(logits, passed)
         check_logits(logits, x, module, model, last)
+    model.manner.left |= written
     if model.task.classes or model.task.name == "labels":
         check_open(model, params, buffers, x)
     return logits, last
@@ -305,30 +304,6 @@ def describe(module: nn.Module, path: str) -> str:
     layer = module.get_submodule(path) if path else module
     text = repr(layer)
     return text if "\n" not in text and len(text) < 80 else type(layer).__name__
-
-
-def memory(module: nn.Module, model: Model) -> dict[str, tuple[int, int]]:
-    """Return the tensors that layers keep outside parameters and state, with what tells whether
-    they changed.
-    """
-    found, usual = {}, vars(nn.Module())
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name in usual:
-                continue
-            each = {name: value}
-            if isinstance(part, nn.RNNBase) and name == "_flat_weights":  # they are its parameters
-                continue
-            if isinstance(value, (list, tuple)):
-                each = {f"{name}[{place}]": one for place, one in enumerate(value)}
-            elif isinstance(value, dict):
-                each = {f"{name}[{key!r}]": one for key, one in value.items()}
-            for what, one in each.items():
-                if isinstance(one, Tensor):
-                    found[f"{path}.{what}" if path else what] = (id(one), one._version)
-    for constants in model.constants_in_use():
-        found |= {name: (id(value), value._version) for name, value in constants.items()}
-    return found
 
 
 class Calls:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ..errors import ConfigError
@@ -21,6 +23,8 @@ class Manner:
         self.changes = False  # a pass changes parameters in place (max_norm)
         self.mixes_in_tests = False  # predictions do
         self.writes = False  # a pass changes its input in place
+        # attributes that every pass writes before it reads them, with what was there before
+        self.left: dict[str, Any] = {}
         self.strays = False  # two passes of one batch differ
         self.refused: ConfigError | None = None  # why it cannot be trained
 

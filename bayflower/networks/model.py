@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy, deepcopy
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from .parts import (
     further_places,
     norm_names,
     persistent,
+    tidied,
     trainable,
     unflattened,
 )
@@ -191,14 +193,15 @@ class Model:
                 **{name: value for name, value in fixed.items() if name not in buffers},
                 **params,
             }
-        if not (train and self.bf16):
-            with real_samples(mask), passing(self.seen, train, self.in_stack, x):
-                out = called(module, {**params, **buffers}, x, self.further)
-            return self.with_extra(out, params), buffers
-        low = torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False)
-        with real_samples(mask), passing(self.seen, train, self.in_stack, x), low:
-            logits = called(module, {**params, **buffers}, x, self.further)
-        return self.with_extra(logits.to(next(iter(params.values())).dtype), params), buffers
+        low: Any = nullcontext()
+        if train and self.bf16:
+            low = torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False)
+        own_form = passing(self.seen, train, self.in_stack, x)
+        with real_samples(mask), own_form, tidied(module, self.manner.left), low:
+            out = called(module, {**params, **buffers}, x, self.further)
+        if train and self.bf16:
+            out = out.to(next(iter(params.values())).dtype)
+        return self.with_extra(out, params), buffers
 
     def with_extra(self, out: Tensor, params: Tensors) -> Tensor:
         """Return the network's outputs with the task's extra parameters behind them."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..tasks import Task
@@ -54,6 +54,19 @@ class Named(NamedTuple):
     only_here: str  # why other processes cannot import it; "" if they can
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the network inside torch.compile: clients are trained in stacks here."""
+    inside = getattr(module, "_orig_mod", None)
+    return inside if isinstance(inside, nn.Module) else module
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module; what its last pass has left in it need not be its own tensors."""
+    left = (value for part in module.modules() for value in vars(part).values())
+    computed = [one for one in left if isinstance(one, Tensor) and not one.is_leaf]
+    return deepcopy(module, {id(one): one.detach().clone() for one in computed})
+
+
 def is_own(name: str) -> bool:
     """Return whether a network's name is that of a factory."""
     return ":" in name
@@ -62,10 +75,11 @@ def is_own(name: str) -> bool:
 def named(given: Any) -> Named:
     """Return a class, a factory or a module with its name; raise if it is none of these."""
     if isinstance(given, nn.Module):
+        given = uncompiled(given)
         check_layers(given, type(given).__name__)
         weights = {key: value.detach().cpu() for key, value in given.state_dict().items()}
         name = f"{type(given).__module__}:{type(given).__qualname__}@{digest(weights)[:12]}"
-        kept = deepcopy(given)
+        kept = copied(given)
         return Named(name, lambda: deepcopy(kept), "it is a module that exists already")
     if not callable(given):
         raise ConfigError(
@@ -269,7 +283,7 @@ def build_own(
     layers = [part.strip() for part in head.split(",") if part.strip()]
 
     def built() -> nn.Module:
-        module = made(factory, tuple(input_shape), num_outputs(num_classes, task))
+        module = uncompiled(made(factory, tuple(input_shape), num_outputs(num_classes, task)))
         check_layers(module, name)
         return one_tensor(module)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.func import functional_call
 
 from ..tree import Tensors
 
+ABSENT = object()  # instead of an attribute that is not there
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -79,6 +81,23 @@ def called(
     further = further_places(module) if further is None else further
     shared = {place: tensors[name] for place, name in further.items() if name in tensors}
     return functional_call(module, {**tensors, **shared}, (x,), tie_weights=False)
+
+
+@contextmanager
+def tidied(module: nn.Module, left: Mapping[str, Any]) -> Iterator[None]:
+    """Put attributes back that a pass writes and no other reads, by their paths: the tensors of one
+    client stay nowhere, and those of a stack could not be copied.
+    """
+    try:
+        yield
+    finally:
+        for path, value in left.items():
+            layer, _, name = path.rpartition(".")
+            kept = vars(module.get_submodule(layer))
+            if value is ABSENT:
+                kept.pop(name, None)
+            else:
+                kept[name] = value
 
 
 def unflattened(module: nn.Module) -> nn.Module:

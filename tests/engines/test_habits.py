@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import worst_difference
+from conftest import some, worst_difference
 from torch import nn
 from torch.nn.utils import prune
 from zoo import CLASSES, Case, agree, federation, on_two_engines
 
 from bayflower import fit
 from bayflower.errors import ConfigError
-from bayflower.networks.check import check_fit
+from bayflower.networks.check import check_fit, check_layers
 from bayflower.networks.model import Model
 from bayflower.networks.own import build_own, given, named
 
@@ -99,34 +99,115 @@ def masked(layer: nn.Module) -> None:
     layer.weight.register_hook(lambda slope: slope.clamp(min=0))
 
 
-def pruned(layer: nn.Module) -> None:
-    prune.l1_unstructured(layer, "weight", amount=0.4)
-
-
 REFUSED = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), "is lazy"),
-    "compiled": (lambda: torch.compile(Net(), backend="eager"), "without torch.compile"),
     "slopes": (lambda: Net(masked), "'first.weight' of model .* has a hook on its gradient"),
-    "weight norm": (
-        lambda: Net(nn.utils.weight_norm),
-        "layer 'first' .*; take torch.nn.utils.parametrizations.weight_norm",
-    ),
     "spectral norm": (lambda: Net(nn.utils.spectral_norm), "parametrizations.spectral_norm"),
-    "pruned": (lambda: Net(pruned), "call prune.remove"),
     "list": (Remembers, r"keeps 'means\[0\]' from one call to the next"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_what_would_be_done_otherwise_than_its_author_thinks_is_refused(name):
     factory, said = REFUSED[name]
     known = named(factory)
     with given(known), pytest.raises(ConfigError, match=said):
         check_fit(build_own(known.name, (12,), CLASSES, ""), torch.randn(5, 12))
-    if name in ("slopes", "compiled"):  # modules that exist already
+    if name == "slopes":  # modules that exist already
         with pytest.raises(ConfigError, match=said):
             named(factory())
+
+
+# -- what a pass leaves behind ------------------------------------------------------------------
+class Shown(nn.Module):
+    """Keeps weights of attention and features for a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.look = nn.Linear(4, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.fc, self.weights = nn.Linear(8, CLASSES), None
+
+    def forward(self, x):
+        y = torch.relu(self.into(x.reshape(len(x), 3, 4)))
+        y, self.weights = self.look(y, y, y)
+        self.features = y.mean(1)
+        return self.fc(self.features)
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", amount=0.4)
+
+
+class Alternates(Shown):
+    """Reads in training what its last pass has left."""
+
+    def forward(self, x):
+        before = self.weights if self.training else None
+        found = super().forward(x)
+        return found if before is None else found + before.mean()
+
+
+LEFT = {
+    "shown": Shown,
+    "weight norm": lambda: Net(nn.utils.weight_norm),
+    "pruned": lambda: Net(pruned),
+}
+FIRST = {("fedavg", "shown"), ("fedbps", "weight norm"), ("pfedvmp", "pruned")}
+
+
+def checked(factory) -> Model:
+    model = Model(factory, CLASSES)
+    check_fit(model, torch.linspace(-1, 1, 60).reshape(5, 12))
+    return model
+
+
+@pytest.mark.parametrize(
+    "pair",
+    some([(m, n) for n in LEFT for m in ("fedavg", "maml", "fedbps", "pfedvmp")], FIRST),
+    ids=lambda pair: "-".join(pair),
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_what_is_written_before_it_is_read_is_put_back(pair, monkeypatch):
+    """Stacked, with the numbers of the loop; nothing of a pass is left in a layer."""
+    method, name = pair
+    model = checked(LEFT[name])
+    assert model.manner.left
+    before = plain_tensors(model)
+    monkeypatch.setattr("zoo.Model", lambda *given: model)
+    agree(method, Case(LEFT[name], (12,)), local_steps=2)
+    after = plain_tensors(model)
+    assert [one[:2] for one in after] == [one[:2] for one in before]
+    assert all(one[2] is two[2] and one[2].is_leaf for one, two in zip(before, after, strict=True))
+
+
+def plain_tensors(model: Model) -> list[tuple[str, str, torch.Tensor]]:
+    """Return the tensors that layers keep as plain attributes."""
+    modules = [model.module_for(train) for train in (False, True)]
+    parts = [one for module in modules for one in module.named_modules()]
+    return [
+        (path, name, value)
+        for path, part in parts
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def test_what_only_training_reads_is_refused():
+    with pytest.raises(ConfigError, match=r"keeps 'weights' from one call to the next"):
+        checked(Alternates)
+
+
+def test_networks_that_exist_already_may_be_compiled_and_have_left_something():
+    own = Shown()
+    own(torch.zeros(2, 12))
+    for module in (own, torch.compile(own, backend="eager")):
+        known = named(module)
+        assert isinstance(known.factory(), Shown)
+        with given(known):
+            check_fit(build_own(known.name, (12,), CLASSES, ""), torch.zeros(3, 12))
+    assert own.weights.grad_fn is not None  # somebody else's stays as it was
+    with pytest.raises(ConfigError, match=r"without torch\.compile"):  # of an app: other names
+        check_layers(torch.compile(own, backend="eager"), "own")
 
 
 # -- heads --------------------------------------------------------------------------------------
