@@ -227,6 +227,7 @@ def best(found: Verdict) -> str:
     metric, title = METRICS[found.metric], next(iter(found.means))
     text = f"Best here: {title}, {metric.words} {shown(found, found.means[title])}"
     text += "" if found.spreads[title] is None else f" ± {shown(found, found.spreads[title])}"
+    text += " (mean over clients)"
     if not found.rivals:
         return text + "."
     clear = [one.base for one in found.rivals if one.better(metric.sign)]
