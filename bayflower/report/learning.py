@@ -1,5 +1,5 @@
-"""Whether a run ended too early or too late: a line for its reader, from the training losses and the
-tests of the personal models over the rounds.
+"""Whether a run ended too early or too late: a line for its reader, from the training losses and
+the tests of the personal models over the rounds.
 
 l_1 … l_n    mean training loss of each round
 q            a quarter of the rounds
