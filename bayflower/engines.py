@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from . import methods
@@ -48,11 +49,29 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     halves = halves_for(run, federation)
     federation = ready(federation, halves.client.training.input_scale)
     if is_own(run.settings.model):
-        data, dtype = federation.clients[0], run.settings.torch_dtype()
-        check_fit(halves.model, moved(data.x_train, torch.device("cpu"), dtype))
+        dtype = run.settings.torch_dtype()
+        check_fit(halves.model, moved(for_trial(federation), torch.device("cpu"), dtype))
         half = halves.client  # made again: it may refuse what was found
         type(half)(half.config, half.training, halves.model)
     return Prepared(run, engine, federation, halves)
+
+
+def for_trial(federation: Federation) -> np.ndarray:
+    """Return samples to try a network with; of whole numbers, first those with the smallest and
+    the largest, which an embedding has to know.
+    """
+    x = federation.clients[0].x_train
+    if x.dtype.kind == "f":
+        return x
+    parts = [
+        part
+        for client in (*federation.clients, *federation.new_clients)
+        for part in (client.x_train, client.x_test, client.x_held)
+        if part is not None and part.size
+    ]
+    low, high = min(parts, key=np.min), max(parts, key=np.max)
+    ends = np.argwhere(low == low.min())[0, 0], np.argwhere(high == high.max())[0, 0]
+    return np.concatenate([low[ends[0]][None], high[ends[1]][None], x])
 
 
 def run_under_flower(

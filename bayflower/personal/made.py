@@ -106,9 +106,10 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
         folder / "model.safetensors",
         dict(network.state_dict()),
         {"format": FORMAT, "method": kept.method},
+        sealed=True,
     )
     if extras:
-        save_tensors(folder / "extras.safetensors", extras, {"format": FORMAT})
+        save_tensors(folder / "extras.safetensors", extras, {"format": FORMAT}, sealed=True)
     ready = assembled(network, extras, made)
     example = (kept.data.test.x[:TRY] if len(kept.data.test.y) >= TRY else train.x[:TRY]).cpu()
     program = Program(ready).eval()

@@ -164,9 +164,9 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
     """The line names the file that was asked for, not the one that is written first."""
     (tmp_path / "file").write_text("")
     asked = tmp_path / "file" / "scores.csv"
-    with pytest.raises(ConfigError, match=f"^{asked} cannot be written \\(.*writable"):
-        with writing(asked):
-            write_text(asked, "")
+    unwritten = pytest.raises(ConfigError, match=f"^{asked} cannot be written \\(.*writable")
+    with unwritten, writing(asked):
+        write_text(asked, "")
     with pytest.raises(ConfigError, match=f"^{asked} cannot be written"):
         write(asked, [{"method": "fedmap"}])
     with pytest.raises(ConfigError, match="none does not exist; name a file"):
