@@ -178,9 +178,7 @@ def test_data_that_changed_since_the_run_are_said_on_the_card(tables, tmp_path, 
     found = dict(np.load(file))
     np.savez(file, **{name: values[5:] for name, values in found.items()})
     try:
-        run_cli(
-            ["export", str(tables[0] / "run"), f"{tmp_path / 'model'}.safetensors", "--client=0"]
-        )
+        run_cli("export", str(tables[0] / "run"), f"{tmp_path / 'model'}.safetensors", "--client=0")
     finally:
         file.write_bytes(before)
     assert "warning: the client's data are not those of the run" in capsys.readouterr().out
