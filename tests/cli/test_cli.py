@@ -150,6 +150,7 @@ BAD = [
     ),
     (["run", "fedmap", "--dataset", "nowhere.npz"], "nowhere.npz"),
     (["run", "fedmap", "--dataset", "imagenet"], "imagenet"),
+    (["run", "fedmap", "--dataset", "digit"], "got 'digit'; did you mean 'digits'?"),
     (["run", "fedmap", "--dataset", "fmnist", "--set", "data_dir=empty"], "fmnist"),
     (["run", "fedmap", "--set", "model=vgg"], "model must be one of"),
     (["run", "fedmap", "--set", "model=cnn"], "model cnn needs images of at least 16×16"),
