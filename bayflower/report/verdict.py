@@ -268,7 +268,8 @@ def who(found: Verdict, one: Compared) -> str:
     if not found.lasting:
         return (
             f"With {one.title} {len(gain)} of {one.difference.clients} clients gain over local "
-            f"training and {len(lose)} lose; drawn clients have no names."
+            f"training and {len(lose)} {'loses' if len(lose) == 1 else 'lose'}; drawn clients have "
+            "no names."
         )
     return f"With {one.title} gain: {by_name(found, gain)}; lose: {by_name(found, lose)}."
 
