@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from . import methods
@@ -25,7 +26,7 @@ from .rounds.calibrated import save_total
 from .rounds.halves import Halves, halves_for
 from .rounds.rehearsal import rehearsed
 from .rounds.result import result
-from .rounds.solo import samples
+from .rounds.solo import moved, samples
 
 
 class Prepared(NamedTuple):
@@ -49,13 +50,31 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     halves = halves_for(run, federation)
     federation = ready(federation, halves.client.training.input_scale)
     if is_own(run.settings.model):
-        here = (torch.device("cpu"), run.settings.torch_dtype())
-        train = samples(federation.clients[0], *here).train
-        check_fit(halves.model, train.x)
+        dtype = run.settings.torch_dtype()
+        check_fit(halves.model, moved(for_trial(federation), torch.device("cpu"), dtype))
+        train = samples(federation.clients[0], torch.device("cpu"), dtype).train
         half = halves.client  # made again: it may refuse what was found
         half = type(half)(half.config, half.training, halves.model)
         rehearsed(methods.get(run.method).title, half, halves.server, halves.initial, train)
     return Prepared(run, engine, federation, halves)
+
+
+def for_trial(federation: Federation) -> np.ndarray:
+    """Return samples to try a network with; of whole numbers, first those with the smallest and
+    the largest, which an embedding has to know.
+    """
+    x = federation.clients[0].x_train
+    if x.dtype.kind == "f":
+        return x
+    parts = [
+        part
+        for client in (*federation.clients, *federation.new_clients)
+        for part in (client.x_train, client.x_test, client.x_held)
+        if part is not None and part.size
+    ]
+    low, high = min(parts, key=np.min), max(parts, key=np.max)
+    ends = np.argwhere(low == low.min())[0, 0], np.argwhere(high == high.max())[0, 0]
+    return np.concatenate([low[ends[0]][None], high[ends[1]][None], x])
 
 
 def run_under_flower(

@@ -17,7 +17,7 @@ from ..files.tracking import flat as numbers_of
 from ..networks import own
 from ..report import flat, write_report
 from ..report.collect import Found, Group, load
-from ..report.learning import still_learning
+from ..report.learning import ending
 from ..report.text import BLOCKS, number, percent
 from ..report.verdict import leading
 from .words import spoken
@@ -239,10 +239,10 @@ class Result:
             for row in some[:MOST]
         ]
         more = f"<p>… and {len(some) - MOST} more clients</p>" if len(some) > MOST else ""
-        note = still_learning(result)
+        note = ending(result)
         return (
             f"<div><b>{escape(head)}</b>{html_table(columns, models)}"
-            f"{f'<p>Note: {escape(note)}.</p>' if note else ''}"
+            f"{f'<p>Note: {escape(str(note))}.</p>' if note else ''}"
             f"<details><summary>clients</summary>"
             f"{html_table(('client', heads[0], 'NLL'), each)}{more}</details>"
             f"<small>{escape(str(self.folder))}</small></div>"

@@ -4,10 +4,12 @@ called.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Annotated
 
+import click
 import typer
 from rich.console import Console
 
@@ -80,10 +82,25 @@ def main() -> None:
     (configuration) or 1.
     """
     try:
-        app()
+        sys.exit(app(prog_name="bayflower", standalone_mode=False))
+    except click.exceptions.NoArgsIsHelpError as error:  # `bayflower` alone
+        print(error.format_message(), file=sys.stderr)
+        sys.exit(2)
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "bayflower"
+        # the libraries below may each make the same suggestion
+        said = " ".join(dict.fromkeys(re.split(r"(?<=[.?])\s+", error.format_message())))
+        show(f"{said} See {path} --help")
+        sys.exit(2)
+    except click.Abort:
+        show("stopped")
+        sys.exit(1)
     except BayflowerError as error:
-        console = Console(stderr=True)
-        console.print(
-            f"bayflower: {error}", style="red", highlight=False, markup=False, soft_wrap=True
-        )
+        show(str(error))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def show(error: str) -> None:
+    """Print an error in one line."""
+    console = Console(stderr=True)
+    console.print(f"bayflower: {error}", style="red", highlight=False, markup=False, soft_wrap=True)

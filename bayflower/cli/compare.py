@@ -206,7 +206,7 @@ def watching(
 def show(done: list[tuple[Planned, dict[str, Any]]], study: Study) -> None:
     """Print the tables of a study, what they say, and where the runs are."""
     from ..report.collect import Found, group
-    from ..report.learning import SHORT, still_learning
+    from ..report.learning import EARLY, LATE, ending
     from ..report.text import comparison_table, uncertainty_comparison
     from ..report.verdict import verdicts
     from .results import show_groups
@@ -225,6 +225,8 @@ def show(done: list[tuple[Planned, dict[str, Any]]], study: Study) -> None:
         show_groups(groups)
     for remark in dict.fromkeys(result["remark"] for result in results if result["remark"]):
         console.print(f"note: {remark}", style="yellow", markup=False)
-    if learning := dict.fromkeys(one["method"] for one in results if still_learning(one)):
-        console.print(f"note: {', '.join(learning)}: {SHORT}", style="yellow", markup=False)
+    ends = [(one["method"], end.short) for one in results if (end := ending(one))]
+    for short in (EARLY, LATE):
+        if names := dict.fromkeys(name for name, said in ends if said == short):
+            console.print(f"note: {', '.join(names)}: {short}", style="yellow", markup=False)
     console.print(f"written: {study.out}/METHOD/seed-SEED/result.json", markup=False)

@@ -44,6 +44,7 @@ def data(
     from ..config import parse
     from ..data import look
     from ..data.known import GENERATED
+    from ..files.texts import writing
     from ..rounds.halves import make_halves
 
     given = values(sets, dataset=",".join(files), target=target, sites=site, test=test)
@@ -71,7 +72,8 @@ def data(
         "wrong": odd,
     }
     if save is not None:
-        rooms.save(source, save)
+        with writing(save):
+            rooms.save(source, save)
         said["saved"] = str(save)
     if as_json:
         print(json.dumps(said))

@@ -91,6 +91,8 @@ def export_everyone(
         if not as_json:
             said = "written" if now else "was there"
             print(f"{who(card)} {said}: {into / str(rows[-1]['model'])}", flush=True)
+            if remark := card["data"].get("remark"):
+                print(f"warning: {who(card)}: {remark}")
     columns: tuple[str, ...] = (
         "client",
         "new",
@@ -222,6 +224,8 @@ def show(card: dict[str, Any], into: Path, target: Path, as_json: bool) -> None:
         print(f"sets: {card['uncertainty']['sets']['promise']}")
     if "intervals" in card["uncertainty"]:
         print(f"intervals: {card['uncertainty']['intervals']['promise']}")
+    if remark := card["data"].get("remark"):
+        print(f"warning: {remark}")
     for kind, said in card["files"].items():
         print(f"{kind}: {target / said if said == f'model.{kind}' else said}")
     print(f"card: {target / 'card.json'}")

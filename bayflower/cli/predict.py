@@ -63,6 +63,7 @@ def predict(
 
     Example: `bayflower predict models/client-3 new.csv --out scores.csv`
     """
+    from ..files.texts import writing
     from ..personal import load_personal
 
     if out.exists() and not overwrite:
@@ -72,14 +73,17 @@ def predict(
     if "task" in model.card:
         if abstain is not None:
             raise ConfigError("abstain is for models of classes; leave it out")
-        if model.card["task"]["name"] in ("survival", "labels"):
-            said = predict_events(model, x, kept, out, as_json)
-        else:
-            said = predict_numbers(model, x, kept, out, level or 0.9, as_json)
+        with writing(out):
+            if model.card["task"]["name"] in ("survival", "labels"):
+                said = predict_events(model, x, kept, out, as_json)
+            else:
+                said = predict_numbers(model, x, kept, out, level or 0.9, as_json)
         return finish(said, unusual, out, as_json)
     if level is not None:
         raise ConfigError("level is for models of numbers and counts; leave it out")
-    finish(predict_classes(model, x, kept, out, abstain, as_json), unusual, out, as_json)
+    with writing(out):
+        said = predict_classes(model, x, kept, out, abstain, as_json)
+    finish(said, unusual, out, as_json)
 
 
 def finish(said: dict[str, Any], unusual: list[str], out: Path, as_json: bool) -> None:

@@ -141,14 +141,14 @@ def run(
     if as_json:
         print(json.dumps(result))
         return
-    from ..report.learning import still_learning
+    from ..report.learning import ending
     from ..report.text import result_table, uncertainty_table
 
     console = Console()
     console.print(result_table(result))
     if (more := uncertainty_table(result)) is not None:
         console.print(more)
-    notes = [line for line in (result["remark"], still_learning(result)) if line]
+    notes = [line for line in (result["remark"], ending(result)) if line]
     for line in [*notes, *result["faults"][-5:]]:
         console.print(f"note: {line}", style="yellow", markup=False)
     console.print(f"written: {folder / 'result.json'}", markup=False)

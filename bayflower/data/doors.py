@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from .photos import of_photos
 from .source import Names, Source
 from .tables import Table, frame, is_frame, is_table, read_table, stacked
 
+State = tuple[tuple[str, int, int], ...]  # of files: name, time and size
 TARGETS = ("target", "label", "class", "outcome", "diagnosis", "y")
 SITES = ("site", "client", "hospital", "centre", "center", "clinic")
 MARKS = ("test", "split")
@@ -72,18 +73,26 @@ def read(
 
 def read_path(dataset: str, options: Options) -> Source:
     """Return the data set at a path; read once for each state of the files."""
-    paths = paths_of(dataset)
+    return _read_path(dataset, options, state_of(dataset, options))
+
+
+def state_of(dataset: str, options: Options) -> State:
+    """Return what changes when the files at a path change."""
     others = [Path(text) for text in (options.test, options.site) if text and Path(text).is_file()]
-    state = tuple(
+    return stamps([*paths_of(dataset), *others])
+
+
+def stamps(paths: Sequence[Path]) -> State:
+    """Return name, time and size of the files that exist."""
+    return tuple(
         (str(path), info.st_mtime_ns, info.st_size)
-        for path in (*paths, *others)
+        for path in paths
         if path.exists() and (info := path.stat())
     )
-    return _read_path(dataset, options, state)
 
 
 @lru_cache(maxsize=2)
-def _read_path(dataset: str, options: Options, state: Any) -> Source:
+def _read_path(dataset: str, options: Options, state: State) -> Source:
     paths, name = paths_of(dataset), name_of(dataset)
     if len(paths) > 1 and is_table(options.test):  # the file of test rows is no site
         paths = [path for path in paths if path.resolve() != Path(options.test).resolve()]

@@ -29,7 +29,7 @@ from .scaling import Scaling, preparation
 from .settings import DataSettings
 from .sites import drawn_members, named_members, no_sites, resolve
 from .source import Names, Source
-from .sources import load_source
+from .sources import State, load_source, state_of
 
 
 class _Layout(NamedTuple):
@@ -82,9 +82,13 @@ def describe(settings: DataSettings, seed: int) -> dict[str, Any]:
     return {"dataset": name, "note": note, "partition": layout.description, "names": said}
 
 
-@lru_cache(maxsize=2)
 def load_federation(settings: DataSettings, seed: int) -> Federation:
-    """Return every client's data. Cached: do not change the arrays."""
+    """Return every client's data. Kept while the files are the same: do not change the arrays."""
+    return _federation(settings, seed, state_of(settings))
+
+
+@lru_cache(maxsize=2)
+def _federation(settings: DataSettings, seed: int, state: State) -> Federation:
     settings = resolve(settings)
     if settings.dataset == CROWD:
         return crowd.federation(settings, seed)
@@ -137,8 +141,12 @@ def load_client(settings: DataSettings, seed: int, client: int) -> ClientData:
     return _client(_layout(settings, seed), settings, seed, client)
 
 
-@lru_cache(maxsize=2)
 def _layout(settings: DataSettings, seed: int) -> _Layout:
+    return _dealt(settings, seed, state_of(settings))
+
+
+@lru_cache(maxsize=2)
+def _dealt(settings: DataSettings, seed: int, state: State) -> _Layout:
     if settings.dataset == CROWD:
         return _Layout(None, [], [], crowd.described(settings, seed))
     total = settings.total_clients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,8 +204,10 @@ class DataSettings:
         if self.domains:
             domains(self.dataset, self.domains, self.partition, self.num_clients)
         elif self.dataset not in DATASETS and not self.is_path:
+            close = difflib.get_close_matches(self.dataset, DATASETS, n=1)
             raise ConfigError(
-                f"dataset must be one of {', '.join(DATASETS)}, got {self.dataset!r}; a path to "
+                f"dataset must be one of {', '.join(DATASETS)}, got {self.dataset!r}; "
+                f"{f'did you mean {close[0]!r}? ' if close else ''}a path to "
                 "an .npz file, a table (.csv, .parquet) or a folder of images works too"
             )
         self._check_reading()

@@ -14,7 +14,9 @@ import numpy as np
 
 from ..errors import ConfigError
 from . import flamby, posteriordb
-from .doors import paths_of, read_path
+from .doors import State as State  # part of what this module offers
+from .doors import paths_of, read_path, stamps
+from .doors import state_of as state_of_path
 from .folders import FOLDERS, folder_of, read_folder
 from .known import GENERATED
 from .npz import read_npz
@@ -32,9 +34,26 @@ def at_hand(settings: DataSettings) -> bool:
         return False
 
 
-@lru_cache(maxsize=2)
+def state_of(settings: DataSettings) -> State:
+    """Return what changes when the files of a data set change, for what is kept of it."""
+    if settings.dataset in GENERATED:
+        return ()
+    names = settings.domains or (settings.dataset,)
+    if set(names) <= set(KNOWN):
+        return stamps([Path(settings.data_dir) / f"{name}.npz" for name in names])
+    try:
+        return state_of_path(settings.dataset, settings.options())
+    except ConfigError:  # no such file: reading it says so
+        return ()
+
+
 def source_of(settings: DataSettings) -> Source | None:
-    """Return the data set of a run, kept; None if it is generated."""
+    """Return the data set of a run, kept while its files are the same; None if it is generated."""
+    return _source_of(settings, state_of(settings))
+
+
+@lru_cache(maxsize=2)
+def _source_of(settings: DataSettings, state: State) -> Source | None:
     return None if settings.dataset in GENERATED else load_source(settings)
 
 

@@ -76,6 +76,17 @@ def seal(tensors: Tensors, head: Mapping[str, str]) -> str:
     return hashlib.sha256(f"{digest(tensors)}|{facts}".encode()).hexdigest()
 
 
+def head_of(content: bytes) -> dict[str, str]:
+    """Return the head of a safetensors file."""
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+
+
+def damaged(tensors: Tensors, head: Mapping[str, str]) -> bool:
+    """Return whether the tensors of a file are not those that were written, if it has a seal."""
+    return "checksum" in head and head["checksum"] != seal(tensors, head)
+
+
 def load_tensors(path: Path, kind: str, what: str, *older: str) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors and the head of a file of the format `kind`, or of an `older` one that can
     still be read; `what` names the file in error texts.
@@ -87,14 +98,13 @@ def load_tensors(path: Path, kind: str, what: str, *older: str) -> tuple[Tensors
         content = vault.opened(path.read_bytes(), f"{what} {path}")
         # cloned for torch's alignment, which affects how sums are split and thus their bits
         tensors = {name: value.clone() for name, value in sorted(load(content).items())}
-        size = int.from_bytes(content[:8], "little")
-        head = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+        head = head_of(content)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise BayflowerError(
             f"{what} {path} cannot be read ({error}); restore it from a back-up, or remove it to "
             "start anew"
         ) from None
-    if "checksum" in head and head["checksum"] != seal(tensors, head):
+    if damaged(tensors, head):
         raise BayflowerError(
             f"{what} {path} is damaged (its checksum is wrong); restore it from a back-up, or "
             "remove it to start anew"

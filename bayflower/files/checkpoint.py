@@ -167,7 +167,7 @@ def to_resume(folder: Path, run: Run) -> Checkpoint:
     # a setting that the method did not have then has its default, unless it says otherwise
     before = {one.name: one.default for one in fields(run.options)}
     before |= earlier(run.options) | checkpoint.config
-    for key in sorted({*now, *before} - FREE):
+    for key in sorted({*now, *before} - FREE, key=lambda name: (name != "method", name)):
         if now.get(key) != before.get(key):
             was = before.get(key)
             raise ConfigError(

@@ -5,9 +5,24 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ..errors import ConfigError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise one line that names `path` if it cannot be written; for files that a person names."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or error}); name a file in a folder that "
+            "is writable and has space"
+        ) from None
 
 
 def write_json(path: Path, content: Any, private: bool = False) -> None:

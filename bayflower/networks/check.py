@@ -201,7 +201,7 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
                 reason = in_one_line(error, 200)
                 raise ConfigError(
                     f"{where} cannot take a batch of shape {tuple(x.shape)}: {reason}; "
-                    f"{remedy(module, x)}"
+                    f"{remedy(module, x, calls.inside[-1] if calls.inside else '')}"
                 ) from error
         last = calls.last
         written |= left.check(logits, passed)
@@ -212,8 +212,20 @@ def trial(model: Model, x: Tensor) -> tuple[Tensor, str]:
     return logits, last
 
 
-def remedy(module: nn.Module, x: Tensor) -> str:
-    """Return what to do about a pass that failed."""
+def remedy(module: nn.Module, x: Tensor, path: str) -> str:
+    """Return what to do about a pass that failed in the layer at `path`."""
+    layer = module.get_submodule(path)
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        if x.is_floating_point():
+            return (
+                "inputs were read as measurements; whole numbers such as tokens reach the network "
+                "as they are from arrays in Python, or from an .npz file with the array plain=True"
+            )
+        if not 0 <= int(x.min()) <= int(x.max()) < layer.num_embeddings:
+            return (
+                f"inputs go from {int(x.min())} to {int(x.max())}; they must be at least 0 and "
+                "below its num_embeddings"
+            )
     for name, value in module.named_parameters():
         if value.is_floating_point() and value.dtype != torch.get_default_dtype():
             kind = str(value.dtype).removeprefix("torch.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 from ..errors import ConfigError, in_one_line
 from ..files import vault
+from ..files.atomic import damaged, head_of
 from ..maths.tops import Top, derive, put, samples_of
 from ..networks.own import is_own, made, num_outputs
 from ..networks.papers import build
@@ -127,9 +129,13 @@ def read_card(folder: Path) -> dict[str, Any]:
 def tensors(path: Path) -> Tensors:
     """Return the tensors of a safetensors file."""
     try:
-        return load(vault.opened(path.read_bytes(), str(path)))
+        content = vault.opened(path.read_bytes(), str(path))
+        found = load(content)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); export the model again") from None
+    if damaged(found, head_of(content)):
+        raise ConfigError(f"{path} is damaged (its checksum is wrong); export the model again")
+    return found
 
 
 def program(folder: Path) -> nn.Module:
@@ -140,6 +146,15 @@ def program(folder: Path) -> nn.Module:
             f"{folder} holds a network of your own; load it with load_personal(path, model=Net), "
             "where Net is its class"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about its own future
-        return torch.export.load(path).module()  # type: ignore[no-any-return]
+    try:
+        with zipfile.ZipFile(path) as parts:
+            if broken := parts.testzip():
+                raise zipfile.BadZipFile(f"wrong checksum of {broken}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about its own future
+            return torch.export.load(path).module()  # type: ignore[no-any-return]
+    except Exception as error:  # torch has no kind of its own for a file it cannot read
+        raise ConfigError(
+            f"{path} is damaged, or of another version of torch ({in_one_line(error, 100)}); "
+            "export the model again, or load it with load_personal(path, model=Net)"
+        ) from None

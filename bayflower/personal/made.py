@@ -81,6 +81,7 @@ class Kept(NamedTuple):
     reading: dict[str, Any] | None = None  # how the data were read (`Source.reading`)
     classes: tuple[str, ...] = ()  # names of the classes, where they are known
     site: str = ""  # the client's name, where the data have one
+    remark: str = ""  # what to know about the data
     privacy: dict[str, Any] | None = None  # what was spent of a privacy budget, if there was one
 
 
@@ -106,9 +107,10 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
         folder / "model.safetensors",
         dict(network.state_dict()),
         {"format": FORMAT, "method": kept.method},
+        sealed=True,
     )
     if extras:
-        save_tensors(folder / "extras.safetensors", extras, {"format": FORMAT})
+        save_tensors(folder / "extras.safetensors", extras, {"format": FORMAT}, sealed=True)
     ready = assembled(network, extras, made)
     example = (kept.data.test.x[:TRY] if len(kept.data.test.y) >= TRY else train.x[:TRY]).cpu()
     program = Program(ready).eval()
@@ -248,6 +250,7 @@ def card(kept: Kept, network: nn.Module, uncertainty: dict[str, Any]) -> dict[st
         "prepared": kept.scaling is not None and train.x.ndim == 2,
         "data": {
             "dataset": kept.dataset or None,
+            **({"remark": kept.remark} if kept.remark else {}),
             "classes": list(kept.classes) or None,
             "num_train": len(train.y),
             "num_held_out": held,

@@ -29,7 +29,7 @@ from ..data import (
     source_of,
     table_of,
 )
-from ..data.moments import apply, read_scaling
+from ..data.moments import apply, read_scaling, ready
 from ..errors import ConfigError
 from ..files import checkpoint, place
 from ..files.store import DiskStore
@@ -37,11 +37,17 @@ from ..files.texts import read_json
 from ..fused.disk import DiskBank
 from ..networks.model import Batch
 from ..privacy import budget
-from ..rounds import solo, spread
+from ..rounds import prints, solo, spread
 from ..rounds.calibrated import load_spread, load_total, take_home
 from ..rounds.halves import Halves, halves_for
 from ..tree import Tensors, flatten, take, unflatten
 from .made import FORMAT, Kept, batch_of, keep
+
+CHANGED = (
+    "the client's data are not those of the run (changed, or rounded differently on this machine), "
+    "so tests and calibration may rest on samples that the model was trained on; restore the data "
+    "and export again"
+)
 
 
 class Opened(NamedTuple):
@@ -52,6 +58,7 @@ class Opened(NamedTuple):
     halves: Halves
     checkpoint: checkpoint.Checkpoint
     server: Any
+    differing: Sequence[int] = ()  # training clients whose data are not those of the run
 
 
 def open_run(folder: Path, data_dir: str = "") -> Opened:
@@ -70,9 +77,9 @@ def open_run(folder: Path, data_dir: str = "") -> Opened:
     run = parse(found.config["method"], {**config, **changes})
     federation = load_federation(run.data, run.settings.seed)
     halves = halves_for(run, federation)
-    return Opened(
-        folder, run, halves, found, checkpoint.server_state(found, halves.server.state_type)
-    )
+    server = checkpoint.server_state(found, halves.server.state_type)
+    seen = ready(federation, halves.client.training.input_scale)
+    return Opened(folder, run, halves, found, server, prints.differing(seen, found.data))
 
 
 def export(
@@ -98,7 +105,10 @@ def export_one(
     state = None if client >= settings.num_clients else client_state(opened, client)
     found = kept(opened, client, samples, state, known, settings.dataset)
     words = called(names(settings, seed), client)
-    return keep(into, described(found._replace(**words), source_of(settings)), formats)
+    changed = client in opened.differing or (opened.differing and client >= settings.num_clients)
+    remark = CHANGED if changed else ""
+    found = found._replace(remark=remark, **words)
+    return keep(into, described(found, source_of(settings)), formats)
 
 
 def ready_client(opened: Opened, data: ClientData) -> tuple[ClientData, Scaling | None]:

@@ -13,6 +13,7 @@ import numpy as np
 from ..config import parse
 from ..data import load_federation
 from ..errors import BayflowerError, ConfigError
+from ..files.texts import write_text, writing
 from . import (
     board,
     figures,
@@ -40,19 +41,19 @@ def write_report(
     say: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Write the report of the runs in `folders` to `file`; return how many runs it shows."""
-    if file.is_dir() or not file.parent.exists():
+    where = file.parent
+    if file.is_dir() or not os.access(where, os.W_OK):
+        why = f"{where} {'is not writable' if where.exists() else 'does not exist'}"
         raise ConfigError(
-            f"{file} cannot be written: "
-            f"{'it is a folder' if file.is_dir() else f'{file.parent} does not exist'}; name a file"
+            f"{file} cannot be written: {'it is a folder' if file.is_dir() else why}; name a file"
         )
     if features not in FEATURES:
         raise ConfigError(f"features must be one of {', '.join(FEATURES)}, got {features!r}")
     runs = read(folders)
     groups = group(runs)
     text = made(groups, features, data_dir, say)
-    part = file.with_name(file.name + ".part")
-    part.write_text(text)
-    os.replace(part, file)
+    with writing(file):
+        write_text(file, text)
     return sum(len(one.runs) for one in groups)
 
 

@@ -10,7 +10,7 @@ from html import escape
 
 from . import measured, outcomes, twoclass, uncertainty
 from .collect import Group, unequal
-from .learning import SHORT, still_learning
+from .learning import ending
 from .page import items
 from .text import size
 from .verdict import (
@@ -179,7 +179,7 @@ def remarks(groups: Sequence[Group]) -> list[str]:
         for run in group.runs:
             said = str(run.result.get("remark") or "").split("; ")
             said = [text for text in said if text and not text.startswith(SPEED)]
-            said += [SHORT] if still_learning(run.result) else []
+            said += [end.short] if (end := ending(run.result)) else []
             faults = run.result.get("faults") or []
             said += [f"{len(faults)} fault(s), the last: {faults[-1]}"] if faults else []
             for text in said:

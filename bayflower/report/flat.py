@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files.texts import write_text
+from ..files.texts import write_text, writing
 from .collect import ALIKE, Found
 
 ABOUT = ("folder", "method", "dataset", "partition", "engine", "seed", "rounds")
@@ -127,11 +127,12 @@ def write(path: Path, rows: Sequence[Row]) -> None:
         raise ConfigError(f"--out must end in {', '.join(KINDS)}, got {path.name!r}")
     if path.is_dir() or not path.parent.exists():
         raise ConfigError(f"{path} cannot be written; name a file in a folder that exists")
-    if path.suffix == ".parquet":
-        write_parquet(path, rows)
-        return
-    text = json.dumps(rows, indent=1) + "\n" if path.suffix == ".json" else as_csv(rows)
-    write_text(path, text)
+    with writing(path):
+        if path.suffix == ".parquet":
+            write_parquet(path, rows)
+            return
+        text = json.dumps(rows, indent=1) + "\n" if path.suffix == ".json" else as_csv(rows)
+        write_text(path, text)
 
 
 def as_csv(rows: Sequence[Row]) -> str:

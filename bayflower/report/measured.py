@@ -125,17 +125,27 @@ def gains(groups: Sequence[Group], found: Verdict) -> list[Figure]:
             continue
         heading = f"Change of {METRICS[found.metric].words} by {one.title}"
         span = around([*(site.mean for site in parts), 0.0])
-        chart = Chart(
-            heading,
-            (0.0, float(len(parts))),
-            span,
-            x_title="clients, the most improved first",
-            y_title=f"{METRICS[found.metric].words} less that of {one.base}",
-        ).axes(x_names=[])
-        for place, site in enumerate(parts):
-            text = f"{found.names[site.id]}: {site.mean:+.3f}"
-            chart.bar(place + 0.1, place + 0.9, 0.0, site.mean, series[one.title], text)
-        chart.rule(0.0, 0.0, float(len(parts)), 0.0)
+        words = f"{METRICS[found.metric].words} less that of {one.base}"
+        texts = [f"{found.names[site.id]}: {site.mean:+.3f}" for site in parts]
+        chart: Chart | Rows
+        if len(parts) > rows_for(groups):
+            chart = Chart(
+                heading,
+                (0.0, float(len(parts))),
+                span,
+                x_title="clients, the most improved first",
+                y_title=words,
+            ).axes(x_names=[])
+            for place, site in enumerate(parts):
+                where = (place + 0.1, place + 0.9, 0.0, site.mean)
+                chart.bar(*where, series[one.title], texts[place])
+            chart.rule(0.0, 0.0, float(len(parts)), 0.0)
+        else:
+            chart = rows = Rows(heading, [found.names[site.id] for site in parts], span, words)
+            for place, site in enumerate(parts):
+                ends = rows.at(place, -0.7), rows.at(place, 0.7)
+                rows.bar(0.0, site.mean, *ends, series[one.title], texts[place])
+            rows.rule(0.0, 0.0, 0.0, -float(len(parts)))
         better = sum(sign * site.mean > 0 for site in parts)
         side = "Above" if sign > 0 else "Below"
         words = f"{side} zero is better: {better} of {len(parts)} clients gain."

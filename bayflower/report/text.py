@@ -30,7 +30,8 @@ def number(value: float | None, digits: int = 3) -> str:
     """Return the number with `digits` decimals, or as few as a large number needs."""
     if value is None:
         return "–"
-    return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.{min(digits, 1)}f}"
+    digits = digits if abs(value) < 100 else min(digits, 1) if abs(value) < 10_000 else 0
+    return f"{value:.{digits}f}"
 
 
 def size(value: float) -> str:
@@ -135,13 +136,12 @@ def numbers_comparison(results: list[dict[str, Any]], title: str) -> Table:
     """Return one row a method whose targets are numbers: the personal model, and what it cost."""
     block = results[0]["final"]["personal"]
     columns = [one for one in NUMBERS if one[0] in block]
-    words = "personal models, last round; "
+    words = "personal models, last round, all test samples; "
     if "rmse" in block:
-        words += (
-            "lower is better; in 50 %, in 90 %: share of samples in these intervals, width: of "
-        )
-        words += "90 % intervals; "
+        words += "lower is better; in 50 %, in 90 %: share of samples in these intervals, "
+        words += "width: of 90 % intervals; "
     grid = bare_table(title, f"{words}up, down: bytes a round; s: seconds")
+    grid.padding = 0  # eleven columns in eighty characters
     for column in ("method", *(words for _, words, _ in columns), "up", "down", "s"):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     best = min(result["final"]["personal"].get("rmse") or 0.0 for result in results)
@@ -284,8 +284,8 @@ def comparison_table(results: list[dict[str, Any]]) -> Table:
     if "accuracy" not in first["final"]["personal"]:
         return numbers_comparison(results, title)
     words = (
-        "personal models, last round; % but for NLL and CV; bal.: balanced accuracy, mean "
-        "over clients; worst client; aECE: over all"
+        "personal models, last round, all test samples; % but for NLL and CV; bal.: balanced "
+        "accuracy, mean over clients; worst client; aECE: over all"
     )
     grid = bare_table(
         title, f"{words} classes' probabilities; CV: fairness; up, down: bytes a round; s: seconds"

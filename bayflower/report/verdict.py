@@ -227,6 +227,7 @@ def best(found: Verdict) -> str:
     metric, title = METRICS[found.metric], next(iter(found.means))
     text = f"Best here: {title}, {metric.words} {shown(found, found.means[title])}"
     text += "" if found.spreads[title] is None else f" ± {shown(found, found.spreads[title])}"
+    text += " (mean over clients)"
     if not found.rivals:
         return text + "."
     clear = [one.base for one in found.rivals if one.better(metric.sign)]
@@ -267,7 +268,8 @@ def who(found: Verdict, one: Compared) -> str:
     if not found.lasting:
         return (
             f"With {one.title} {len(gain)} of {one.difference.clients} clients gain over local "
-            f"training and {len(lose)} lose; drawn clients have no names."
+            f"training and {len(lose)} {'loses' if len(lose) == 1 else 'lose'}; drawn clients have "
+            "no names."
         )
     return f"With {one.title} gain: {by_name(found, gain)}; lose: {by_name(found, lose)}."
 

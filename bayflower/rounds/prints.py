@@ -42,20 +42,24 @@ def of(federation: Federation, salt: str = "") -> dict[str, Any]:
     return {"salt": salt, "clients": found}
 
 
-def changed(federation: Federation, known: Mapping[str, Any]) -> list[str]:
-    """Return one line for each client whose data are not those of a checkpoint."""
+def differing(federation: Federation, known: Mapping[str, Any]) -> list[int]:
+    """Return the training clients whose data are not those of a checkpoint."""
     if not known:  # written by an earlier version, or by clients in other processes
         return []
     now, before = of(federation, known["salt"])["clients"], known["clients"]
+    return sorted(int(one) for one in {*now, *before} if now.get(one) != before.get(one))
+
+
+def changed(federation: Federation, known: Mapping[str, Any]) -> list[str]:
+    """Return one line for each client whose data are not those of a checkpoint."""
     found = []
-    for client in sorted({*now, *before}, key=int):
-        if now.get(client) != before.get(client):
-            text = (
-                f"client {client}: its data have changed since the checkpoint, so results before "
-                "and after are not those of one data set; restore the data, or start a new run"
-            )
-            log.warning("%s", text)
-            found.append(text)
+    for client in differing(federation, known):
+        text = (
+            f"client {client}: its data have changed since the checkpoint, so results before "
+            "and after are not those of one data set; restore the data, or start a new run"
+        )
+        log.warning("%s", text)
+        found.append(text)
     return found
 
 

@@ -147,6 +147,20 @@ class Noisy(Dataset):
         return torch.randn(5), place % 2
 
 
+class Words(torch.nn.Sequential):
+    """A network of texts of five words."""
+
+    def __init__(self, known):
+        super().__init__(torch.nn.Embedding(known, 3), torch.nn.Flatten(), torch.nn.Linear(15, 3))
+
+
+def tokens():
+    """Return texts whose last word, the largest number, only the last client has."""
+    texts = {name: (np.arange(300).reshape(60, 5) % 9, y) for name, (_, y) in clients().items()}
+    texts[SITES[-1]][0][-1, -1] = 9
+    return texts
+
+
 def spoilt(**changes):
     return {**clients(), **changes}
 
@@ -189,6 +203,8 @@ BAD = {
     "not a number": (spoilt(Bern=(np.where(X > 2, np.nan, X), Y)), {}, "standardise=True"),
     "outputs": (clients(), {"model": TWO}, "has 2 outputs, but the data have 3 classes"),
     "a batch": (clients(), {"model": partial(torch.nn.Linear, 4, 3)}, "cannot take a batch"),
+    "few tokens": (tokens(), {"model": partial(Words, 9)}, "from 0 to 9; they must be"),
+    "tokens as numbers": (spoilt(), {"model": partial(Words, 9)}, "reach the network as they are"),
     "open argument": (clients(), {"model": torch.nn.Linear}, "needs in_features, out_features"),
     "an option": (clients(), {"local_epoch": 2}, "did you mean 'local_epochs'?"),
     "an argument": (clients(), {"callback": print}, "did you mean 'callbacks'?"),

@@ -150,6 +150,7 @@ BAD = [
     ),
     (["run", "fedmap", "--dataset", "nowhere.npz"], "nowhere.npz"),
     (["run", "fedmap", "--dataset", "imagenet"], "imagenet"),
+    (["run", "fedmap", "--dataset", "digit"], "got 'digit'; did you mean 'digits'?"),
     (["run", "fedmap", "--dataset", "fmnist", "--set", "data_dir=empty"], "fmnist"),
     (["run", "fedmap", "--set", "model=vgg"], "model must be one of"),
     (["run", "fedmap", "--set", "model=cnn"], "model cnn needs images of at least 16×16"),
@@ -157,6 +158,13 @@ BAD = [
     (["run", "fedmap", "--set", "fraction_train=0"], "fraction_train must be in (0, 1], got 0"),
     (["run", "fedmap", "--set", "download=maybe"], "download must be true or false, got 'maybe'"),
     (["compare", "fedmap", "fedavg", "--set", "xi=1"], "has no setting 'xi'"),
+    (
+        ["run", "fedmap", "--rounds", "2.5"],
+        "'2.5' is not a valid integer. See bayflower run --help",
+    ),
+    (["run", "fedmap", "--roundz", "2"], "No such option '--roundz'"),
+    (["run"], "Missing argument 'METHOD'"),
+    (["runn"], "No such command 'runn'. Did you mean 'run'? See bayflower --help"),
 ]
 
 

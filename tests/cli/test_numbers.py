@@ -74,6 +74,8 @@ def test_numbers_on_the_command_line(
     page = Path("page.html").read_text()
     for text in ("PIT: Local", "RMSE of each client", "Can the intervals be trusted?"):
         assert text in page
+    change = page.split("Change of RMSE by FedAvg", 1)[1].split("</svg>", 1)[0]
+    assert all(f">{site}</text>" in change for site in ("s0", "s1", "s2"))  # who gains, by name
     said = called("export", "runs/local/seed-0", "model.safetensors", "--client", "0")
     assert "regression, gaussian" in said
     Path("new.csv").write_text("id,a,b\nfirst,1.0,0.0\nsecond,-1.0,0.5\n")

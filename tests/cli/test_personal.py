@@ -285,7 +285,7 @@ def test_a_model_that_cannot_be_saved_is_said_and_the_test_still_counts(
     from bayflower.clients import make_client_app
     from bayflower.personal import made
 
-    def full(*_args):
+    def full(*_args, **_more):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(made, "save_tensors", full)

@@ -20,6 +20,7 @@ from bayflower.data import load_source, read_npz
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.personal import export, load_personal, personalise
 from bayflower.personal.inputs import in_order
+from bayflower.personal.load import program
 from bayflower.personal.runs import open_run, source_of
 
 
@@ -169,6 +170,40 @@ def test_a_network_that_fails_says_it_in_one_line(tables, monkeypatch):
 
 
 # -- scikit-learn --------------------------------------------------------------------------------
+def test_data_that_changed_since_the_run_are_said_on_the_card(tables, tmp_path, capsys):
+    """One row of client 0 is missing: its other rows are split anew."""
+    assert "remark" not in load_personal(tables[0] / "model").card["data"]
+    file = tables[0] / "table.npz"
+    before = file.read_bytes()
+    found = dict(np.load(file))
+    np.savez(file, **{name: values[5:] for name, values in found.items()})
+    try:
+        run_cli("export", str(tables[0] / "run"), f"{tmp_path / 'model'}.safetensors", "--client=0")
+    finally:
+        file.write_bytes(before)
+    assert "warning: the client's data are not those of the run" in capsys.readouterr().out
+    assert "restore the data" in load_personal(tmp_path / "model").card["data"]["remark"]
+
+
+@pytest.mark.parametrize("name", ["model", "extras"])
+def test_a_flipped_byte_is_named(name, tables, tmp_path):
+    shutil.copytree(tables[0] / "model", tmp_path / "model")
+    file = tmp_path / "model" / f"{name}.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}.safetensors is damaged .*export the model aga"):
+        load_personal(tmp_path / "model")
+
+
+def test_a_damaged_program_is_named(tmp_path):
+    file = tmp_path / "model.pt2"
+    for content in (b"no archive", b""):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"^{file} is damaged, or of another version"):
+            program(tmp_path)
+
+
 def test_scikit_learn_takes_it_for_a_classifier(tables):
     from sklearn.base import is_classifier
     from sklearn.inspection import permutation_importance

@@ -23,7 +23,7 @@ from bayflower.errors import ConfigError
 from bayflower.report import write_report
 from bayflower.report.collect import group, read
 from bayflower.report.svg import Chart, around, label, ticks
-from bayflower.report.text import result_table, who_uses
+from bayflower.report.text import comparison_table, result_table, who_uses
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -325,3 +325,15 @@ def test_charts():
     assert "a &lt;name&gt;" in text
     assert "x &amp; y" in text
     assert (chart.x(0), chart.x(10), chart.y(0) > chart.y(1)) == (chart.left, chart.right, True)
+
+
+def test_a_comparison_of_large_numbers_fits_eighty_columns():
+    block = dict.fromkeys(("rmse", "mae", "crps", "width_90"), 123456.78)
+    block |= {"nll": 9.3456, "coverage_50": 0.5, "coverage_90": 1.0}
+    rounds = [{"bytes_up": 987.6e3, "bytes_down": 987.6e3, "seconds": 999.9}]
+    result = {"dataset": "cost", "num_clients": 7, "rounds": rounds, "seed": 0, "method": "fedmap"}
+    console = Console(width=80, file=io.StringIO())
+    console.print(comparison_table([result | {"final": {"personal": block}}]))
+    said = console.file.getvalue()
+    assert all(text in said for text in ("123457", "987.6 kB", "in 90 %"))
+    assert "…" not in said

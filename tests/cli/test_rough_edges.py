@@ -17,8 +17,10 @@ from bayflower.config import parse
 from bayflower.data import read_npz
 from bayflower.engines import prepare, run_to_result
 from bayflower.errors import BayflowerError, ConfigError
-from bayflower.files.texts import finite
+from bayflower.files.texts import finite, write_text, writing
 from bayflower.personal import personalise
+from bayflower.report import write_report
+from bayflower.report.flat import write
 from bayflower.rounds.result import diverged
 
 QUICK = {"rounds": 2, "num_clients": 3, "keep": 0.1, "local_epochs": 1, "device": "cpu"}
@@ -156,3 +158,16 @@ def test_export_takes_its_folder_by_out_as_run_and_predict_do(tmp_path):
             CliRunner().invoke(
                 app, ["export", "run", *words, "--client", "1"], catch_exceptions=False
             )
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
+    """The line names the file that was asked for, not the one that is written first."""
+    (tmp_path / "file").write_text("")
+    asked = tmp_path / "file" / "scores.csv"
+    unwritten = pytest.raises(ConfigError, match=f"^{asked} cannot be written \\(.*writable")
+    with unwritten, writing(asked):
+        write_text(asked, "")
+    with pytest.raises(ConfigError, match=f"^{asked} cannot be written"):
+        write(asked, [{"method": "fedmap"}])
+    with pytest.raises(ConfigError, match="none does not exist; name a file"):
+        write_report([tmp_path], tmp_path / "none" / "report.html")

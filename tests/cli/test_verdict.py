@@ -89,6 +89,7 @@ def test_a_clear_gain_is_said_with_its_interval_and_by_name(model):
     said = verdict(study(model, gains, noise=0.004))
     assert said.words[0] == "FedMAP beats local training beyond noise."
     assert said.words[1].startswith("Best here: FedMAP, accuracy 7")
+    assert "(mean over clients)" in said.words[1]  # a table beside it has that of all samples
     assert said.words[1].endswith("ahead of Local and FedAvg beyond noise.")
     (first, second) = said.against
     assert (first.title, first.base, first.beyond) == ("FedMAP", "Local", True)

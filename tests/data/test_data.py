@@ -20,6 +20,7 @@ from bayflower.data import (
     load_source,
     synthetic,
 )
+from bayflower.data import federation as federations
 from bayflower.data.vision import import_torchvision, prepare_torchvision
 from bayflower.errors import ConfigError
 
@@ -110,7 +111,7 @@ def test_digits(kind: str) -> None:
     assert {row.tobytes() for row in rows} <= pool
     assert same(load_client(given, 3, 7), federation.new_clients[1])
     assert same(load_client(given, 3, 0), federation.clients[0])
-    load_federation.cache_clear()
+    federations._federation.cache_clear()
     assert all(
         same(a, b)
         for a, b in zip(load_federation(given, 3).clients, federation.clients, strict=True)

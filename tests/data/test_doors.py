@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import numpy as np
@@ -14,11 +15,13 @@ from bayflower.config import parse
 from bayflower.data import (
     DataSettings,
     client_scaling,
+    load_client,
     load_federation,
     read,
     read_npz,
     resolve,
     save,
+    source_of,
 )
 from bayflower.data import columns as rules
 from bayflower.data.look import columns, sites, tells, wrong
@@ -252,6 +255,21 @@ def test_natural_takes_all_sites_and_others_are_chosen_by_name(tmp_path):
     assert (plain.data.partition, plain.data.num_clients) == ("dirichlet", 10)
     with pytest.raises(ConfigError, match="target is for your own data, a file or a folder"):
         DataSettings(target="y")
+
+
+def test_a_file_that_was_corrected_is_read_again(tmp_path):
+    """In one process, as in a notebook, with the same settings."""
+    file, x = tmp_path / "data.npz", np.random.default_rng(0).normal(size=(60, 2))
+    given = DataSettings(dataset=str(file), num_clients=2, partition="iid")
+    for label in (0, 1):
+        np.savez(file, x=x, y=np.r_[np.zeros(30), np.ones(30 + label)][label:].astype(int))
+        os.utime(file, ns=(label, label))
+        found = load_federation(given, 0)
+        assert load_federation(given, 0) is found
+        ones = sum(int(one.y_train.sum() + one.y_test.sum()) for one in found.clients)
+        ones += sum(0 if one.y_held is None else int(one.y_held.sum()) for one in found.clients)
+        assert ones == source_of(given).y.sum() == 30 + label
+        assert (load_client(given, 0, 1).y_train == found.clients[1].y_train).all()
 
 
 def test_an_old_npz_file_is_read_as_before(tmp_path):

@@ -106,6 +106,8 @@ def test_other_settings_are_refused(tmp_path):
     execute(small_prepared("fedmap", "fused", rounds=1), out=tmp_path)
     with pytest.raises(ConfigError, match=r"sigma2 is 3.0 but the run in .* has 100.0"):
         checkpoint.to_resume(tmp_path, small("fedmap", sigma2=3.0))
+    with pytest.raises(ConfigError, match=r"^method is 'fedavg' but the run in .* has 'fedmap'"):
+        checkpoint.to_resume(tmp_path, small("fedavg", lr=3.0))
     with pytest.raises(ConfigError, match="there is nothing to resume"):
         checkpoint.to_resume(tmp_path / "nowhere", small("fedmap"))
     assert checkpoint.to_resume(tmp_path, small("fedmap", rounds=9)).round == 1
