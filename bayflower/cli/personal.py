@@ -33,15 +33,21 @@ def export(
     folder: Folder,
     into: Into = None,
     client: Annotated[
-        int | None,
-        typer.Option(min=0, help="number of the client; new clients follow the training clients"),
+        str | None,
+        typer.Option(
+            help="number of the client, or its name; new clients follow the training clients"
+        ),
     ] = None,
     every: Annotated[
         bool,
         typer.Option("--all", help="every client's model, in FILE/client-N; finished ones stay"),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="with --all: write finished models again")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="replace another client's model; with --all: write finished models again",
+        ),
     ] = False,
     onnx: Onnx = False,
     data_dir: DataDir = "",
@@ -64,7 +70,7 @@ def export(
         return
     from ..personal import export as write
 
-    show(write(folder, client, target, formats, data_dir), into, target, as_json)
+    show(write(folder, client, target, formats, data_dir, overwrite), into, target, as_json)
 
 
 def one_of(into: Path | None, out: Path | None) -> Path:

@@ -29,6 +29,7 @@ from ..data import (
     source_of,
     table_of,
 )
+from ..data.identity import shown
 from ..data.moments import apply, read_scaling, ready
 from ..errors import ConfigError
 from ..files import checkpoint, place
@@ -84,15 +85,40 @@ def open_run(folder: Path, data_dir: str = "") -> Opened:
 
 def export(
     folder: Path,
-    client: int,
+    client: int | str,
     into: Path,
     formats: Sequence[str] = ("safetensors", "pt2"),
     data_dir: str = "",
+    overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write the personal model that `client` had at the end of the run in `folder`; return its
-    card.
+    """Write the personal model that a client, by its number or name, had at the end of the run in
+    `folder`; return its card. Another client's model is replaced with `overwrite` only.
     """
-    return export_one(open_run(folder, data_dir), client, into, formats)
+    opened = open_run(folder, data_dir)
+    number = number_of(opened, client)
+    there = read_json(into / "card.json").get("client", number)
+    if there != number and not overwrite:
+        raise ConfigError(
+            f"{into} holds the personal model of client {there}; choose another folder, or "
+            "--overwrite"
+        )
+    return export_one(opened, number, into, formats)
+
+
+def number_of(opened: Opened, client: int | str) -> int:
+    """Return the number of a client that is given by its number or name."""
+    text, settings = str(client), opened.run.data
+    if text.isdecimal():  # a number that is too large is refused with its data
+        return int(text)
+    sites = [shown(site) for site in names(settings, opened.run.settings.seed).sites]
+    if text in sites:
+        return sites.index(text)
+    some = ", ".join([*sites[:10], *("…",) * (len(sites) > 10)])
+    known = f" and the names {some}" if some else ""
+    raise ConfigError(
+        f"there is no client {text!r}; clients have the numbers 0 to "
+        f"{settings.total_clients - 1}{known}"
+    )
 
 
 def export_one(

@@ -18,6 +18,7 @@ from wards import SITES, patients, write
 from bayflower.config import parse
 from bayflower.data import load_client, read, save
 from bayflower.data.tables import read_table
+from bayflower.errors import ConfigError
 from bayflower.personal import export, inputs, load_personal, personalise
 
 QUICK = ("--rounds", "1", "--set", "local_epochs=1", "--set", "device=cpu")
@@ -66,6 +67,21 @@ def test_values_that_training_did_not_have_are_named(trained):
         "warning: column 'age': 1 of 9 samples are more than 6 standard deviations away from the "
         "training data's mean, such as 900",
     ]
+
+
+def test_a_client_is_exported_by_its_name_and_replaces_no_other(trained, tmp_path):
+    folder, run, only = trained[0], trained[0] / "runs" / "fedmap", ("safetensors",)
+    card = json.loads((folder / "model" / "card.json").read_text())
+    assert card["client"] == 1
+    assert card["site"]
+    with contextlib.chdir(folder):
+        assert export(run, card["site"], tmp_path / "own", only)["client"] == 1
+        with pytest.raises(ConfigError, match=r"model of client 1; .*overwrite"):
+            export(run, 0, tmp_path / "own", only)
+        assert json.loads((tmp_path / "own" / "card.json").read_text())["client"] == 1
+        assert export(run, "0", tmp_path / "own", only, overwrite=True)["client"] == 0
+        with pytest.raises(ConfigError, match=f"no client 'nobody'; .* names .*{card['site']}"):
+            export(run, "nobody", tmp_path / "none", only)
 
 
 @pytest.mark.slow  # README.md has the same commands
