@@ -38,7 +38,6 @@ KINDS = [
     ("method", "name", "kind", "formats"),
     [
         (*KINDS[0], ("pt2",)),
-        (*KINDS[1], ()),
         (*KINDS[3], ()),
         *(pytest.param(*one, ("pt2", "onnx"), marks=pytest.mark.slow) for one in KINDS),
     ],

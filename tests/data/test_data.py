@@ -52,8 +52,8 @@ def same(a: Any, b: Any) -> bool:
         ({"scenario": "none"}, "scenario must be one of feature, quantity, label, got 'none'"),
         (
             {"dataset": "fminst"},
-            "dataset must be one of digits, synthetic, crowd, mnist.*got 'fminst'; a path to an "
-            ".npz file",
+            r"dataset must be one of digits, synthetic, crowd, mnist.*got 'fminst'; did you mean "
+            r"'fmnist'\? a path to an .npz file",
         ),
         ({"nuisance_variance": -1.0}, "nuisance_variance must be at least 0 and finite, got -1.0"),
         (

@@ -36,6 +36,7 @@ def federation(tmp_path, flower) -> Federation:
     return Federation(tmp_path, *flower)
 
 
+@pytest.mark.slow  # `make deployed` and CI's containers have whole federations
 def test_flowers_own_supernode_passes(federation):
     """Messages and replies with Flower's own code, a zero array that names one chunk five times,
     parts that the SuperLink has already, and a second announcement of the same reply.

@@ -34,7 +34,7 @@ ATTACKS = {
     "diverged": (math.nan, range(5, 6)),
     "diverged for good": (math.nan, range(3, ROUNDS + 1)),
 }
-FEW = {("fedper", one) for one in ("flip", "far, twice", "far in the last round", "diverged")}
+FEW = {("fedper", one) for one in ("far, twice", "far in the last round", "diverged")}
 
 
 def attacked(got, sent, factor):
@@ -95,7 +95,7 @@ def compared(method, attack, **more):
     return went, again, quick
 
 
-@pytest.mark.parametrize("method", some(list(METHODS), ["fedavg", "fedper", "pfedvmp", "fednp"]))
+@pytest.mark.parametrize("method", some(list(METHODS), ["fedper", "pfedvmp"]))
 def test_every_method_goes_ahead_to_the_same_results(method):
     went, again, _ = compared(method, "peace", rounds=4)
     assert went == [] if method in WAITING else went[:1] == [2]

@@ -23,7 +23,7 @@ from bayflower.testing.runs import same_outcome
 from bayflower.tree import flatten
 
 MORE = {"rounds": 2, "evaluate_every": 0, "dtype": "float64", "new_clients": 0}
-SOME = ("fedmap", "metavd")  # weights of clients; a broadcast to each client, with noise
+SOME = ("metavd",)  # a broadcast to each client, with noise
 # torch's softplus and sigmoid give the last numbers of a tensor other last bits than the rest
 ROUNDED = ("pvi", "fednp", "pfedgp", "pfedbayes", "fedivon", "fedep", "fedep-ft", "fedsep", "fedcp")
 

@@ -19,7 +19,9 @@ from bayflower.tree import flatten
 
 # methods that differ where a network has normalisation layers: in what they share, in a second
 # derivative, in a correction of weights whose gradient is only rounding
-NORMS = {*BOTH, "fedavg", "lgfedavg", "scaffold"}
+NORMS = {"fedbn", "fedbps", "fednp", "metavd", "scaffold"}
+# states, sums and steps of every form; the slow tests have all methods
+FORMS = {*BOTH, "fedavg", "feddc", "fedpa", "fedper", "local", "maml", "scaffold"}
 # methods whose new clients train all weights, behind BatchNorm
 WHOLE = {"ditto": {"new_client_epochs": 1}}
 # behind BatchNorm rounding may tip a number to the next code: codes are fine
@@ -53,7 +55,7 @@ def test_one_float32_sgd_round_agrees_to_1e_5(case, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", cases("mlp", both=()))
+@pytest.mark.parametrize("case", cases("mlp", both=(), only=FORMS))
 def test_three_float64_rounds_agree_to_1e_9(case, device):
     """In the third round clients come back that were away in the second."""
     settings = {

@@ -108,7 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", some(VARIANTS, {"calibration"}))
+@pytest.mark.parametrize("variant", some(VARIANTS, ()))
 def test_settings_of_all_kinds_give_the_bits_of_one_process(variant):
     prepared = ready("fedmap", **{"stacking": "no", "rounds": 2, **VARIANTS[variant]})
     assert_same(prepared, on(HereCrew(2), prepared), alone(prepared))

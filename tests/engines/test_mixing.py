@@ -124,7 +124,7 @@ COUPLED = {
 }
 IN_TESTS = ("mean", "attention", "contrast")
 METHODS = ("fedavg", "fedmap", "fedper", "pfedvmp", "fednp", "metavd", "fedbps")
-FEW = {("fedavg", name) for name in COUPLED} | {
+FEW = {("fedavg", name) for name in list(COUPLED)[::2]} | {
     ("fedmap", "attention"),
     ("fedmap", "scale-grad"),
     ("fedper", "max-norm"),
