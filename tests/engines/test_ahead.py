@@ -34,7 +34,7 @@ ATTACKS = {
     "diverged": (math.nan, range(5, 6)),
     "diverged for good": (math.nan, range(3, ROUNDS + 1)),
 }
-FEW = {("fedper", one) for one in ("far, twice", "far in the last round", "diverged")}
+FEW = {("fedper", one) for one in ("far, twice", "diverged")}
 
 
 def attacked(got, sent, factor):

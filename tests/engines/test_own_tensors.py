@@ -19,7 +19,7 @@ from bayflower.stacked import chance, filled
 from bayflower.stacked.rewriting import Seen, passing
 
 METHODS = ("fedavg", "fedbps", "fedmap", "maml", "metavd", "pfedvmp")
-FEW = {("steps", "fedbps"), ("noise", "metavd"), ("mask", "maml"), ("classes", "fedavg")}
+FEW = {("steps", "fedbps"), ("noise", "fedavg"), ("classes", "fedavg")}
 
 
 class Steps(nn.Module):

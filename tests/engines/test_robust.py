@@ -353,7 +353,7 @@ SENT = {one for one, row in METHODS.items() if row.server.update_fields.get("par
 
 
 @pytest.mark.parametrize(
-    "method", some(sorted(SENT - {"local", "fedproto"}), KINDS - {"fedla", "fedbps", "metavd"})
+    "method", some(sorted(SENT - {"local", "fedproto"}), {"fedmap", "pfedvmp", "scaffold"})
 )
 def test_one_client_moves_no_methods_model_far_over_flower(method):
     """The same reply moves it far more without `robust`, unless refused; the client is named."""
