@@ -56,6 +56,11 @@ def measured(content: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in content["rows"] if not row.get("failed")]
 
 
+def table(*heads: str) -> list[str]:
+    """Return the head of a table."""
+    return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+
+
 def failures(content: dict[str, Any]) -> list[str]:
     """Return the cases that could not be measured."""
     bad = [row for row in content["rows"] if row.get("failed")]
@@ -66,7 +71,7 @@ def methods(content: dict[str, Any]) -> list[str]:
     """Return rounds of methods on one workload, beside FedPer's."""
     rows = measured(content)
     lines = ["## Methods\n", f"{place(content)}. {data(rows)}\n"]
-    lines += ["| method | products | ms a round | to FedPer | aim |", "|---|---|---|---|---|"]
+    lines += table("method", "products", "ms a round", "to FedPer", "aim")
     for row in rows:
         aim = AIMS.get((row["method"], row["precision"]), "")
         if row["method"] == "fednp":
@@ -84,10 +89,7 @@ def overheads(content: dict[str, Any]) -> list[str]:
     rows = measured(content)
     times = {(row["precision"], row["method"]): row["ms"] for row in rows}
     lines = ["## Ten clients\n", f"{place(content)}. {data(rows)}\n"]
-    lines += [
-        "| method | products | ms a round | samples a second | to Reptile |",
-        "|---|---|---|---|---|",
-    ]
+    lines += table("method", "products", "ms a round", "samples a second", "to Reptile")
     for row in rows:
         reptile = times.get((row["precision"], "reptile"))
         ratio = f"{row['ms'] / reptile:.2f}" if reptile else ""
@@ -103,11 +105,8 @@ def races(content: dict[str, Any]) -> list[str]:
     """Return the seconds of all rounds of other simulators' workloads."""
     rows = measured(content)
     lines = ["## Races\n", f"{place(content)}. Seconds of all rounds after three that warm up.\n"]
-    lines += [
-        "| workload | products | rounds | all rounds | ms a round | samples a second | memory "
-        "| aim | published elsewhere |",
-        f"|{'---|' * 9}",
-    ]
+    measures = ("rounds", "all rounds", "ms a round", "samples a second", "memory")
+    lines += table("workload", "products", *measures, "aim", "published elsewhere")
     for row in rows:
         aim = PUBLISHED.get(row["workload"])
         peak = f"{row['peak_memory'] / 1e9:.1f} GB" if row.get("peak_memory") else "–"
@@ -124,7 +123,7 @@ def profile(content: dict[str, Any]) -> list[str]:
     """Return where the time of a round goes."""
     rows = measured(content)
     lines = ["## Where the time goes\n", f"{place(content)}\n"]
-    lines += ["| workload | method | stage | ms | of a round |", "|---|---|---|---|---|"]
+    lines += table("workload", "method", "stage", "ms", "of a round")
     for row in rows:
         percent = row.get("percent")
         share = "" if percent is None else f"{percent:.0f} %"

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.identity import whose
 from ..errors import ConfigError
 from ..files import checkpoint, place
 from ..files.texts import write_json
@@ -141,8 +142,7 @@ class Result:
         names = self.clients
         if isinstance(client, int) and client in names:
             return client
-        text = str(client)
-        found = [one for one, name in names.items() if text in (name, name.removeprefix("site "))]
+        found = whose(str(client), names)
         if len(found) != 1:
             known = ", ".join(list(names.values())[:10]) + (", …" if len(names) > 10 else "")
             raise ConfigError(f"there is no client {client!r}; there are {known}")

@@ -65,6 +65,11 @@ def shown(site: str) -> str:
     return f"site {site}" if site.isdigit() else site
 
 
+def whose(text: str, names: Mapping[int, str]) -> list[int]:
+    """Return the clients that are called so, as shown or without the word `site`."""
+    return [one for one, name in names.items() if text in (name, name.removeprefix("site "))]
+
+
 def called(names: Names, client: int) -> dict[str, Any]:
     """Return what a personal model's card says: names of client, classes and columns."""
     site = shown(names.sites[client]) if client < len(names.sites) else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..errors import ConfigError, in_one_line
 from ..stacked import chance
@@ -19,16 +20,12 @@ from ..tree import Tensors
 from .left import Left
 from .mixing import try_out
 from .model import Model
-from .parts import persistent
+from .parts import persistent, uncompiled
 from .several import Layout, one_tensor
 
 FEW = 4  # samples of the trial pass
 # layers that make probabilities: ours come after the network
 ENDS = (nn.Softmax, nn.Softmax2d, nn.Sigmoid)
-# what replaces functions of torch that hang hooks on layers
-OLD_FORMS = {
-    "torch.nn.utils.spectral_norm": "take torch.nn.utils.parametrizations.spectral_norm",
-}
 LARGE = 100.0  # weights with which logits are far outside of 0…1
 
 
@@ -113,7 +110,7 @@ def check_layers(module: nn.Module, name: str) -> None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(f"model {name} is scripted; give the network without torch.jit")
-    if type(module).__name__ == "OptimizedModule":
+    if uncompiled(module) is not module:
         raise ConfigError(
             f"model {name} is compiled; give the network without torch.compile: clients are "
             "trained in stacks here"
@@ -142,13 +139,12 @@ def check_layers(module: nn.Module, name: str) -> None:
                 f"layer {path!r} ({type(layer).__name__}) is lazy: its shape is unknown before "
                 "the first call; give its sizes"
             )
-        for hook in layer._forward_pre_hooks.values():
-            if type(hook).__module__ in OLD_FORMS:
-                raise ConfigError(
-                    f"layer {path!r} has its weights made anew before each call by "
-                    f"{type(hook).__module__}, which keeps them outside of the network's state; "
-                    f"{OLD_FORMS[type(hook).__module__]}"
-                )
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise ConfigError(
+                f"layer {path!r} has its weights made anew before each call by "
+                "torch.nn.utils.spectral_norm, which keeps them outside of the network's state; "
+                "take torch.nn.utils.parametrizations.spectral_norm"
+            )
     if not list(module.parameters()):
         raise ConfigError(f"model {name} has no parameters; nothing could be learned")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .mixing import remembers
 from .model import Model
-from .parts import ABSENT, tidied
+from .parts import ABSENT, plain_attributes, tidied
 
 NEAR = 1e-5  # differences that are rounding
 
@@ -22,21 +22,18 @@ def memory(module: nn.Module, model: Model) -> dict[str, tuple[int, int]]:
     """Return the tensors that layers keep outside parameters and state, with what tells whether
     they changed.
     """
-    found, usual = {}, vars(nn.Module())
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name in usual:
-                continue
-            each = {name: value}
-            if isinstance(part, nn.RNNBase) and name == "_flat_weights":  # they are its parameters
-                continue
-            if isinstance(value, (list, tuple)):
-                each = {f"{name}[{place}]": one for place, one in enumerate(value)}
-            elif isinstance(value, dict):
-                each = {f"{name}[{key!r}]": one for key, one in value.items()}
-            for what, one in each.items():
-                if isinstance(one, Tensor):
-                    found[f"{path}.{what}" if path else what] = (id(one), one._version)
+    found = {}
+    for path, part, value in plain_attributes(module):
+        each = {path: value}
+        if isinstance(part, nn.RNNBase) and path.endswith("_flat_weights"):  # its parameters
+            continue
+        if isinstance(value, (list, tuple)):
+            each = {f"{path}[{place}]": one for place, one in enumerate(value)}
+        elif isinstance(value, dict):
+            each = {f"{path}[{key!r}]": one for key, one in value.items()}
+        for what, one in each.items():
+            if isinstance(one, Tensor):
+                found[what] = (id(one), one._version)
     for constants in model.constants_in_use():
         found |= {name: (id(value), value._version) for name, value in constants.items()}
     return found

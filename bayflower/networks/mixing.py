@@ -26,7 +26,7 @@ from ..stacked.masked import MASKABLE
 from ..tree import Tensors
 from .manner import couples
 from .model import Model
-from .parts import cast, persistent, trainable
+from .parts import cast, persistent, plain_attributes, trainable
 
 log = logging.getLogger("bayflower")
 REAL, POOL = 2, 16  # samples of a pass, and samples among which padding is looked for
@@ -233,15 +233,12 @@ def size_of(value: Tensor) -> float:
 
 def plain(module: nn.Module) -> dict[str, object]:
     """Return numbers and sizes of collections that layers keep as plain attributes, by path."""
-    usual, found = vars(nn.Module()), dict[str, object]()
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name in usual:
-                continue
-            if isinstance(value, (list, dict, set)):
-                value = len(value)
-            if isinstance(value, (int, float)):
-                found[f"{path}.{name}" if path else name] = value
+    found = dict[str, object]()
+    for path, _, value in plain_attributes(module):
+        if isinstance(value, (list, dict, set)):
+            value = len(value)
+        if isinstance(value, (int, float)):
+            found[path] = value
     return found
 
 

@@ -34,6 +34,7 @@ from ..tasks import Task
 from ..tree import digest
 from .check import check_layers
 from .model import Model
+from .parts import plain_attributes, uncompiled
 from .several import one_tensor
 
 Factory = Callable[..., nn.Module]
@@ -54,15 +55,9 @@ class Named(NamedTuple):
     only_here: str  # why other processes cannot import it; "" if they can
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the network inside torch.compile: clients are trained in stacks here."""
-    inside = getattr(module, "_orig_mod", None)
-    return inside if isinstance(inside, nn.Module) else module
-
-
 def copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module; what its last pass has left in it need not be its own tensors."""
-    left = (value for part in module.modules() for value in vars(part).values())
+    left = [value for _, _, value in plain_attributes(module)]
     computed = [one for one in left if isinstance(one, Tensor) and not one.is_leaf]
     return deepcopy(module, {id(one): one.detach().clone() for one in computed})
 

@@ -83,6 +83,21 @@ def called(
     return functional_call(module, {**tensors, **shared}, (x,), tie_weights=False)
 
 
+def plain_attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield what layers keep beside parameters, state, hooks and layers: path, layer and value."""
+    usual = vars(nn.Module())
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in usual:
+                yield f"{prefix}.{name}" if prefix else name, part, value
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the network inside torch.compile: clients are trained in stacks here."""
+    inside = getattr(module, "_orig_mod", None)
+    return inside if isinstance(inside, nn.Module) else module
+
+
 @contextmanager
 def tidied(module: nn.Module, left: Mapping[str, Any]) -> Iterator[None]:
     """Put attributes back that a pass writes and no other reads, by their paths: the tensors of one

@@ -29,7 +29,7 @@ from ..data import (
     source_of,
     table_of,
 )
-from ..data.identity import shown
+from ..data.identity import shown, whose
 from ..data.moments import apply, read_scaling, ready
 from ..errors import ConfigError
 from ..files import checkpoint, place
@@ -111,8 +111,8 @@ def number_of(opened: Opened, client: int | str) -> int:
     if text.isdecimal():  # a number that is too large is refused with its data
         return int(text)
     sites = [shown(site) for site in names(settings, opened.run.settings.seed).sites]
-    if text in sites:
-        return sites.index(text)
+    if len(found := whose(text, dict(enumerate(sites)))) == 1:
+        return found[0]
     some = ", ".join([*sites[:10], *("…",) * (len(sites) > 10)])
     known = f" and the names {some}" if some else ""
     raise ConfigError(
