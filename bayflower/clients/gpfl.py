@@ -97,10 +97,8 @@ class Client(fedper.Client):
             self.network(params), work.buffers, batch.x, train=True, mask=batch.mask
         )
         z = z.flatten(1)
-        loss = self.model.mean_nll(
-            self.top_logits(params, valve(params, z, memo.own)), batch.y, batch.mask
-        )
-        shared = valve(params, z, memo.generic)
+        own, shared = valves(params, z, torch.stack((memo.own, memo.generic)))
+        loss = self.model.mean_nll(self.top_logits(params, own), batch.y, batch.mask)
         loss = loss + angle(shared, params[EMBEDDINGS], batch)
         target = batch.y @ memo.embeddings if is_mixed(batch.y) else memo.embeddings[batch.y]
         loss = loss + self.config.gpfl_weight * self.far(shared - target, batch.mask)
@@ -142,7 +140,8 @@ class Client(fedper.Client):
         z = self.model.forward_features(
             self.network(known), {n: known[n] for n in broadcast.buffers}, x, train=False
         )[1]
-        return self.model.probabilities(self.top_logits(known, valve(known, z.flatten(1), own)))
+        (gated,) = valves(known, z.flatten(1), own[None])
+        return self.model.probabilities(self.top_logits(known, gated))
 
     def known(self, view: str, state: Any, broadcast: Any) -> tuple[Tensors, Tensor]:
         """Return all numbers of the personal route, after or before local training, and p_i."""
@@ -158,27 +157,27 @@ class Client(fedper.Client):
     def topped(self, state: Any, broadcast: Any) -> tuple[Tensors, Tensors]:
         """Return the network with the valve as two vectors."""
         (known, own), head = self.known("personal", state, broadcast), self.model.head
-        scale, shift = conditioned(known, own)
+        scale, shift = (rows[0] for rows in conditioned(known, own[None]))
         last = linear(head, known[f"{head}.weight"], known.get(f"{head}.bias"))
         buffers = {n: known[n] for n in broadcast.buffers}
         gate = {f"{head}.0.scale": scale, f"{head}.0.shift": shift}
         return {**rest_of(self.model, known), **last}, {**buffers, **gate}
 
 
-def valve(params: Tensors, z: Tensor, condition: Tensor) -> Tensor:
-    """Return ReLU(z (γ(c) + 1) + β(c)) [eq. 1]."""
-    scale, shift = conditioned(params, condition)
-    return torch.relu(z * scale + shift)
+def valves(params: Tensors, z: Tensor, conditions: Tensor) -> Tensor:
+    """Return ReLU(z (γ(c) + 1) + β(c)), (N, B, D), of each of N conditions [eq. 1]."""
+    scale, shift = conditioned(params, conditions)
+    return torch.relu(z * scale[:, None] + shift[:, None])
 
 
-def conditioned(params: Tensors, condition: Tensor) -> tuple[Tensor, Tensor]:
-    """Return γ(c) + 1 and β(c) (D,) [eq. 1]."""
+def conditioned(params: Tensors, conditions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return γ(c) + 1 and β(c), both (N, D), of each of N conditions [eq. 1]."""
     scale, shift = (
         layer_norm(
             torch.relu(
-                params[f"{EXTRA}{layer}.weight"] @ condition + params[f"{EXTRA}{layer}.bias"]
+                conditions @ params[f"{EXTRA}{layer}.weight"].mT + params[f"{EXTRA}{layer}.bias"]
             ),
-            condition.shape,
+            conditions.shape[1:],
             params[f"{EXTRA}{layer}.norm"],
             params[f"{EXTRA}{layer}.normbias"],
         )

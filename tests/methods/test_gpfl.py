@@ -9,7 +9,7 @@ from plainsteps import LR, assert_equal, both, half_rounds
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from bayflower.clients.gpfl import Client, State, angle, cosine, valve
+from bayflower.clients.gpfl import Client, State, angle, cosine, valves
 from bayflower.config import Training
 from bayflower.data import batches
 from bayflower.errors import ConfigError
@@ -50,9 +50,10 @@ def test_golden_routes_and_losses(baselines):
     close(work.memo.own, known["own_condition"])
     z = doubles(known["z"])
     batch = Batch(z, torch.tensor(known["y"]), doubles(known["mask"]))
-    shared = valve(extra, z, work.memo.generic)
+    both = torch.stack((work.memo.generic, work.memo.own))
+    shared, own = valves(extra, z, both)
     close(shared, known["generic_features"])
-    close(valve(extra, z, work.memo.own), known["own_features"])
+    close(own, known["own_features"])
     close(cosine(shared, extra[EMBEDDINGS]), known["cosine"])
     free = extra[EMBEDDINGS].clone().requires_grad_()
     loss = angle(shared, free, batch)
