@@ -13,7 +13,7 @@ import torch
 
 from . import methods
 from .config import ENGINES, Run
-from .data import Federation, absolute, load_federation
+from .data import ClientData, Federation, absolute, load_federation
 from .data.moments import ready
 from .errors import BayflowerError, ConfigError, in_one_line
 from .files import lease, place
@@ -27,6 +27,8 @@ from .rounds.halves import Halves, halves_for
 from .rounds.rehearsal import rehearsed
 from .rounds.result import result
 from .rounds.solo import moved, samples
+
+TRIED = 16  # samples of the first client on which a network of one's own is tried
 
 
 class Prepared(NamedTuple):
@@ -52,7 +54,7 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     if is_own(run.settings.model):
         dtype = run.settings.torch_dtype()
         check_fit(halves.model, moved(for_trial(federation), torch.device("cpu"), dtype))
-        train = samples(federation.clients[0], torch.device("cpu"), dtype).train
+        train = samples(first_of(federation.clients[0]), torch.device("cpu"), dtype).train
         half = halves.client  # made again: it may refuse what was found
         half = type(half)(half.config, half.training, halves.model)
         rehearsed(methods.get(run.method).title, half, halves.server, halves.initial, train)
@@ -63,7 +65,7 @@ def for_trial(federation: Federation) -> np.ndarray:
     """Return samples to try a network with; of whole numbers, first those with the smallest and
     the largest, which an embedding has to know.
     """
-    x = federation.clients[0].x_train
+    x = federation.clients[0].x_train[:TRIED]
     if x.dtype.kind == "f":
         return x
     parts = [
@@ -75,6 +77,12 @@ def for_trial(federation: Federation) -> np.ndarray:
     low, high = min(parts, key=np.min), max(parts, key=np.max)
     ends = np.argwhere(low == low.min())[0, 0], np.argwhere(high == high.max())[0, 0]
     return np.concatenate([low[ends[0]][None], high[ends[1]][None], x])
+
+
+def first_of(data: ClientData) -> ClientData:
+    """Return a client's first samples alone, with which a step is tried."""
+    few = (array[:TRIED] for array in (data.x_train, data.y_train, data.x_test, data.y_test))
+    return ClientData(data.client, *few)
 
 
 def run_under_flower(
