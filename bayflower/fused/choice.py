@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.func import vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..contract import ClientHalf, Phase
 from ..networks.model import Batch
@@ -29,6 +30,7 @@ log = logging.getLogger("bayflower")
 SHARE = 0.7  # share of free memory that a stack may use
 SURE = 0.02  # if the upper bound is below this share of free memory, nothing is measured
 CROWD = 3  # on a CPU, stack only if at least this many clients train in the average step
+LARGE = 1e7  # multiplications of a step in convolutions, above which a CPU trains one by one
 # upper bound: memory of one client in copies of the model (parameters, gradients, optimiser,
 # messages); its data come on top
 COPIES = 12
@@ -130,10 +132,10 @@ def why_one_by_one(
     lengths = (stacked.draw(chosen, round)[:, :, 0, 0] >= 0).sum(0)
     if engine.measured:
         return slower(engine, states, broadcast, chosen, lengths)
-    if any(len(shape) > 2 for shape in engine.half.model.shapes.values()):
+    if phases[0].batch_size * phases[0].batches * convolved(engine) > LARGE:
         return (
-            "clients were trained one by one, which is usually faster for convolutions on a CPU "
-            "(stacking=measured compares both ways)"
+            "clients were trained one by one, which is usually faster for large convolutions on a "
+            "CPU (stacking=measured compares both ways)"
         )
     if int(lengths.sum()) < CROWD * int(lengths.max()):
         return (
@@ -141,6 +143,23 @@ def why_one_by_one(
             "step (stacking=measured compares both ways)"
         )
     return None
+
+
+def convolved(engine: Trainer) -> float:
+    """Return the multiplications of one sample's convolutions, forward; infinity if they cannot be
+    counted.
+    """
+    model = engine.unstacked.model
+    if all(len(shape) < 3 for shape in model.shapes.values()):
+        return 0
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            model.forward(*model.initial(0, engine.dtype), engine.stack.train.x[:1], False)
+    except (RuntimeError, NotImplementedError):
+        return float("inf")  # training says what is wrong
+    found = counter.get_flop_counts().get("Global", {})
+    return sum(count for operation, count in found.items() if "conv" in str(operation)) / 2
 
 
 def slower(

@@ -91,10 +91,11 @@ class Deep(nn.Sequential):
 
 
 class Conv(nn.Sequential):
-    """A network with a convolution, which a CPU trains one by one."""
+    """A network with a large convolution, which a CPU trains one by one."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 10))
+        super().__init__(nn.Conv2d(1, 64, 3), nn.ReLU(), nn.Conv2d(64, 80, 3), nn.ReLU())
+        self.append(nn.Flatten()).append(nn.Linear(1280, 10))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -181,10 +181,17 @@ FEW = {"num_clients": 2, "new_clients": 0}
     [
         ((), {}, None),
         (
-            (nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 1, 3, padding=1), nn.Flatten()),
+            (
+                nn.Unflatten(1, (1, 8, 8)),
+                nn.Conv2d(1, 64, 3, padding=1),
+                nn.Conv2d(64, 64, 3, padding=1),
+                nn.Conv2d(64, 1, 3, padding=1),
+                nn.Flatten(),
+            ),
             {},
-            "for convolutions on a CPU",
+            "for large convolutions on a CPU",
         ),
+        ((nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 1, 3, padding=1), nn.Flatten()), {}, None),
         ((), FEW, "fewer than 3 train in the average step"),
     ],
 )
@@ -199,6 +206,40 @@ def test_on_a_cpu_no_clock_decides_by_itself(monkeypatch, layers, settings, rema
     assert bool(outcome.remarks) == (remark is not None)
     assert remark is None or remark in outcome.remarks[0]
     assert outcome.rounds[0]["stacked"] == (0 if remark else 5)
+
+
+class Plain(nn.Module):
+    """A convolution without a layer for it, and weights of many dimensions without convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.mixed = (nn.Parameter(torch.ones(*s)) for s in ((5, 2, 3), (4, 4, 4, 6)))
+        self.fc = nn.Linear(6, 10)
+
+    def forward(self, x):
+        rows = nn.functional.conv1d(x.view(len(x), 2, 32), self.kernel)
+        cubes = rows.flatten(1)[:, :64].view(-1, 4, 4, 4)
+        return self.fc(torch.einsum("nabc,abcd->nd", cubes, self.mixed))
+
+
+@pytest.mark.parametrize(
+    ("network", "count"),
+    [
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 0),
+        (Plain, 5 * 2 * 3 * 30),
+        (
+            lambda: nn.Sequential(
+                *(nn.Flatten(), nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 6, 3, padding=1)),
+                *(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, groups=6), nn.ConvTranspose2d(6, 2, 2)),
+                *(nn.Flatten(), nn.Linear(98, 10)),
+            ),
+            64 * 9 * 6 + 36 * 9 * 6 + 36 * 4 * 12,
+        ),
+    ],
+)
+def test_multiplications_of_convolutions_are_counted(network, count):
+    run, federation, halves = on(Model(network, 10, "counted"), "fedavg")
+    assert choice.convolved(Fused(halves, federation.clients, run)) == count
 
 
 def sender(halves, device="cpu"):
