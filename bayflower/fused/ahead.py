@@ -10,7 +10,8 @@ The server's half guesses as well (`maths/guesses.py`).
 If not all was well, both rounds are taken back. The first is done again, with the host waiting for
 the device, and then the second. Nothing of what was guessed is left, so the results are those of
 rounds that wait. Rounds wait until all is well again: a hostile client costs one round of training
-twice, not one in every round.
+twice, not one in every round. Where guesses go wrong again and again, more and more rounds wait
+before the next guess.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .traffic import Count
 
 EVERYWHERE = False  # also on a CPU, where nobody waits: for tests
 FINE = "fine"
+TRUST = 8  # right guesses one after another, after which wrong ones are forgotten
 
 
 class Unread(NamedTuple):
@@ -64,6 +66,7 @@ class Ahead:
         self.run = run
         self.unread: Unread | None = None
         self.calm = False  # whether all was well in the last round that was read
+        self.wrong = self.right = self.rest = 0  # guesses, and rounds that wait without one
         here = EVERYWHERE or run.device.type == "cuda"
         plain = not run.run.privacy.on and run.budget is None and run.refiner is None
         self.possible = here and plain
@@ -74,7 +77,11 @@ class Ahead:
         alone = len(chunks) == 1 and engine.trainer == engine.phase_of
         fast = totals.wanted and not totals.holds and not engine.one_by_one_because
         there = isinstance(engine.bank, DeviceBank) and not got.lost
-        return self.possible and self.calm and alone and fast and there
+        may = self.possible and self.calm and alone and fast and there
+        if may and self.rest:
+            self.rest -= 1
+            return False
+        return may
 
     def add(self, round: int, got: Replies, totals: Totals, count: Count) -> None:
         """Add a round up as if all were well; nothing here waits for the device."""
@@ -127,8 +134,13 @@ class Ahead:
             run.engine.one_by_one_because = one.because
             run.pending.drop()
             self.calm = False
+            self.wrong, self.right = self.wrong + 1, 0
+            self.rest = 2 ** min(self.wrong, 6) - 2  # none after the first
             run.round(one.round)
             return False
+        self.right += 1
+        if self.right >= TRUST:
+            self.wrong = 0
         return True
 
     def _well(self, one: Unread) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..stacked.recorded import recorded
 from ..tree import Tensors, digest
 from . import dropout, hypernet
+from .guesses import holds
 
 ALL = "all"
 
@@ -179,13 +180,12 @@ def climbed(
     still = belief.psi_velocity or {key: torch.zeros_like(one) for key, one in belief.psi.items()}
     # some hundred small kernels on a GPU
     numbers = (*before.values(), *(still[name] for name in hypernet.PSI), going, moved, share)
-    found, speed, near = recorded(hypernet.flat_step, numbers, pace)
+    found, speed, taken = recorded(hypernet.flat_step, numbers, pace)
     after, velocity = (
         dict(zip(hypernet.NAMES, hypernet.kept(some), strict=True)) for some in (found, speed)
     )
-    part = hypernet.within(pace.reach, before, after, near)
-    # the velocity is that of the step that was taken, or the next one would make up for it
-    if part < 1:
+    if not holds(taken > 0):
+        part = hypernet.within(pace.reach, before, after)
         after = hypernet.recast(hypernet.between(part, before, after), before)
         velocity = {name: part * value for name, value in velocity.items()}
     rows, speeds = (

@@ -13,7 +13,7 @@ follow:
 
 which is descent on Σ_m g^m ½‖h(e^m) − (old h^m + Delta^m)‖²: products of a vector with the
 Jacobian, which is never formed. Its curvature grows with K: the outputs move by J Jᵀ Delta, and a
-common part of the last layer's K rows, however small, makes that hundreds of times Delta. `within`
+common part of the last layer's K rows, however small, makes that hundreds of times Delta. `fitting`
 says how much of a step to take.
 """
 
@@ -27,7 +27,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..tree import Tensors
-from .guesses import holds
+
+SHARES = 20  # of a step that are looked at: 1, ½, ¼, …
+MOST = 2**22  # numbers of a pass over some of them
 
 SLOPE = 0.1  # of LeakyReLU below 0
 PSI = ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")
@@ -141,15 +143,17 @@ def stepped(
     return recast(after, values), recast(going, values)
 
 
-def whole_step(
+def limited_step(
     before: Numbers, velocity: Numbers, moved: Tensor, share: Tensor, pace: Pace
 ) -> tuple[Numbers, Numbers, Tensor]:
-    """Return (psi and the embeddings after a whole step, their velocity, whether the outputs move
-    by at most the reach ()). It has no branch on a number, so that a GPU can record it.
+    """Return (psi and the embeddings after a step, their velocity, the share of the whole step that
+    was taken (), 0 for none of those looked at, where psi and the rest are those of the whole
+    step). On a GPU it has no branch on a number, so that it can be recorded.
 
     `before` and `velocity` are in the order of NAMES, the embeddings (M, d) last; 0 is at rest.
     `moved` (M, K) and `share` (M,) are Delta and g of the clients. Where there is no momentum the
-    velocity stays as it was.
+    velocity stays as it was. It is that of the step that was taken, or the next one would make up
+    for it.
     """
     start, known = (dict(zip(NAMES, numbers, strict=True)) for numbers in (before, velocity))
     wide = recast(start)
@@ -168,18 +172,27 @@ def whole_step(
         )
         after |= one
         going |= speed
-    after, going = recast(after, start), recast({**known, **going}, known)
-    near = torch.ones((), dtype=torch.bool, device=moved.device)
-    if pace.reach:
-        near = is_near(pace.reach, output(wide, wide[OWN]), recast(after))
-    return tuple(after[name] for name in NAMES), tuple(going[name] for name in NAMES), near
+    after = recast(after, start)
+    going = recast({**known, **going}, known)
+    if not pace.reach:
+        return in_order(after), in_order(going), torch.ones_like(share[0])
+    part = fitting(pace.reach, wide, recast(after), not moved.is_cuda)
+    taken = part.where(part > 0, torch.ones_like(part))
+    short = recast(between(taken, wide, after), start)
+    after = {name: torch.where(taken < 1, short[name], after[name]) for name in NAMES}
+    return in_order(after), tuple(going[name] * taken for name in NAMES), part
+
+
+def in_order(values: Tensors) -> Numbers:
+    """Return values in the order of NAMES."""
+    return tuple(values[name] for name in NAMES)
 
 
 def flat_step(*given: Any) -> tuple[Numbers, Numbers, Tensor]:
-    """Return what `whole_step` does of its tensors one after the other, and of the pace."""
+    """Return what `limited_step` does of its tensors one after the other, and of the pace."""
     *numbers, moved, share, pace = given
     size = len(NAMES)
-    return whole_step(tuple(numbers[:size]), tuple(numbers[size:]), moved, share, pace)
+    return limited_step(tuple(numbers[:size]), tuple(numbers[size:]), moved, share, pace)
 
 
 def kept(numbers: Numbers) -> Numbers:
@@ -191,36 +204,61 @@ def kept(numbers: Numbers) -> Numbers:
     return found
 
 
-def is_near(reach: float, start: Tensor, after: Tensors) -> Tensor:
-    """Return whether the outputs are at most `reach` from `start` (M, K), root mean square (), for
-    psi and the embeddings of M clients in `after`.
+def fitting(reach: float, before: Tensors, after: Tensors, waits: bool) -> Tensor:
+    """Return the largest share of 1, ½, ¼, … of a step at which the outputs move by at most `reach`
+    (), root mean square over clients and weights; 0 if there is none among SHARES.
+
+    `before` and `after` are psi and the embeddings of M clients, by NAMES, in float64. Whoever
+    waits for each answer stops at the first; a GPU's host does not, and all shares are looked at.
     """
-    return (output(after, after[OWN]) - start).square().mean().sqrt() <= reach
+    start = before[OWN]
+    shares = 0.5 ** torch.arange(SHARES, dtype=start.dtype, device=start.device)
+    numbers = len(start) * len(before["2.bias"])
+    some = 1 if waits else min(SHARES, max(1, MOST // numbers))
+    best = torch.zeros_like(shares[0])
+    for part in shares.split(some):
+        near = moves(part, before, after) <= reach
+        best = torch.maximum(best, part.where(near, torch.zeros_like(part)).max())
+        if waits and bool(near):
+            break
+    return best
 
 
-def within(reach: float, before: Tensors, after: Tensors, whole: Tensor | None = None) -> float:
-    """Return the share 1, ½, ¼, … of a step at which the outputs move by at most `reach`, root mean
-    square over clients and weights.
+def moves(shares: Tensor, before: Tensors, after: Tensors) -> Tensor:
+    """Return how far the outputs move at some shares of a step (S,), root mean square.
 
-    `before` and `after` are psi and the embeddings of M clients, by NAMES; a reach of 0 is no
-    limit. `whole` says whether the whole step is within it, where that is known.
+    The last layer's weights are W + share·V, so that its part of the move is
+    (x − x₀) Wᵀ + share (x Vᵀ + v): two products for all shares.
     """
-    if not reach:
-        return 1.0
-    if whole is not None and holds(whole):
-        return 1.0
-    wide, share = recast(before), 1.0 if whole is None else 0.5
-    start = output(wide, wide[OWN])
-    while share > 1e-12 and not holds(is_near(reach, start, between(share, before, after))):
+    way = {name: after[name] - value for name, value in before.items()}
+    each = shares[:, None, None]
+    x, begun = before[OWN] + each * way[OWN], before[OWN]
+    for number in range(2):
+        weight, bias = (f"{number}.weight", f"{number}.bias")
+        now = torch.baddbmm(
+            before[bias] + each * way[bias], x, (before[weight] + each * way[weight]).mT
+        )
+        x = functional.leaky_relu(now, SLOPE)
+        begun = functional.leaky_relu(functional.linear(begun, before[weight], before[bias]), SLOPE)
+    moved = (x - begun) @ before["2.weight"].T
+    moved = moved + each * functional.linear(x, way["2.weight"], way["2.bias"])
+    return moved.square().mean((1, 2)).sqrt()
+
+
+def within(reach: float, before: Tensors, after: Tensors) -> float:
+    """Return what `fitting` does of smaller shares, one after the other."""
+    start, end, share = recast(before), recast(after), 0.5**SHARES
+    here = start[OWN]
+    while share > 1e-12 and not bool(moves(here.new_tensor([share]), start, end) <= reach):
         share /= 2
     return share
 
 
-def between(share: float, before: Tensors, after: Tensors) -> Tensors:
+def between(share: float | Tensor, before: Tensors, after: Tensors) -> Tensors:
     """Return where `share` of the step from `before` to `after` leads, in float64."""
     start, end = list(recast(before).values()), recast({name: after[name] for name in before})
-    way = torch._foreach_sub(list(end.values()), start)
-    return dict(zip(before, torch._foreach_add(start, way, alpha=share), strict=True))
+    way = torch._foreach_mul(torch._foreach_sub(list(end.values()), start), share)
+    return dict(zip(before, torch._foreach_add(start, way), strict=True))
 
 
 def recast(values: Tensors, like: Tensors | None = None) -> Tensors:

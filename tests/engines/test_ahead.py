@@ -102,6 +102,21 @@ def test_every_method_goes_ahead_to_the_same_results(method):
     assert again == [] or method == "fedivon"  # an honest client of it is far from the others
 
 
+def test_a_guess_that_is_always_wrong_is_made_ever_less_often(monkeypatch):
+    """Each costs a round of training: four of them in twenty rounds, not eighteen."""
+    plain = ahead.finite
+    monkeypatch.setattr(ahead, "finite", lambda *given: plain(*given) & False)
+    went, again, _ = compared("fedavg", "peace", rounds=20, keep=0.1)
+    assert (went, again) == ([], [2, 3, 6, 13])
+    seen = []
+    monkeypatch.setattr(
+        ahead, "finite", lambda *given: plain(*given) & (seen.append(1) or len(seen) not in (3, 12))
+    )
+    went, again, _ = compared("fedavg", "peace", rounds=20, keep=0.1)
+    assert went == [2, 3, *range(5, 13), *range(14, 21)]
+    assert again == [4, 13]  # eight good ones between them: both count as the first
+
+
 @pytest.mark.parametrize(
     "pair",
     some(

@@ -86,11 +86,13 @@ def together(half, state, clients, counts, steps):
 
 @pytest.mark.parametrize("posterior", ["hyper", "global", "own"])
 @pytest.mark.parametrize("momentum", [0.0, 0.3])
-@pytest.mark.parametrize("reach", [0.0, 0.1])
-def test_rounds_are_those_of_clients_one_by_one(posterior, momentum, reach):
+@pytest.mark.parametrize(("reach", "shares"), [(0.0, 20), (0.1, 20), (0.1, 1)])
+def test_rounds_are_those_of_clients_one_by_one(posterior, momentum, reach, shares, monkeypatch):
     """A client that comes later starts at rest, one that stays away keeps its velocity; float32,
-    as in a run. No round depends on who replied first.
+    as in a run. No round depends on who replied first. With one share looked at, smaller ones are
+    searched for afterwards.
     """
+    monkeypatch.setattr(hypernet, "SHARES", shares)
     settings = {"embedding_momentum": momentum, "hyper_momentum": 2 * momentum}
     half = server(posterior=posterior, hyper_reach=reach, hyper_clip=0.5, server_lr=0.7, **settings)
     draw = torch.Generator().manual_seed(0)

@@ -129,10 +129,15 @@ def test_outputs_move_no_further_than_the_reach(asked):
             float((hypernet.output(after, e) - hypernet.output(psi, e)).square().mean().sqrt())
         )
         way = {**psi, hypernet.OWN: e}, {**after, hypernet.OWN: e}
-        parts.append(hypernet.within(0.1, *way))
-        assert hypernet.within(0.0, *way) == 1
-        whole = torch.tensor(moves[-1] <= 0.1)
-        assert hypernet.within(0.1, *way, whole) == parts[-1]
+        parts.append(float(hypernet.fitting(0.1, *way, waits=True)))
+        assert hypernet.fitting(0.1, *way, waits=False) == parts[-1]
+        shares = 0.5 ** torch.arange(hypernet.SHARES, dtype=torch.float64)
+        known = hypernet.moves(shares, *way)
+        for share, found in zip(shares.tolist(), known.tolist(), strict=True):
+            there = hypernet.between(share, *way)
+            gone = hypernet.output(there, there[hypernet.OWN]) - hypernet.output(psi, e)
+            assert found == pytest.approx(float(gone.square().mean().sqrt()), rel=1e-9)
+        assert parts[-1] == max(shares[known <= 0.1].tolist())
         mixed = {name: value + parts[-1] * (after[name] - value) for name, value in psi.items()}
         moved = float((hypernet.output(mixed, e) - hypernet.output(psi, e)).square().mean().sqrt())
         assert moved <= 0.1
@@ -144,3 +149,20 @@ def test_outputs_move_no_further_than_the_reach(asked):
     else:
         assert parts == [1, 1, 1]
         assert moves[0] > 5 * asked
+
+
+def test_a_share_smaller_than_those_looked_at_is_found_by_halving(monkeypatch):
+    psi = hypernet.initial("seed", 3, 20, 50, torch.float64)
+    e = torch.stack([hypernet.embedding("seed", c, 3, torch.float64) for c in range(4)])
+    far = {name: value + 1e8 for name, value in psi.items()}
+    way = {**psi, hypernet.OWN: e}, {**far, hypernet.OWN: e}
+    assert hypernet.fitting(0.1, *way, waits=False) == 0
+    share = hypernet.within(0.1, *way)
+    moved = hypernet.moves(double([share, 2 * share]), *way)
+    assert moved[0] <= 0.1 < moved[1]
+    assert share < 0.5**hypernet.SHARES
+    monkeypatch.setattr(hypernet, "SHARES", 50)
+    for waits in (True, False):
+        assert hypernet.fitting(0.1, *way, waits=waits) == share
+    monkeypatch.setattr(hypernet, "MOST", 4 * 50 * 7)  # seven shares a pass
+    assert hypernet.fitting(0.1, *way, waits=False) == share
