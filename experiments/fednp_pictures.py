@@ -25,6 +25,7 @@ from drawing import drawing, save
 
 from bayflower.data import load_federation
 from bayflower.maths import npn
+from bayflower.maths.propagation import tilted
 from bayflower.personal.runs import Opened, client_state, open_run
 from bayflower.report.special import in_plane
 from bayflower.rounds.solo import samples
@@ -89,7 +90,7 @@ def rows(opened: Opened, owned: list[Any]) -> dict[str, np.ndarray]:
             for part in zip(*(field.split(CHUNK) for field in one.train), strict=True)
         ]
         f = sum(part.total["f"] for part in parts) / one.train.mask.sum()
-        z = half.tilted(f, work.memo.cavity)
+        z = tilted(half.site(f), work.memo.cavity, half.slopes)
         layers = {
             name.removeprefix(EXTRA + "npn."): value
             for name, value in work.params.items()

@@ -33,13 +33,14 @@ CODED = ("qlsd", "qlsd-ft")  # behind BatchNorm rounding may tip a number to the
 @functools.cache
 def bench_of(method: str, model: str, dtype: str = "float32") -> Bench:
     """Return a method with some clients' updates of one round; test files share it."""
+    near = 1e-4 if model == "mlp-bn" else 2e-5  # BatchNorm magnifies what CPUs round differently
     return Bench(
         method,
         model,
         dtype,
         settings={**NEEDED.get(method, {}), **FEWER.get(method, {}), **STEPS.get(method, {})},
         returns_one_update=method not in BEYOND,
-        near=0.02 if method in CODED else 2e-5,  # two codes
+        near=0.02 if method in CODED else near,  # two codes
     )
 
 
