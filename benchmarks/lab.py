@@ -8,6 +8,7 @@ and links are slowed in a container's network namespace.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -26,7 +27,11 @@ from bayflower.errors import BayflowerError
 from bayflower.files import checkpoint
 
 POSITIONS = ("before", "during", "after")  # local training of the victim in the round
-IMPORT_SECONDS = 5.0  # CPU time after which a ClientApp has imported torch and is training
+IMPORTS = """
+import time
+import flwr.supernode.runtime.run_clientapp, bayflower.client_app
+print(time.process_time())
+"""
 WAIT_SECONDS = 360.0
 # where ip and tc are, for whoever calls
 TOOLS = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
@@ -196,7 +201,7 @@ class Lab:
         if position == "during":
             self.wait_for(
                 lambda: any(
-                    cpu(pid) > IMPORT_SECONDS
+                    cpu(pid) > import_seconds()
                     for pid in self.pids(f"clientapp-{client}", "flwr-clientapp")
                 ),
                 process,
@@ -309,6 +314,15 @@ class Lab:
             while True:
                 file.write(b"\0" * 4096)
         return filler
+
+
+@functools.cache
+def import_seconds() -> float:
+    """Return the CPU time after which a ClientApp is training: its imports on this machine, and a
+    bit more.
+    """
+    said = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True).stdout
+    return 0.3 + 1.1 * float(said)
 
 
 def cpu(pid: int) -> float:

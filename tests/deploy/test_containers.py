@@ -224,7 +224,7 @@ def test_one_run_through_every_fault(docker, tmp_path):
     with Lab(
         tmp_path / "fed",
         2,
-        {**faults.SETTINGS, "rounds": 6, "ask_again_seconds": 45},
+        {**faults.SETTINGS, "rounds": 6, "local_epochs": 40, "ask_again_seconds": 45},
         small={1: faults.SMALL_DISK},
     ) as lab:
         reference, name = faults.Reference(lab), "course"
