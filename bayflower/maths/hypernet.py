@@ -84,11 +84,16 @@ def embedding(seed: str, client: int, size: int, dtype: torch.dtype) -> Tensor:
 
 def output(psi: Tensors, embeddings: Tensor) -> Tensor:
     """Return h_psi of embeddings (…, d): (…, K)."""
-    x = embeddings
-    for number in range(3):
-        x = functional.linear(x, psi[f"{number}.weight"], psi[f"{number}.bias"])
-        x = functional.leaky_relu(x, SLOPE) if number < 2 else x
-    return x
+    return functional.linear(passed(psi, embeddings)[-1], psi["2.weight"], psi["2.bias"])
+
+
+def passed(psi: Tensors, embeddings: Tensor) -> list[Tensor]:
+    """Return what each layer of h_psi gets from embeddings (…, d)."""
+    found = [embeddings]
+    for number in range(2):
+        x = functional.linear(found[-1], psi[f"{number}.weight"], psi[f"{number}.bias"])
+        found.append(functional.leaky_relu(x, SLOPE))
+    return found
 
 
 def ascent(
@@ -99,19 +104,16 @@ def ascent(
     `embeddings` (M, d), `steps` (M, K) the clients' Delta, `shares` (M,) their g. Backpropagation
     layer by layer: rows are weighted after it, and the outputs are not computed.
     """
-    share, inputs = shares.double()[:, None], [embeddings.double()]  # of each layer
-    for number in range(2):
-        weight, bias = psi[f"{number}.weight"].double(), psi[f"{number}.bias"].double()
-        x = functional.linear(inputs[-1], weight, bias)
-        inputs.append(functional.leaky_relu(x, SLOPE))
+    wide, share = recast(psi), shares.double()[:, None]
+    given = passed(wide, embeddings.double())
     to_psi, back = {}, steps.double()
     for number in (2, 1, 0):
         own = share * back
-        to_psi[f"{number}.weight"] = own.T @ inputs[number]
+        to_psi[f"{number}.weight"] = own.T @ given[number]
         to_psi[f"{number}.bias"] = own.sum(0)
-        back = back @ psi[f"{number}.weight"].double()
+        back = back @ wide[f"{number}.weight"]
         if number:
-            back = torch.where(inputs[number] > 0, back, SLOPE * back)
+            back = torch.where(given[number] > 0, back, SLOPE * back)
     return {name: to_psi[name] for name in psi}, back
 
 
@@ -232,15 +234,14 @@ def moves(shares: Tensor, before: Tensors, after: Tensors) -> Tensor:
     """
     way = {name: after[name] - value for name, value in before.items()}
     each = shares[:, None, None]
-    x, begun = before[OWN] + each * way[OWN], before[OWN]
+    x = before[OWN] + each * way[OWN]
     for number in range(2):
         weight, bias = (f"{number}.weight", f"{number}.bias")
         now = torch.baddbmm(
             before[bias] + each * way[bias], x, (before[weight] + each * way[weight]).mT
         )
         x = functional.leaky_relu(now, SLOPE)
-        begun = functional.leaky_relu(functional.linear(begun, before[weight], before[bias]), SLOPE)
-    moved = (x - begun) @ before["2.weight"].T
+    moved = (x - passed(before, before[OWN])[-1]) @ before["2.weight"].T
     moved = moved + each * functional.linear(x, way["2.weight"], way["2.bias"])
     return moved.square().mean((1, 2)).sqrt()
 
