@@ -153,13 +153,16 @@ def convolved(engine: Trainer) -> float:
     if all(len(shape) < 3 for shape in model.shapes.values()):
         return 0
     counter = FlopCounterMode(display=False)
+    two = engine.stack.train.x[:2]  # some networks know no batch of one
     try:
         with torch.no_grad(), counter:
-            model.forward(*model.initial(0, engine.dtype), engine.stack.train.x[:1], False)
-    except (RuntimeError, NotImplementedError):
-        return float("inf")  # training says what is wrong
+            model.forward(*model.initial(0, engine.dtype), two, False)
+    except Exception:  # training says what is wrong
+        log.debug("convolutions of %s could not be counted", model.name, exc_info=True)
+        return float("inf")
     found = counter.get_flop_counts().get("Global", {})
-    return sum(count for operation, count in found.items() if "conv" in str(operation)) / 2
+    convolutions = sum(count for operation, count in found.items() if "conv" in str(operation))
+    return convolutions / 2 / len(two)
 
 
 def slower(

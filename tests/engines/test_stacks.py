@@ -222,11 +222,27 @@ class Plain(nn.Module):
         return self.fc(torch.einsum("nabc,abcd->nd", cubes, self.mixed))
 
 
+class Squeezed(nn.Module):
+    """A network that fails with few samples: with one, or with fewer than `least`."""
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self.least, self.conv, self.fc = least, nn.Conv2d(1, 6, 3), nn.Linear(12, 10)
+
+    def forward(self, x):
+        if len(x) < self.least:
+            raise IndexError("too few samples")
+        pooled = self.conv(x.view(-1, 1, 8, 8)).amax((2, 3)).squeeze()
+        return self.fc(torch.cat([pooled, pooled.relu()], 1))
+
+
 @pytest.mark.parametrize(
     ("network", "count"),
     [
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 0),
         (Plain, 5 * 2 * 3 * 30),
+        (Squeezed, 36 * 9 * 6),
+        (lambda: Squeezed(least=3), float("inf")),
         (
             lambda: nn.Sequential(
                 *(nn.Flatten(), nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 6, 3, padding=1)),
