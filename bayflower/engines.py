@@ -20,7 +20,7 @@ from .files import lease, place
 from .files.checkpoint import Checkpoint
 from .files.records import Outcome, Progress
 from .files.texts import write_json
-from .networks.check import check_fit
+from .networks.check import check_fit, check_single
 from .networks.own import is_own
 from .rounds.calibrated import save_total
 from .rounds.halves import Halves, halves_for
@@ -53,7 +53,10 @@ def prepare(run: Run, engine: str = "fused") -> Prepared:
     federation = ready(federation, halves.client.training.input_scale)
     if is_own(run.settings.model):
         dtype = run.settings.torch_dtype()
-        check_fit(halves.model, moved(for_trial(federation), torch.device("cpu"), dtype))
+        tried = moved(for_trial(federation), torch.device("cpu"), dtype)
+        check_fit(halves.model, tried)
+        if run.data.calibrated:
+            check_single(halves.model, tried)
         train = samples(first_of(federation.clients[0]), torch.device("cpu"), dtype).train
         half = halves.client  # made again: it may refuse what was found
         half = type(half)(half.config, half.training, halves.model)

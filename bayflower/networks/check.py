@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from ..errors import ConfigError, in_one_line
+from ..errors import BayflowerError, ConfigError, in_one_line
 from ..stacked import chance
 from ..tasks import Task
 from ..tasks.saved import to_json
@@ -86,6 +86,27 @@ def check_fit(model: Model, x: Tensor) -> None:
             f"{classes} classes; give it {classes} (a parameter called num_classes is filled in), "
             "or say num_classes if some class does not occur"
         )
+
+
+def check_single(model: Model, x: Tensor) -> None:
+    """Raise unless a network of one's own can predict for one sample alone."""
+    start = model.initial(0, x.dtype if x.is_floating_point() else torch.get_default_dtype())
+    with alone(model), torch.no_grad(), torch.random.fork_rng(devices=[]), chance.step(0):
+        model.forward(*start, x[:1].clone(), False)
+
+
+@contextmanager
+def alone(model: Model) -> Iterator[None]:
+    """Say in one line why a network fails here, where it gets one sample alone."""
+    try:
+        yield
+    except BayflowerError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model {model.name} cannot predict for one sample alone: {in_one_line(error, 200)}; "
+            "keep the samples' dimension in forward(), e.g. flatten(1) instead of squeeze()"
+        ) from error
 
 
 def needs(task: Task) -> str:

@@ -28,6 +28,7 @@ from ..files.atomic import save_tensors
 from ..files.texts import write_json
 from ..maths.laplace import Classes
 from ..maths.tops import INSIDE
+from ..networks.check import alone
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.calibrated import TEST, Taken
@@ -91,7 +92,8 @@ def keep(folder: Path, kept: Kept, formats: Sequence[str] = ("safetensors",)) ->
         if name not in FORMATS:
             raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
     half, train = kept.half, kept.data.train
-    params, buffers = numbers(half, kept.state, kept.broadcast, train.x[:1])
+    with alone(half.model):
+        params, buffers = numbers(half, kept.state, kept.broadcast, train.x[:1])
     network = personal_model(half).module(params, buffers).eval().cpu()
     if half.model.task.events:
         kept = kept._replace(tally=tally_of(kept))

@@ -18,7 +18,7 @@ from bayflower.data import read_npz
 from bayflower.engines import prepare, run_to_result
 from bayflower.errors import BayflowerError, ConfigError
 from bayflower.files.texts import finite, write_text, writing
-from bayflower.personal import personalise
+from bayflower.personal import export, personalise
 from bayflower.report import write_report
 from bayflower.report.flat import write
 from bayflower.rounds.result import diverged
@@ -171,3 +171,30 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
         write(asked, [{"method": "fedmap"}])
     with pytest.raises(ConfigError, match="none does not exist; name a file"):
         write_report([tmp_path], tmp_path / "none" / "report.html")
+
+
+SQUEEZED = """
+import torch
+
+class Squeezed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = torch.nn.Conv2d(1, 6, 3), torch.nn.Linear(12, 10)
+
+    def forward(self, x):
+        pooled = self.conv(x).amax((2, 3)).squeeze()
+        return self.fc(torch.cat([pooled, pooled.relu()], 1))
+"""
+
+
+def test_a_network_without_a_pass_for_one_sample_is_named_before_training(tmp_path, monkeypatch):
+    """Sets and exported models are for one sample; without them it trains, and nothing is lost."""
+    (tmp_path / "squeezing.py").write_text(SQUEEZED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = {**QUICK, "model": "squeezing:Squeezed", "dataset": "digits"}
+    with pytest.raises(ConfigError, match=r"Squeezed cannot predict for one sample.*flatten\(1\)"):
+        prepare(parse("fedavg", given))
+    folder = tmp_path / "run"
+    run_to_result(prepare(parse("fedavg", {**given, "calibration": "off"})), folder)
+    with pytest.raises(ConfigError, match="cannot predict for one sample alone"):
+        export(folder, 0, tmp_path / "own")
