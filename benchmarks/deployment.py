@@ -23,8 +23,9 @@ from typing import Any
 from bayflower.deploy import folders, runs
 from bayflower.deploy.local import Local
 from bayflower.deploy.server import Server
+from bayflower.files import children
 from bayflower.files.texts import write_json
-from bayflower.flower import control, processes
+from bayflower.flower import control
 
 RESULTS = Path(__file__).parent / "results"
 CLIENTS = 3
@@ -197,7 +198,7 @@ def measure_rounds(local: Local, folder: Path, rounds: int, repeats: int) -> dic
 def rss(mark: str) -> dict[str, float]:
     """Return the resident megabytes of each long-lived program of a deployment."""
     found: dict[str, float] = {}
-    for pid in processes.marked(mark):
+    for pid in children.marked(mark):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])

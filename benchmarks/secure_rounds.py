@@ -33,8 +33,8 @@ from bayflower.config import parse
 from bayflower.deploy import folders, runs
 from bayflower.deploy.local import Local
 from bayflower.engines import execute, prepare
+from bayflower.files.children import marked
 from bayflower.files.texts import write_json
-from bayflower.flower.processes import marked
 
 RESULTS = Path(__file__).parent / "results"
 SETTINGS = {

@@ -88,7 +88,11 @@ Workers = Annotated[
 
 Port = Annotated[
     int,
-    typer.Option(help="ray and deployment: port of the SuperLink on loopback; 0 = any free one"),
+    typer.Option(
+        min=0,
+        max=65535,
+        help="ray and deployment: port of the SuperLink on loopback; 0 = any free one",
+    ),
 ]
 
 

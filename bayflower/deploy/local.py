@@ -23,6 +23,7 @@ from typing import Any
 
 from ..errors import BayflowerError
 from ..files.audit import VARIABLE
+from ..files.children import end, marked
 from ..files.texts import read_json, write_json
 from ..files.vault import VARIABLE as KEY_VARIABLE
 from ..flower import processes
@@ -73,11 +74,11 @@ class Local:
         with contextlib.suppress(ChildProcessError):
             # reaps a child process that has ended, which would stay a zombie otherwise
             os.waitpid(pid or -1, os.WNOHANG)
-        return pid in processes.marked(self.facts["mark"])
+        return pid in marked(self.facts["mark"])
 
     def any_alive(self) -> bool:
         """Return whether anything of the deployment runs here."""
-        return bool(processes.marked(self.facts["mark"]))
+        return bool(marked(self.facts["mark"]))
 
     def server(self) -> Server:
         """Return the connection to the SuperLink."""
@@ -322,7 +323,7 @@ class Local:
         deadline = time.monotonic() + 10
         while any(self.alive(name) for name in self.names()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        processes.end(self.facts["mark"])
+        end(self.facts["mark"])
         self.facts["pids"] = {}
         if self.folder.exists():
             self.save()

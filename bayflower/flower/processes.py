@@ -2,16 +2,14 @@
 
 The programs run in a temporary folder, so that Flower's workers cannot load another app by
 accident. They use free ports and install nothing at run time. All processes carry a mark in their
-environment, by which a process that outlives its parent is found and ended.
+environment, by which a guard finds and ends those that outlive the run, even if the run is killed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -27,14 +25,13 @@ from typing import Any
 
 from .. import methods
 from ..errors import BayflowerError, ConfigError
-from ..files.children import end_with_parent, terminable
+from ..files.children import MARK, clear, end, end_with_parent, start_guard, terminable
 from ..files.texts import read_json
 from ..networks.own import home
 from .app import folded
 from .bundle import write_app
 from .control import flwr_json, run_status, submit
 
-MARK = "BAYFLOWER_MARK"
 START_SECONDS = 300.0  # on a busy machine; a program that has died is reported at once
 SILENT_SECONDS = 120.0  # timeout for the start of the ServerApp
 RESTARTS = 5  # cap on restarts of one SuperNode
@@ -60,6 +57,7 @@ class Flower:
         self.port = check_port(port) if port else free_port()
         self.mark = uuid.uuid4().hex
         self.folder = Path(tempfile.mkdtemp(prefix="bayflower-"))
+        self.guard: subprocess.Popen[bytes] | None = None
         self.superlink: subprocess.Popen[bytes] | None = None
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
         self.restarts: dict[int, int] = {}
@@ -78,6 +76,7 @@ class Flower:
                 end(note.read_text().strip())
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(self.mark)
+            self.guard = start_guard(self.mark, self.folder)
             (self.folder / "home").mkdir()
             (self.folder / "home" / "config.toml").write_text(
                 '[superlink]\ndefault = "bayflower"\n\n[superlink.bayflower]\naddress = '
@@ -209,8 +208,10 @@ class Flower:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        end(self.mark)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        clear(self.mark, self.folder)
+        if self.guard is not None:  # all that it is for is done
+            self.guard.kill()
+            self.guard.communicate()
 
 
 def run_app(
@@ -350,7 +351,9 @@ def free_port() -> int:
 
 
 def check_port(port: int) -> int:
-    """Return `port`; raise if it is in use."""
+    """Return `port`; raise if it is no port or in use."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port must be in [0, 65535], got {port}")
     with socket.socket() as sock:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -361,30 +364,3 @@ def check_port(port: int) -> int:
                 "for any free one"
             ) from None
     return port
-
-
-def end(mark: str) -> None:
-    """End every process that carries the mark: terminated first, then killed."""
-    for attempt in range(20):
-        left = marked(mark) if len(mark) == 32 else []
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM if attempt < 5 else signal.SIGKILL)
-        if not left:
-            return
-        time.sleep(0.3)
-
-
-def marked(mark: str) -> list[int]:
-    """Return the processes whose environment carries the mark, this one excepted."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                f"{MARK}={mark}".encode() in (folder / "environ").read_bytes()
-                and int(folder.name) != os.getpid()
-            ):
-                found.append(int(folder.name))
-        except (OSError, ValueError):
-            continue
-    return found

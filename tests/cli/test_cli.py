@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from prefork import bayflower
 
-from bayflower import cli
+from bayflower import ConfigError, cli
+from bayflower.flower.processes import Flower
 
 QUICK = [
     "--rounds",
@@ -148,6 +150,10 @@ BAD = [
         ["run", "fedmap", "--engine", "warp"],
         "engine must be one of fused, loop, ray, deployment, got 'warp'",
     ),
+    (
+        ["run", "fedmap", "--engine", "deployment", "--port", "65536"],
+        "'--port': 65536 is not in the range 0<=x<=65535",
+    ),
     (["run", "fedmap", "--dataset", "nowhere.npz"], "nowhere.npz"),
     (["run", "fedmap", "--dataset", "imagenet"], "imagenet"),
     (["run", "fedmap", "--dataset", "digit"], "got 'digit'; did you mean 'digits'?"),
@@ -198,6 +204,12 @@ def test_bad_settings_end_with_one_line_and_code_2(tmp_path, words, text, monkey
 def test_bad_settings_end_a_real_process(tmp_path, start, words, text):
     done = start(*words, cwd=tmp_path)
     check_refusal(done.returncode, done.stdout, done.stderr, text)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none_is_refused_from_python_too(tmp_path, port):
+    with pytest.raises(ConfigError, match=re.escape(f"port must be in [0, 65535], got {port}")):
+        Flower("deployment", 2, tmp_path, port=port)
 
 
 def test_bad_data_files_end_with_one_line_and_code_2(tmp_path):

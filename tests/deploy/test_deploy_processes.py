@@ -22,7 +22,7 @@ from deployed import SETS, WORK, deploy, same_as, same_as_the_loop
 from bayflower.config import parse
 from bayflower.deploy import folders, keys, layout
 from bayflower.engines import execute, prepare
-from bayflower.files import checkpoint
+from bayflower.files import checkpoint, children
 from bayflower.flower import processes
 
 pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("deploy")]
@@ -55,8 +55,8 @@ def running(tmp_path_factory):
         yield folder
     finally:
         ended = deploy("down", folder)
-        left = processes.marked(mark)
-        processes.end(mark)
+        left = children.marked(mark)
+        children.end(mark)
     assert ended.returncode == 0, ended.stderr
     assert left == []
 
@@ -106,7 +106,7 @@ def test_one_command_goes_on_after_a_kill(running, victim):
         )
     )
     assert process.poll() is None, process.stderr.read()
-    for pid in processes.marked(facts(running)["mark"]):
+    for pid in children.marked(facts(running)["mark"]):
         try:
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
@@ -265,9 +265,9 @@ def test_the_page_does_what_it_says(tmp_path):
                 facts(tmp_path / "fed")["mark"] if (tmp_path / "fed" / "local").exists() else ""
             )
         assert json.loads((tmp_path / "results" / "result.json").read_text())["num_clients"] == 3
-        assert processes.marked(mark) == []
+        assert children.marked(mark) == []
     finally:
-        processes.end(mark)
+        children.end(mark)
 
 
 def test_what_is_lost_without_a_word_is_asked_for_again(tmp_path):
@@ -325,7 +325,7 @@ def test_what_is_lost_without_a_word_is_asked_for_again(tmp_path):
         WORK["rounds"],
     )
     assert seconds < 300, seconds  # without asking again each loss would cost the timeout
-    assert [pid for mark in marks for pid in processes.marked(mark)] == []
+    assert [pid for mark in marks for pid in children.marked(mark)] == []
 
 
 def test_missing_clients_are_named(tmp_path):
@@ -353,4 +353,4 @@ def test_missing_clients_are_named(tmp_path):
         marks = [facts(part)["mark"] for part in parts if (part / "local").exists()]
         for part in parts:
             deploy("down", part)
-    assert [pid for mark in marks for pid in processes.marked(mark)] == []
+    assert [pid for mark in marks for pid in children.marked(mark)] == []

@@ -13,8 +13,7 @@ import deployed
 import pytest
 
 from bayflower.deploy import folders
-from bayflower.files import lease, vault
-from bayflower.flower import processes
+from bayflower.files import children, lease, vault
 
 pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("deploy")]
 deploy = partial(deployed.deploy, timeout=900)
@@ -73,4 +72,4 @@ def test_a_federation_whose_state_is_lost_says_so(tmp_path):
     finally:
         mark = json.loads((folder / "local" / "local.json").read_text())["mark"]
         deploy("down", folder)
-        processes.end(mark)
+        children.end(mark)

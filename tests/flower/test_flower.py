@@ -17,7 +17,7 @@ from flowerapp import WORK, bayflower, clean, personal
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
 from bayflower.files import checkpoint
-from bayflower.flower.processes import marked
+from bayflower.files.children import marked
 from bayflower.methods import METHODS
 
 pytestmark = pytest.mark.flower
@@ -84,7 +84,8 @@ def test_flwr_run_as_a_user_types_it(tmp_path):
     """`flwr run` on this repository from another folder: the background SuperLink it starts is its
     own, and is ended by its mark.
     """
-    from bayflower.flower.processes import MARK, end, free_port
+    from bayflower.files.children import MARK, end
+    from bayflower.flower.processes import free_port
 
     root = Path(__file__).parents[2]
     mark = "f" * 31 + "0"

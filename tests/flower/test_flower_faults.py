@@ -17,7 +17,7 @@ from flowerapp import WORK, bayflower, clean, words
 from bayflower.config import parse
 from bayflower.engines import execute, prepare
 from bayflower.files import checkpoint
-from bayflower.flower.processes import marked
+from bayflower.files.children import marked
 
 pytestmark = pytest.mark.flower
 
@@ -26,13 +26,14 @@ def reference(rounds: int) -> object:
     return execute(prepare(parse("fedmap", {**WORK, "rounds": rounds}), "loop")).server_state
 
 
-def start(out: Path, *more: str, **settings) -> subprocess.Popen:
+def start(out: Path, *more: str, env: dict | None = None, **settings) -> subprocess.Popen:
     out.parent.mkdir(exist_ok=True)
     return subprocess.Popen(
         words(["run", "fedmap"], out, "deployment", *more, **settings),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=env,
     )
 
 
@@ -183,19 +184,22 @@ def test_a_supernode_that_never_comes(tmp_path):
 
 
 def test_being_killed_itself_leaves_nothing_that_goes_on(tmp_path):
-    """SIGKILL to `bayflower run`: its SuperLink and SuperNodes end with it, and the next start
-    clears what is left.
+    """SIGKILL to `bayflower run`: all of Flower's programs end with it, and nothing of it stays in
+    the folder for temporary files.
     """
-    out = tmp_path / "out"
-    process = start(out)
+    out, rest = tmp_path / "out", tmp_path / "rest"
+    rest.mkdir()
+    process = start(out, env={**os.environ, "TMPDIR": str(rest)})
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (
         (out / "logs" / "mark").exists() and processes_of(out, "flower-supernode")
     ):
         time.sleep(0.1)
+    assert list(rest.glob("bayflower-*"))
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 30
-    while not clean(out) and time.monotonic() < deadline:
+    while not (clean(out) and not list(rest.glob("bayflower-*"))) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert processes_of(out, "flower-superlink") == []
+    assert clean(out)
+    assert not list(rest.glob("bayflower-*"))

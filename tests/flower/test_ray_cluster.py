@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from bayflower.flower.processes import MARK, end, free_port, marked
+from bayflower.files.children import MARK, end, marked
+from bayflower.flower.processes import free_port
 
 pytestmark = pytest.mark.flower
 BIN = Path(sys.executable).parent

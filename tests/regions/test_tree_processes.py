@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from deployed import WORK, deploy, ends_with_the_bits_of_the_loop, submitted
 
-from bayflower.flower import processes
+from bayflower.files import children
 
 pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("deploy")]
 ROUNDS = 2
@@ -25,7 +25,7 @@ def serving(mark: str, spool: Path) -> int | None:
     for file in spool.glob("*/.serving"):
         waits = list((file.parent / "requests").glob("*.safetensors"))
         pid = json.loads(file.read_text() or "{}").get("pid")
-        if waits and pid in processes.marked(mark):
+        if waits and pid in children.marked(mark):
             return int(pid)
     return None
 

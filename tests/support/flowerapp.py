@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bayflower.flower.processes import marked
+from bayflower.files.children import marked
 
 WORK = {
     "dataset": "digits",
