@@ -29,7 +29,7 @@ from torch.nn import functional
 from ..tree import Tensors
 
 SHARES = 20  # of a step that are looked at: 1, ½, ¼, …
-MOST = 2**22  # numbers of a pass over some of them
+MOST = 2**23  # moves that are computed at once, of all shares, clients and some weights
 
 SLOPE = 0.1  # of LeakyReLU below 0
 PSI = ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")
@@ -178,9 +178,10 @@ def limited_step(
     going = recast({**known, **going}, known)
     if not pace.reach:
         return in_order(after), in_order(going), torch.ones_like(share[0])
-    part = fitting(pace.reach, wide, recast(after), not moved.is_cuda)
+    way = course(wide, after)
+    part = fitting(pace.reach, wide, way, not moved.is_cuda)
     taken = part.where(part > 0, torch.ones_like(part))
-    short = recast(between(taken, wide, after), start)
+    short = recast(along(way, wide, taken), start)
     after = {name: torch.where(taken < 1, short[name], after[name]) for name in NAMES}
     return in_order(after), tuple(going[name] * taken for name in NAMES), part
 
@@ -206,33 +207,31 @@ def kept(numbers: Numbers) -> Numbers:
     return found
 
 
-def fitting(reach: float, before: Tensors, after: Tensors, waits: bool) -> Tensor:
+def fitting(reach: float, before: Tensors, way: Tensors, waits: bool) -> Tensor:
     """Return the largest share of 1, ½, ¼, … of a step at which the outputs move by at most `reach`
     (), root mean square over clients and weights; 0 if there is none among SHARES.
 
-    `before` and `after` are psi and the embeddings of M clients, by NAMES, in float64. Whoever
-    waits for each answer stops at the first; a GPU's host does not, and all shares are looked at.
+    `before` are psi and the embeddings of M clients, by NAMES, and `way` their whole step, in
+    float64. Whoever waits for each answer stops at the first; a GPU's host does not, and all shares
+    are looked at.
     """
     start = before[OWN]
     shares = 0.5 ** torch.arange(SHARES, dtype=start.dtype, device=start.device)
-    numbers = len(start) * len(before["2.bias"])
-    some = 1 if waits else min(SHARES, max(1, MOST // numbers))
     best = torch.zeros_like(shares[0])
-    for part in shares.split(some):
-        near = moves(part, before, after) <= reach
+    for part in shares.split(1 if waits else SHARES):
+        near = moves(part, before, way) <= reach
         best = torch.maximum(best, part.where(near, torch.zeros_like(part)).max())
         if waits and bool(near):
             break
     return best
 
 
-def moves(shares: Tensor, before: Tensors, after: Tensors) -> Tensor:
+def moves(shares: Tensor, before: Tensors, way: Tensors) -> Tensor:
     """Return how far the outputs move at some shares of a step (S,), root mean square.
 
     The last layer's weights are W + share·V, so that its part of the move is
-    (x − x₀) Wᵀ + share (x Vᵀ + v): two products for all shares.
+    (x − x₀) Wᵀ + share (x Vᵀ + v): two products for all shares, which read W and V once.
     """
-    way = {name: after[name] - value for name, value in before.items()}
     each = shares[:, None, None]
     x = before[OWN] + each * way[OWN]
     for number in range(2):
@@ -241,25 +240,45 @@ def moves(shares: Tensor, before: Tensors, after: Tensors) -> Tensor:
             before[bias] + each * way[bias], x, (before[weight] + each * way[weight]).mT
         )
         x = functional.leaky_relu(now, SLOPE)
-    moved = (x - passed(before, before[OWN])[-1]) @ before["2.weight"].T
-    moved = moved + each * functional.linear(x, way["2.weight"], way["2.bias"])
-    return moved.square().mean((1, 2)).sqrt()
+    # a row of each share and client
+    changed = (x - passed(before, before[OWN])[-1]).flatten(0, 1)
+    part = (each * x).flatten(0, 1)
+    each = each.expand(*x.shape[:2], 1).flatten(0, 1)
+    last = before["2.weight"], way["2.weight"], way["2.bias"]
+    some, squares = max(1, MOST // len(part)), torch.zeros_like(part[:, 0])
+    for weight, wide, bias in zip(*(one.split(some) for one in last), strict=True):
+        moved = torch.addmm(changed @ weight.T, part, wide.T).addcmul_(each, bias)
+        squares += moved.square().sum(1)
+    return (squares.reshape(len(shares), -1).mean(1) / len(way["2.bias"])).sqrt()
 
 
 def within(reach: float, before: Tensors, after: Tensors) -> float:
     """Return what `fitting` does of smaller shares, one after the other."""
-    start, end, share = recast(before), recast(after), 0.5**SHARES
-    here = start[OWN]
-    while share > 1e-12 and not bool(moves(here.new_tensor([share]), start, end) <= reach):
+    start, share = recast(before), 0.5**SHARES
+    way, here = course(start, after), start[OWN]
+    while share > 1e-12 and not bool(moves(here.new_tensor([share]), start, way) <= reach):
         share /= 2
     return share
 
 
+def course(before: Tensors, after: Tensors) -> Tensors:
+    """Return the whole step to `after` from `before`, which is in float64."""
+    end = recast({name: after[name] for name in before})
+    moved = torch._foreach_sub(list(end.values()), list(before.values()))
+    return dict(zip(before, moved, strict=True))
+
+
+def along(way: Tensors, before: Tensors, share: float | Tensor) -> Tensors:
+    """Return where a share of the step `way` leads from `before`, in float64."""
+    part = torch._foreach_mul(list(way.values()), share)
+    torch._foreach_add_(part, list(before.values()))
+    return dict(zip(way, part, strict=True))
+
+
 def between(share: float | Tensor, before: Tensors, after: Tensors) -> Tensors:
     """Return where `share` of the step from `before` to `after` leads, in float64."""
-    start, end = list(recast(before).values()), recast({name: after[name] for name in before})
-    way = torch._foreach_mul(torch._foreach_sub(list(end.values()), start), share)
-    return dict(zip(before, torch._foreach_add(start, way), strict=True))
+    start = recast(before)
+    return along(course(start, after), start, share)
 
 
 def recast(values: Tensors, like: Tensors | None = None) -> Tensors:

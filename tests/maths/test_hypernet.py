@@ -111,10 +111,11 @@ def test_outputs_begin_near_zero_and_decay_leaves_them_there():
 
 
 @pytest.mark.parametrize("asked", [1e-5, 0.02])
-def test_outputs_move_no_further_than_the_reach(asked):
+def test_outputs_move_no_further_than_the_reach(asked, monkeypatch):
     """Clients ask for a little; J Jᵀ and what the last layer's rows have in common make it much.
     Where it is less, nothing is cut.
     """
+    monkeypatch.setattr(hypernet, "MOST", 20 * 5 * 300)  # 300 of the 2,048 weights at once
     psi = hypernet.initial("seed", 3, 200, 2048, torch.float64)
     e = torch.stack([hypernet.embedding("seed", c, 3, torch.float64) for c in range(5)])
     velocity, moves, parts = {}, [], []
@@ -128,13 +129,14 @@ def test_outputs_move_no_further_than_the_reach(asked):
         moves.append(
             float((hypernet.output(after, e) - hypernet.output(psi, e)).square().mean().sqrt())
         )
-        way = {**psi, hypernet.OWN: e}, {**after, hypernet.OWN: e}
+        both = {**psi, hypernet.OWN: e}, {**after, hypernet.OWN: e}
+        way = both[0], hypernet.course(*both)
         parts.append(float(hypernet.fitting(0.1, *way, waits=True)))
         assert hypernet.fitting(0.1, *way, waits=False) == parts[-1]
         shares = 0.5 ** torch.arange(hypernet.SHARES, dtype=torch.float64)
         known = hypernet.moves(shares, *way)
         for share, found in zip(shares.tolist(), known.tolist(), strict=True):
-            there = hypernet.between(share, *way)
+            there = hypernet.between(share, *both)
             gone = hypernet.output(there, there[hypernet.OWN]) - hypernet.output(psi, e)
             assert found == pytest.approx(float(gone.square().mean().sqrt()), rel=1e-9)
         assert parts[-1] == max(shares[known <= 0.1].tolist())
@@ -155,14 +157,15 @@ def test_a_share_smaller_than_those_looked_at_is_found_by_halving(monkeypatch):
     psi = hypernet.initial("seed", 3, 20, 50, torch.float64)
     e = torch.stack([hypernet.embedding("seed", c, 3, torch.float64) for c in range(4)])
     far = {name: value + 1e8 for name, value in psi.items()}
-    way = {**psi, hypernet.OWN: e}, {**far, hypernet.OWN: e}
+    both = {**psi, hypernet.OWN: e}, {**far, hypernet.OWN: e}
+    way = both[0], hypernet.course(*both)
     assert hypernet.fitting(0.1, *way, waits=False) == 0
-    share = hypernet.within(0.1, *way)
+    share = hypernet.within(0.1, *both)
     moved = hypernet.moves(double([share, 2 * share]), *way)
     assert moved[0] <= 0.1 < moved[1]
     assert share < 0.5**hypernet.SHARES
     monkeypatch.setattr(hypernet, "SHARES", 50)
     for waits in (True, False):
         assert hypernet.fitting(0.1, *way, waits=waits) == share
-    monkeypatch.setattr(hypernet, "MOST", 4 * 50 * 7)  # seven shares a pass
+    monkeypatch.setattr(hypernet, "MOST", 50 * 4 * 7)  # seven of the 50 weights at once
     assert hypernet.fitting(0.1, *way, waits=False) == share

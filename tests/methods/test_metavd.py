@@ -13,7 +13,6 @@ from rig import VICTIM, Rig, rewrite
 from torch import nn
 from vdplain import (
     ALPHA_RATE,
-    BASES,
     ETA,
     FLOOR,
     KL,
@@ -92,7 +91,12 @@ def test_the_average_is_never_nan(weighting):
 
 @pytest.mark.parametrize(
     ("base", "posterior"),
-    [*((base, "hyper") for base in BASES), ("reptile", "own"), ("reptile", "global")],
+    [
+        *(pytest.param(base, "hyper", marks=pytest.mark.slow) for base in ("fedavg", "maml")),
+        *((base, "hyper") for base in ("reptile", "perfedavg")),
+        ("reptile", "own"),
+        ("reptile", "global"),
+    ],
 )
 def test_two_rounds_equal_plain_torch(base, posterior):
     """Modules, torch.optim and loops: local steps [eq. 4], the average [eq. 5], the hypernetwork

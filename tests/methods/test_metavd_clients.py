@@ -29,7 +29,7 @@ from bayflower.work import is_unchanged
     [
         pytest.param({"base": "fedavg"}, "mlp", marks=pytest.mark.slow),
         pytest.param({"base": "maml"}, "mlp", marks=pytest.mark.slow),
-        ({"base": "maml", "server_momentum": 0}, "mlp-bn"),
+        pytest.param({"base": "maml", "server_momentum": 0}, "mlp-bn", marks=pytest.mark.slow),
         # the velocity of a bias before BatchNorm is rounding and nothing else
         pytest.param({"base": "perfedavg", "server_momentum": 0}, "mlp-bn", marks=pytest.mark.slow),
         ({"base": "reptile", "drop_above": 0.27, "drop_after": 1, "predict_samples": 2}, "mlp"),
@@ -51,6 +51,28 @@ def test_loop_and_fused_agree(settings, model):
     for one, two in zip(loop.rounds, fused.rounds, strict=True):
         assert (one["bytes_up"], one["bytes_down"]) == (two["bytes_up"], two["bytes_down"])
         assert one["dropout_rate"] == pytest.approx(two["dropout_rate"], rel=1e-9)
+
+
+@pytest.mark.parametrize("posterior", ["hyper", "own"])
+def test_the_reported_dropout_rate_is_that_of_every_nth_of_many_clients(posterior):
+    """Of 40 clients every third, 14 of at most 16; the share of dropped weights is of all 40."""
+    half = small_prepared("metavd", posterior=posterior, drop_above=0.05, drop_after=0).halves
+    state = half.server.init(*half.initial, tuple(range(40)))
+    belief = state.belief
+    if posterior == "own":  # clients that differ
+        draw = torch.Generator().manual_seed(0)
+        own = {
+            name: value + torch.randn(value.shape, generator=draw, dtype=value.dtype)
+            for name, value in belief.embeddings.items()
+        }
+        state = state._replace(belief=belief._replace(embeddings=own))
+    rates = [torch.sigmoid(half.server.log_alpha(state, client)) for client in range(40)]
+    told = half.server.report(state)
+    assert told["dropout_rate"] == pytest.approx(float(torch.stack(rates[::3]).mean()), rel=1e-6)
+    dropped = float((torch.stack(rates) > 0.05).double().mean())
+    assert 0 < dropped < 1
+    assert told["sparsity"] == pytest.approx(dropped)
+    assert told["kl_weight_now"] == pytest.approx(float(half.server.kl_weight(state)))
 
 
 def test_a_new_client_has_the_mean_of_the_trained_embeddings():
