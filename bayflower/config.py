@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -221,6 +222,10 @@ class Run:
 
     def instructions(self) -> str:
         """Return the settings a client needs, as JSON: part of every message to it."""
+        return self._instructions
+
+    @cached_property
+    def _instructions(self) -> str:
         return make_instructions(self.training, self.options)
 
 

@@ -119,6 +119,10 @@ class ServerHalf(Portions, ABC):
         """Return what travels of a broadcast, by name."""
         return flatten(broadcast)
 
+    def packs_alike(self, broadcast: Any) -> bool:
+        """Return whether `pack` gives the same shapes for all clients of a stacked broadcast."""
+        return type(self).pack is ServerHalf.pack
+
     def unpack(self, state: Any, flat: Tensors) -> Any:
         """Return the update that `ClientHalf.pack` made `flat` of; raise if it cannot be one.
         Values are checked to be finite.
@@ -277,9 +281,7 @@ class ClientHalf(ABC):
 
     @property
     def plain_loop(self) -> bool:
-        """Return whether a round is nothing but steps down `loss`, so that a training loop of the
-        user's own can do it.
-        """
+        """Return whether a round is only steps down `loss`, which a user's own loop can do."""
         return True
 
     def phases(self, purpose: Purpose) -> tuple[Phase, ...]:
@@ -304,9 +306,7 @@ class ClientHalf(ABC):
     def gradient(
         self, phase: Phase, work: Work, batches: tuple[Batch, ...], noise: Tensors
     ) -> tuple[Tensors, Tensors, Tensor]:
-        """Return (the gradient for the parameters that move, the buffers, the loss) of one step.
-        Default: that of `loss`.
-        """
+        """Return (gradient of what moves, buffers, loss) of one step. Default: that of `loss`."""
         moving = {name: work.params[name] for name in phase.moving(work.params)}
 
         def objective(moving: Tensors) -> tuple[Tensor, Tensors]:

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.func import vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..contract import ClientHalf, Phase
 from ..networks.model import Batch
 from ..rounds import solo
 from ..stacked import chance
+from ..stacked.mapped import mapped
 from ..tree import map_tree, take
 from .bank import Bank
 from .memory import peak
@@ -209,7 +209,7 @@ def step(engine: Trainer, states: Any, broadcast: Any, chosen: list[int]) -> Cal
     phase = engine.half.phases("train")[0]
     data = engine.stack.whole(chosen)
     axis = 0 if engine.per_client else None
-    work = vmap(engine.half.begin, in_dims=(0, axis, 0))(states, broadcast, data)
+    work = mapped(engine.half.begin, (0, axis, 0))(states, broadcast, data)
     work = solo.fresh_optimizer(phase, work, (len(chosen),))
     width = min(phase.batch_size, data.y.shape[1])
     groups = tuple(map_tree(lambda leaf: leaf[:, :width], data) for _ in range(phase.batches))
@@ -219,7 +219,7 @@ def step(engine: Trainer, states: Any, broadcast: Any, chosen: list[int]) -> Cal
     }
     keys = torch.zeros(len(chosen), dtype=torch.int64, device=engine.device)
     once = chance.within(partial(engine.half.step, phase))
-    return lambda: vmap(once)(keys, work, groups, noise)
+    return lambda: mapped(once)(keys, work, groups, noise)
 
 
 def single(engine: Trainer, state: Any, broadcast: Any, client: int) -> Callable[[], Any]:

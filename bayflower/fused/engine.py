@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from .. import metrics
 from ..config import Run
@@ -27,6 +26,7 @@ from ..networks.mixing import try_out
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.halves import Halves
+from ..stacked.mapped import mapped
 from ..stacked.replay import Graphs
 from ..tree import map_tree, stack, take, to, upload
 from . import choice
@@ -162,13 +162,13 @@ class Fused:
         self, chosen: list[int], states: Any, broadcast: Any, round: int
     ) -> tuple[Any, Any, Tensor]:
         data = self.stack.whole(chosen)
-        work = vmap(self.half.begin, in_dims=(0, self._axis, 0))(states, broadcast, data)
+        work = mapped(self.half.begin, (0, self._axis, 0))(states, broadcast, data)
         self.lap("begin")
         work, losses = self._phases(work, chosen, "train", round)
         self.lap("training")
         if self.half.survey_size:
             work = work._replace(survey=self._survey(work, chosen))
-        states, updates = vmap(self.half.finish)(states, work, data)
+        states, updates = mapped(self.half.finish)(states, work, data)
         return states, updates, losses
 
     def _one_by_one(
@@ -382,11 +382,11 @@ class Fused:
         self, chosen: list[int], states: Any, broadcast: Any, purpose: Purpose, round: int
     ) -> Any:
         data = self.stack.whole(chosen)
-        work = vmap(lambda s, b, d: self.half.adapt(s, b, d, purpose), in_dims=(0, self._axis, 0))(
-            states, broadcast, data
-        )
+        adapt = mapped(lambda s, b, d: self.half.adapt(s, b, d, purpose), (0, self._axis, 0))
+        work = adapt(states, broadcast, data)
         work, _ = self._phases(work, chosen, purpose, round)
-        return vmap(lambda s, w, d: self.half.finish_adapting(s, w, d, purpose))(states, work, data)
+        finish = mapped(lambda s, w, d: self.half.finish_adapting(s, w, d, purpose))
+        return finish(states, work, data)
 
     def _predict_noise(self, chosen: list[int], round: int) -> dict[str, Tensor]:
         shapes = self.half.noise("predict", solo.CHUNK)

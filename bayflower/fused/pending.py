@@ -37,11 +37,10 @@ class Pending:
         self.waiting: list[Open] = []
         self.last: Mark | None = None
 
-    def begin(self) -> Mark:
-        """Return the start of the next round: the end of the last one, or now if other work came
-        between.
-        """
-        return self.last if self.last is not None else self.meter.mark()
+    def begin(self) -> None:
+        """Begin the next round: at the end of the last one, or now if other work came between."""
+        if self.last is None:
+            self.last = self.meter.mark()
 
     def add(
         self,
@@ -50,19 +49,21 @@ class Pending:
         count: Count,
         report: Callable[[], dict[str, float]],
         stacked: int,
-        begin: Mark,
     ) -> None:
         """Add a round, `stacked` clients of which trained together; write the record of the one
         before it.
         """
-        self.last = self.meter.mark()
+        assert self.last is not None
+        begin, self.last = self.last, self.meter.mark()
         self.waiting.append(Open(round, losses, count, report, stacked, begin, self.last))
         while len(self.waiting) > 1:
             self._write(self.waiting.pop(0))
 
     def drop(self) -> None:
-        """Forget the last round, which is done again."""
-        self.waiting.pop()
+        """Forget the last round, which is done again: its time goes on, and ends that of what was
+        begun after it.
+        """
+        self.last = self.waiting.pop().begin
 
     def flush(self) -> None:
         """Wait for all rounds and write their records; later work counts to no round."""

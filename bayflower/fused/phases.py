@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from ..contract import ClientHalf, Phase, Survey, Work
 from ..data import batches
 from ..networks.model import Batch
 from ..stacked import chance
+from ..stacked.mapped import mapped
 from ..stacked.products import products
 from ..stacked.replay import Graphs, Replay
 from ..stacked.routes import has_kernels
@@ -165,7 +165,7 @@ class StackedPhase:
             gradient, front = self.recipe.shaped(partial(self.half.gradient, self.phase), size)
             args = (self.step_keys(size), *front, work, groups, noise)
             with products(work.params if self.plain else {}) as left:
-                grads, buffers, loss = vmap(chance.within(gradient))(*args)
+                grads, buffers, loss = mapped(chance.within(gradient))(*args)
             optimizer = self.phase.optimizer
             left.descend(optimizer.lr)
             optimizer.update_stack(work.params, left.others(grads), work.opt)
@@ -173,7 +173,7 @@ class StackedPhase:
         else:
             step, front = self.recipe.shaped(partial(self.half.step, self.phase), size)
             args = (self.step_keys(size), *front, work, groups, noise)
-            after, info = vmap(chance.within(step))(*args)
+            after, info = mapped(chance.within(step))(*args)
             loss = info["loss"]
             if self.work.unlike(after):
                 self.work.spread()
@@ -263,7 +263,7 @@ class StackedPass:
         places = self.at * self.piece + torch.arange(self.piece, device=self.at.device)
         batch = self.part.rows(places.expand(size, -1), places < self.part.size[:size, None])
         with torch.no_grad():
-            total, each = vmap(self.fn)(*self.args.part(size), batch)
+            total, each = mapped(self.fn)(*self.args.part(size), batch)
         if self.found is None:
             clients = len(self.part.size)
             self.found = Survey(

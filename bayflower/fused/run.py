@@ -222,7 +222,7 @@ class FusedRun:
             self.pending.flush()  # so that the test does not count as training time
             before = self.test(self.engine, chosen, round - 1, "finetune")
             self.records[-1].update(curve_point(before, self.halves.model.task))
-        begin = self.pending.begin()
+        self.pending.begin()
         if self.budget is not None:
             self.budget.spend(chosen)
         count = traffic.Count(self.run, self.name, round, before)
@@ -238,7 +238,7 @@ class FusedRun:
         if self.ahead.unread is None:
             count.weights = self.weights(chosen)
         report = partial(self._report, self.state, self.budget.shown() if self.budget else {})
-        self.pending.add(round, losses, count, report, stacked, begin)
+        self.pending.add(round, losses, count, report, stacked)
         self.lap("records")
 
     def weights(self, chosen: Sequence[int]) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from ..maths.exact import Total
 from ..rounds.halves import Halves
 from ..rounds.robust import HOLDING, Limiter, Measured
 from ..rounds.suspects import Apart, Why
-from ..tree import Tensors, map_tree, take, to
+from ..tree import Tensors, map_tree, take, to, upload
 
 
 def stacked_updates(updates: list[Any]) -> Any:
@@ -60,7 +60,7 @@ class Totals:
         self.exact, self.suspects = Total(), Apart()
         self.held: list[tuple[Any, list[int], Any]] = []
         self.told: list[tuple[int | None, str]] = []  # of the round, once it is summed
-        self.calm = False  # whether the fast sum was enough and nobody was a suspect
+        self.calm = False  # whether the fast sum was enough and no suspect came as a surprise
 
     def add(self, state: Any, chunk: list[int], updates: Any) -> None:
         """Add the stacked updates of some clients."""
@@ -107,9 +107,9 @@ class Totals:
                 self._join(pair[1], self._total(state, chunk, limiter.muted(seen), places) or {})
         return True
 
-    def hasty(self, state: Any, chunk: list[int], updates: Any) -> Hasty:
-        """Add the method's fast sum as if nobody had to be left out, without waiting for a GPU.
-        Return what was measured, to be read later.
+    def hasty(self, state: Any, chunk: list[int], updates: Any, out: Collection[int]) -> Hasty:
+        """Add the method's fast sum as if only the clients `out` had to be left out, without
+        waiting for a GPU. Return what was measured, to be read later.
         """
         server, limiter, found = self.server, self.limiter, Hasty(None, {}, {})
         if limiter.on:
@@ -121,7 +121,8 @@ class Totals:
             if factors:
                 updates = server.stacked_reduced(state, updates, factors)
             found = Hasty(seen, done.factors, factors)
-        used = server.total(state, tuple(chunk), updates)
+        places = [place for place, client in enumerate(chunk) if client not in out]
+        used = self._total(state, chunk, updates, places)
         assert used is not None  # a round before had one
         self._join(self.fast, used)
         return found
@@ -130,7 +131,8 @@ class Totals:
         """Return the method's fast sum over the clients at `places` of a chunk."""
         if len(places) < len(chunk):
             chunk = [chunk[place] for place in places]
-            updates = map_tree(lambda leaf: leaf[places], updates)
+            chosen = upload(places, updates.num_examples.device)
+            updates = map_tree(lambda leaf: leaf[chosen], updates)
         return self.server.total(state, tuple(chunk), updates)
 
     def _join(self, total: dict[str, Tensor], part: Sum) -> None:
@@ -180,7 +182,7 @@ class Totals:
             self.limiter.settle()
         suspects = self.limiter.suspects
         standing = suspects.standing
-        self.calm = bool(self.fast) and not any(suspects.of.values())
+        self.calm = bool(self.fast) and not suspects.surprises
         for why, (used, left) in self.apart.items():
             self._join(self.fast, left if why & standing else used)
         self.suspects.into(self.exact, standing)

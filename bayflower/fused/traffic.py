@@ -78,10 +78,11 @@ class Count:
         )
         self.examples.update(examples)
         shared: int | None = None
+        apart = server.per_client and not server.packs_alike(message)
         if replied:
             self.open.append((replied, halves.client, outline(updates, halves.client.sized_by)))
         for place in range(len(clients)):
-            if shared is None or server.per_client:
+            if shared is None or apart:
                 own = (
                     map_tree(lambda leaf, place=place: leaf[place], message)
                     if server.per_client

@@ -59,6 +59,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .averages import Table
 from .parts import TINY, Part
 
 Vector = np.ndarray[Any, Any]
@@ -104,8 +106,7 @@ class Gate:
     def __init__(self, adds_up: bool = False) -> None:
         self.adds_up = adds_up  # then moves are compared, not changes
         self.past: dict[int, list[float]] = {}  # by client: the cosines of its last rounds
-        # by client: these cosines, and their mean
-        self.means: dict[int, tuple[list[float], float]] = {}
+        self.table = Table()  # of these cosines
         # by client: the sketch of this round's change, of length 1 unless moves are compared
         self.now: dict[int, Vector] = {}
         self.drift: dict[int, Vector] = {}  # if adds_up, by client: the sketch of its moves' sum
@@ -201,6 +202,7 @@ class Gate:
                     agreed += (part * unit(rest, fresh=True)).sum(1).tolist()
             for client, one in zip(clients, agreed, strict=bool(agreed)):
                 self.past[client] = [*self.past.get(client, []), one][-LAST:]
+            self.table.note(self.past, clients if agreed else ())
             for client, mine in self.itself.items():
                 self.steady[client] = [*self.steady.get(client, []), mine][-LAST:]
             before = unit(
@@ -215,9 +217,18 @@ class Gate:
     def forget(self) -> None:
         """Forget the clients beyond KEPT that took part longest ago."""
         many = len(self.own) - KEPT
-        for client in [one for one in self.own if one not in self.out][: max(many, 0)]:
-            for known in (self.own, self.past, self.means, self.steady, self.drift):
+        if many <= 0:
+            return
+        oldest = list(islice((one for one in self.own if one not in self.out), many))
+        for client in oldest:
+            for known in (self.own, self.past, self.steady, self.drift):
                 known.pop(client, None)  # type: ignore[attr-defined]
+        self.table.drop(oldest)
+
+    def learn(self, past: dict[int, list[float]]) -> None:
+        """Take over the cosines of each client's last rounds."""
+        self.past, self.table = past, Table()
+        self.table.note(past, past)
 
     def undo(self) -> None:
         """Forget what was seen in this round."""
@@ -228,13 +239,10 @@ class Gate:
         if len(self.past) < CROWD:
             self.out = {}
             return
-        for client, values in self.past.items():
-            if client not in self.means or self.means[client][0] is not values:
-                self.means[client] = values, fmean(values)
-        clients = np.fromiter(self.past, np.int64, len(self.past))
-        means = np.fromiter((self.means[one][1] for one in self.past), np.float64, len(clients))
-        rounds = np.fromiter(map(len, self.past.values()), np.int64, len(clients))
+        clients, means, rounds = self.table.all()
         self.middle = middle = float(np.median(means))
+        if not self.out and not (means < max(UNDER, BELOW, AGAINST, EARLY)).any():
+            return  # as in most rounds: every rule asks for less
         below, spread = middle - means, float(np.median(np.abs(means - middle)))
         opposed = ((rounds >= 2) & (means < EARLY) & (below > AWAY)) | (
             (rounds >= LEAST) & (means < AGAINST) & (below > APART)
@@ -259,7 +267,7 @@ class Gate:
             group = low_group(clients[enough], means[enough])
             if group:
                 opposed |= np.isin(clients, list(group))
-        self.out = {one: self.means[one][1] for one in clients[opposed].tolist()}
+        self.out = {one: self.table.mean(one) for one in clients[opposed].tolist()}
 
     def why(self, client: int) -> str | None:
         """Return a line on a client that is left out, None if it is not."""
@@ -288,7 +296,8 @@ class Gate:
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Go on from what `memory` returned."""
-        self.past = {int(client): list(values) for client, values in memory.get("past", {}).items()}
+        past = memory.get("past", {}).items()
+        self.learn({int(client): list(values) for client, values in past})
         self.steady = {int(c): list(values) for c, values in memory.get("steady", {}).items()}
         self.own = unpacked(memory.get("own", {}), np.int8)
         self.drift = unpacked(memory.get("drift", {}), np.float32)

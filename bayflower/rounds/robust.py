@@ -141,9 +141,13 @@ class Limiter:
         if self.gate is not None:
             if seen.sketches is not None:
                 self.gate.note(clients, seen.sketches)
-            self.suspects.of[OPPOSED] |= {one for one in clients if one in self.gate.out}
+            self.suspects.of[OPPOSED] |= self.opposed(clients)
             self.suspects.of[TURNED] |= {one for one in clients if one in self.gate.turned}
         return seen
+
+    def opposed(self, clients: Sequence[int]) -> frozenset[int]:
+        """Return those of some clients that the rounds before leave out of this one."""
+        return frozenset(self.gate.out.keys() & set(clients) if self.gate is not None else ())
 
     def limit(self, seen: Measured) -> Limited:
         """Return stacked updates within the limits, but for claims. Note who is far beyond them."""

@@ -66,6 +66,12 @@ class Suspects:
         """Return for what a client may be left out."""
         return frozenset(reason for reason, some in self.of.items() if client in some)
 
+    @property
+    def surprises(self) -> set[int]:
+        """Return the clients that are suspect for what nobody could know before the round."""
+        known = self.of[OPPOSED]  # by the rounds before
+        return (self.of[TURNED] | self.of[FAR]) - known | self.of[EXACT]
+
     def settle(self) -> None:
         """Decide for what clients are left out, now that all of the round are known."""
         out: set[int] = set()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,7 @@ def test_every_method_goes_ahead_to_the_same_results(method):
     assert again == [] or method == "fedivon"  # an honest client of it is far from the others
 
 
+@pytest.mark.slow
 def test_a_guess_that_is_always_wrong_is_made_ever_less_often(monkeypatch):
     """Each costs a round of training: four of them in twenty rounds, not eighteen."""
     plain = ahead.finite
@@ -132,6 +134,35 @@ def test_who_attacks_or_diverges_is_found_as_if_rounds_waited(pair):
     assert set(again) <= set(ATTACKS[attack][1])
     assert went, "no round went ahead"
     assert any(f"client {VICTIM}" in text for text in done.faults)
+
+
+@pytest.mark.parametrize("method", some(["fedper", "scaffold", "fedavg", "pfedvmp"], ["fedper"]))
+def test_rounds_without_a_client_that_is_known_to_oppose_the_others_go_ahead(method, monkeypatch):
+    monkeypatch.setitem(ATTACKS, "flip", (-1.0, range(4, 15)))
+    went, again, done = compared(method, "flip", rounds=14)
+    assert went[-4:] == [11, 12, 13, 14]
+    assert again == ([] if method == "scaffold" else [5])  # when it turns against its own past
+    alone = outcome_of(method, "peace", monkeypatch, False, rounds=14)[0].server_state
+    server = flatten(done.server_state)
+    assert any(not torch.equal(server[name], one) for name, one in flatten(alone).items())
+
+
+def test_the_time_of_a_round_that_is_done_again_counts_once(monkeypatch):
+    """A clock that goes on by one in each training: the round of a wrong guess takes three, since
+    it is trained twice and what was begun after it is lost.
+    """
+    plain, now = Fused.train, [0.0]
+
+    def train(self, chosen, broadcast, round):
+        now[0] += 1.0
+        return plain(self, chosen, broadcast, round)
+
+    monkeypatch.setattr("bayflower.fused.meter.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Fused, "train", train)
+    with pytest.MonkeyPatch.context() as patch:
+        done, _, again = outcome_of("fedper", "far", patch, True)
+    assert again == [4]
+    assert [record["seconds"] for record in done.rounds] == [1, 1, 1, 3, 1, 1, 1]
 
 
 def test_rounds_are_read_before_a_test_and_before_a_checkpoint(tmp_path):

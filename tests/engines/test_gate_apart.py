@@ -65,10 +65,10 @@ def test_who_is_left_out_is_what_the_definition_says():
         rounds = int(rng.choice([1, 2, 3, 5, 8]))
         before = before if rounds > 1 else set()
         found = Gate()
-        found.past = {client: [mean] * rounds for client, mean in means.items()}
+        found.learn({client: [mean] * rounds for client, mean in means.items()})
         found.out = dict.fromkeys(before, 0.0)
         found.judge()
-        wanted = left_out({c: found.means[c][1] for c in means}, rounds, before)
+        wanted = left_out({c: found.table.mean(c) for c in means}, rounds, before)
         if rounds == 1:
             wanted = set()
         assert set(found.out) == wanted

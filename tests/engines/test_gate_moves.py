@@ -140,7 +140,7 @@ def test_one_that_is_left_out_counts_again_once_it_agrees():
         (0.1, {9}, set()),
     ):
         found = Gate(adds_up=True)
-        found.past = others | {9: [mean] * gate.LAST}
+        found.learn(others | {9: [mean] * gate.LAST})
         found.out = dict.fromkeys(before, 0.0)
         found.judge()
         assert set(found.out) == out

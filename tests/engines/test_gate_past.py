@@ -29,7 +29,7 @@ def test_the_past_of_very_many_clients_is_forgotten_but_for_those_left_out(monke
     for clients in (range(100, 115), range(200, 215)):
         one_round(found, clients, common, rng)
     assert set(found.own) == {0, *range(111, 115), *range(200, 215)}
-    assert set(found.past) == set(found.means) == set(found.own)
+    assert set(found.past) == set(found.table.row) == set(found.own)
     again = Gate()
     again.remember(found.memory())
     assert list(again.own) == list(found.own)  # who is forgotten next is the same

@@ -193,16 +193,16 @@ def test_clients_that_oppose_the_others_are_left_out_and_come_back():
         (-0.2, gate.LATER, True),  # the others are near each other
     ):
         some = Gate()
-        some.past = {client: [0.2 + 0.01 * client] * rounds for client in range(9)}
-        some.past[9] = [own] * rounds
+        others = {client: [0.2 + 0.01 * client] * rounds for client in range(9)}
+        some.learn({**others, 9: [own] * rounds})
         some.judge()
         assert (9 in some.out) == out
-    some.past |= {client: [0.2 + 0.1 * client] * gate.LATER for client in range(9)}
+    apart = {client: [0.2 + 0.1 * client] * gate.LATER for client in range(9)}
+    some.learn({**some.past, **apart})
     some.out = {}
     some.judge()
     assert not some.out  # the others are far apart
-    for client in range(3):
-        found.past[client] = [0.5] * gate.LAST
+    found.learn({**found.past, **{client: [0.5] * gate.LAST for client in range(3)}})
     found.judge()
     assert not found.out
 

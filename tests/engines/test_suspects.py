@@ -356,10 +356,10 @@ def test_a_group_that_opposes_the_others_is_found_where_its_clients_alone_are_no
     for low, out in cases:
         found = gate.Gate()
         values = [*low, *honest]
-        found.past = {client: [mean] * gate.LEAST for client, mean in enumerate(values)}
+        found.learn({client: [mean] * gate.LEAST for client, mean in enumerate(values)})
         found.judge()
         assert set(found.out) == (set(range(len(low))) if out else set())
-        found.past = {client: [mean] * (gate.LEAST - 1) for client, mean in enumerate(values)}
+        found.learn({client: [mean] * (gate.LEAST - 1) for client, mean in enumerate(values)})
         found.out = {}
         found.judge()
         assert not found.out  # so few rounds say too little
