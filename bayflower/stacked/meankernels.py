@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_TILE = 2**12  # numbers that a program holds at once
+FEW = 64  # outputs up to which the mean's program has registers for twice as many
 
 
 @triton.jit
@@ -42,18 +43,19 @@ def _mean(
     total = tl.load(bias + a * outputs + d, mask=d < outputs, other=0.0) * (number / most)
     for begin in range(0, inputs, WIDTH):
         c = begin + k
+        inside = (c < inputs)[:, None] & (d < outputs)[None, :]
+        place = (a * inputs + c[:, None]) * outputs + d[None, :]
+        layer = tl.load(weight + place, mask=inside, other=0.0)  # on its way while x is added up
         column = tl.zeros((WIDTH,), tl.float32)
         for start in range(0, samples, ROWS):
             b = start + lanes
             real = tl.load(mask + a * samples + b, mask=b < samples, other=0.0)
-            inside = (b < samples)[:, None] & (c < inputs)[None, :]
-            place = (a * samples + b[:, None]) * inputs + c[None, :]
-            column += tl.sum(real[:, None] * tl.load(x + place, mask=inside, other=0.0), 0)
+            within = (b < samples)[:, None] & (c < inputs)[None, :]
+            where = (a * samples + b[:, None]) * inputs + c[None, :]
+            column += tl.sum(real[:, None] * tl.load(x + where, mask=within, other=0.0), 0)
         column = column / most
         tl.store(pooled + a * inputs + c, column, mask=c < inputs)
-        inside = (c < inputs)[:, None] & (d < outputs)[None, :]
-        place = (a * inputs + c[:, None]) * outputs + d[None, :]
-        total += tl.sum(column[:, None] * tl.load(weight + place, mask=inside, other=0.0), 0)
+        total += tl.sum(column[:, None] * layer, 0)
     tl.store(out + a * outputs + d, total, mask=d < outputs)
 
 
@@ -73,26 +75,28 @@ def _mean_slopes(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
+    ONLY_X: tl.constexpr,
 ):
     """The gradients of `_mean` for some of a client's inputs; the first program also has that of
-    the bias.
+    the bias. ONLY_X: that of x alone.
     """
     a, j = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
     lanes, d = tl.arange(0, ROWS), tl.arange(0, D)
     c = j * WIDTH + tl.arange(0, WIDTH)
     slope = tl.load(g + a * outputs + d, mask=d < outputs, other=0.0)
-    column = tl.load(pooled + a * inputs + c, mask=c < inputs, other=0.0)
     inside = (c < inputs)[:, None] & (d < outputs)[None, :]
     place = (a * inputs + c[:, None]) * outputs + d[None, :]
     along = tl.sum(tl.load(weight + place, mask=inside, other=0.0) * slope[None, :], 1)
-    tl.store(to_weight + place, column[:, None] * slope[None, :], mask=inside)
     number = tl.sum(tl.zeros((ROWS,), tl.float32), 0)
     for start in range(0, samples, ROWS):
         b = start + lanes
         number += tl.sum(tl.load(mask + a * samples + b, mask=b < samples, other=0.0), 0)
     most = tl.maximum(number, 1.0)
-    if j == 0:
-        tl.store(to_bias + a * outputs + d, slope * (number / most), mask=d < outputs)
+    if not ONLY_X:
+        column = tl.load(pooled + a * inputs + c, mask=c < inputs, other=0.0)
+        tl.store(to_weight + place, column[:, None] * slope[None, :], mask=inside)
+        if j == 0:
+            tl.store(to_bias + a * outputs + d, slope * (number / most), mask=d < outputs)
     for start in range(0, samples, ROWS):
         b = start + lanes
         share = tl.load(mask + a * samples + b, mask=b < samples, other=0.0) / most
@@ -101,15 +105,55 @@ def _mean_slopes(
         tl.store(to_x + where, share[:, None] * along[None, :], mask=within)
 
 
+@triton.jit
+def _descend(
+    g,
+    mask,
+    pooled,
+    weight,
+    bias,
+    samples,
+    inputs,
+    outputs,
+    blocks,
+    rate,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+):
+    """weight[a] −= rate · pooled[a]ᵀ g[a] for some of a client's inputs; the first program also has
+    bias[a] −= rate · g[a] Σ mask / max(Σ mask, 1).
+    """
+    a, j = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
+    lanes, d = tl.arange(0, ROWS), tl.arange(0, D)
+    c = j * WIDTH + tl.arange(0, WIDTH)
+    inside = (c < inputs)[:, None] & (d < outputs)[None, :]
+    place = weight + (a * inputs + c[:, None]) * outputs + d[None, :]
+    before = tl.load(place, mask=inside, other=0.0)
+    slope = rate * tl.load(g + a * outputs + d, mask=d < outputs, other=0.0)
+    column = tl.load(pooled + a * inputs + c, mask=c < inputs, other=0.0)
+    tl.store(place, before - column[:, None] * slope[None, :], mask=inside)
+    if j == 0:
+        number = tl.sum(tl.zeros((ROWS,), tl.float32), 0)
+        for start in range(0, samples, ROWS):
+            b = start + lanes
+            number += tl.sum(tl.load(mask + a * samples + b, mask=b < samples, other=0.0), 0)
+        end = bias + a * outputs + d
+        before_bias = tl.load(end, mask=d < outputs, other=0.0)
+        share = number / tl.maximum(number, 1.0)
+        tl.store(end, before_bias - slope * share, mask=d < outputs)
+
+
 def mean(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return (the layer's mean (A, D), the inputs' mean (A, F)), with A in front of each tensor."""
     x, weight, bias, mask = (one.contiguous() for one in (x, weight, bias, mask))
     clients, samples, inputs = x.shape
+    outputs = weight.shape[-1]
     out, pooled = torch.empty_like(bias), x.new_empty(clients, inputs)
+    most = 2 * MOST_TILE if outputs <= FEW else MOST_TILE
     _mean[(clients,)](
-        *(x, weight, bias, mask, out, pooled),
-        *(samples, inputs, weight.shape[-1]),
-        **sizes(samples, inputs, weight.shape[-1]),
+        *(x, weight, bias, mask, out, pooled, samples, inputs, outputs),
+        **sizes(samples, inputs, outputs, most),
     )
     return out, pooled
 
@@ -119,21 +163,59 @@ def slopes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients with respect to x (A, B, F), weight and bias."""
     g, weight, mask, pooled = (one.contiguous() for one in (g, weight, mask, pooled))
+    to_weight, to_bias = torch.empty_like(weight), torch.empty_like(g)
+    return run_slopes(g, weight, mask, pooled, to_weight, to_bias), to_weight, to_bias
+
+
+def slope_of_x(g: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    """Return the gradient with respect to x alone."""
+    g, weight, mask = (one.contiguous() for one in (g, weight, mask))
+    return run_slopes(g, weight, mask, g, weight, g, only_x=True)  # the last three are not used
+
+
+def run_slopes(
+    g: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    pooled: Tensor,
+    to_weight: Tensor,
+    to_bias: Tensor,
+    only_x: bool = False,
+) -> Tensor:
+    """Return the gradient with respect to x, and write the others unless `only_x`."""
     (clients, samples), (inputs, outputs) = mask.shape, weight.shape[1:]
-    tile = sizes(samples, inputs, outputs)
-    tile["WIDTH"] = min(tile["WIDTH"], 64)  # more programs
-    blocks = -(-inputs // tile["WIDTH"])
-    to_x, to_weight, to_bias = g.new_empty(*mask.shape, inputs), *map(torch.empty_like, (weight, g))
+    tile, blocks = narrow(samples, inputs, outputs)
+    to_x = g.new_empty(clients, samples, inputs)
     _mean_slopes[(clients * blocks,)](
         *(g, weight, mask, pooled, to_x, to_weight, to_bias),
         *(samples, inputs, outputs, blocks),
+        ONLY_X=only_x,
         **tile,
     )
-    return to_x, to_weight, to_bias
+    return to_x
 
 
-def sizes(samples: int, inputs: int, outputs: int) -> dict[str, int]:
+def descend(
+    g: Tensor, mask: Tensor, pooled: Tensor, weight: Tensor, bias: Tensor, rate: float
+) -> None:
+    """Subtract `rate` times the gradients from weight (A, F, D) and bias (A, D), in place."""
+    g, mask, pooled = (one.contiguous() for one in (g, mask, pooled))
+    (clients, samples), (inputs, outputs) = mask.shape, weight.shape[1:]
+    tile, blocks = narrow(samples, inputs, outputs)
+    _descend[(clients * blocks,)](
+        *(g, mask, pooled, weight, bias, samples, inputs, outputs, blocks, rate), **tile
+    )
+
+
+def narrow(samples: int, inputs: int, outputs: int) -> tuple[dict[str, int], int]:
+    """Return what kernels of many programs are compiled for, and how many a client has."""
+    tile = sizes(samples, inputs, outputs)
+    tile["WIDTH"] = min(tile["WIDTH"], 64)
+    return tile, -(-inputs // tile["WIDTH"])
+
+
+def sizes(samples: int, inputs: int, outputs: int, most: int = MOST_TILE) -> dict[str, int]:
     """Return what the kernels are compiled for."""
     rows, d = min(64, triton.next_power_of_2(samples)), triton.next_power_of_2(outputs)
-    width = min(triton.next_power_of_2(inputs), MOST_TILE // max(rows, d))
+    width = min(triton.next_power_of_2(inputs), most // max(rows, d))
     return {"ROWS": rows, "WIDTH": width, "D": d, "num_warps": 8}

@@ -10,11 +10,13 @@ all clients, slopes included, in place of a dozen: the mean is taken before the 
 
     ∂x_i = w_i W ∂f          ∂W = x̄ᵀ ∂f          ∂b = ∂f Σ w
 
-Second derivatives are those of the plain formula. The mask is a constant.
+Second derivatives are those of the plain formula. The mask is a constant. A step of plain gradient
+descent takes ∂W and ∂b at its end, without writing them.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.autograd import Function
 from torch.func import vjp, vmap
 
 from .batched import fronts, has_kernels, on_stacks
+from .products import all_may_leave, first_derivative, left_own
 
 MOST_OUTPUTS = 256
 
@@ -68,7 +71,9 @@ class LayerMean(Function):
     def backward(ctx: Any, g: Tensor | None, _: Any) -> tuple[Any, ...]:
         if g is None:
             return (None,) * 4
-        return (*LayerMeanSlopes.apply(g, *ctx.saved_tensors), None)
+        may = all(ctx.needs_input_grad[1:3]) and first_derivative()
+        slopes = LayerMeanStep if may else LayerMeanSlopes
+        return (*slopes.apply(g, *ctx.saved_tensors), None)
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Tensor) -> tuple[Any, Any]:
@@ -100,6 +105,16 @@ class LayerMeanSlopes(Function):
         return on_stacks(stacked_slopes, fronts(inputs, dims, info)), (0, 0, 0)
 
 
+class LayerMeanStep(LayerMeanSlopes):
+    """`LayerMeanSlopes`, which leaves the gradients of weight and bias to the end of a step
+    (`products.py`) if both are parameters of it.
+    """
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Tensor) -> tuple[Any, Any]:
+        return on_stacks(step_slopes, fronts(inputs, dims, info)), (0, 0, 0)
+
+
 def plain_slopes(
     g: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor
 ) -> tuple[Tensor, ...]:
@@ -128,3 +143,17 @@ def stacked_slopes(
         return meankernels.slopes(g, weight, mask, pooled)
     found: tuple[Tensor, ...] = vmap(plain_slopes)(g, x, weight, bias, mask)
     return found
+
+
+def step_slopes(
+    g: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, pooled: Tensor
+) -> tuple[Tensor, ...]:
+    """Return what `stacked_slopes` does, or zeros for what was left to the step."""
+    if not (has_kernels(g) and all_may_leave((weight, bias))):
+        return stacked_slopes(g, x, weight, bias, mask, pooled)
+    from . import meankernels
+
+    g, mask, pooled = (one.contiguous() for one in (g, mask, pooled))
+    descend = partial(meankernels.descend, g, mask, pooled, weight, bias)
+    to_x = meankernels.slope_of_x(g, weight, mask)
+    return to_x, *left_own(descend, (g, mask, pooled), (weight, bias))

@@ -298,7 +298,8 @@ class Server(ServerHalf):
         known = (turns <= 0) | (noted("turns", torch.full_like(turns[0], -1)) == turns)
         old = Diagonal(noted("precision", zero), noted("shift", zero))
         new = choose(known & (turns > 0), product(old, change), change)
-        rows = {**new._asdict(), "turns": turns.clamp(min=0) + 1}
+        columns = {**new._asdict(), "turns": turns.clamp(min=0) + 1}
+        rows = {name: column.unbind() for name, column in columns.items()}
         return {
             **{f"ledger/{c}/{n}": rows[n][row] for row, c in enumerate(clients) for n in rows},
             "reset": (~known).sum(),

@@ -159,18 +159,31 @@ def test_other_moments_and_numbers_take_the_plain_formula():
     assert not propagation.has_form(args[0], big, args[2], make_slopes("trapezoid"))
 
 
-@pytest.mark.parametrize(
-    ("clients", "samples", "features", "outputs"),
-    [(50, 10, 512, 10), (3, 150, 300, 7), (1, 1, 1, 1), (2, 3, 1000, 200)],
-)
-def test_a_layers_mean_over_a_batch_is_that_of_the_plain_formula(
-    clients, samples, features, outputs
-):
+LAYERS = [
+    (50, 10, 512, 10),
+    (3, 150, 300, 7),
+    (1, 1, 1, 1),
+    (2, 3, 1000, 200),
+    (2, 10, 37, 10),
+    (2, 64, 70, 64),
+]
+
+
+def layer(clients: int, samples: int, features: int, outputs: int):
+    """Return ((x, weight, bias), mask), with clients in front; one has fewer samples, one none."""
     make = torch.Generator().manual_seed(0)
     shapes = ((samples, features), (features, outputs), (outputs,))
     learned = tuple(torch.randn(clients, *s, generator=make).cuda() for s in shapes)
     mask = torch.ones(clients, samples).cuda()
     mask[-1, samples // 2 :] = 0
+    if clients > 2:
+        mask[1] = 0
+    return learned, mask
+
+
+@pytest.mark.parametrize("sizes", LAYERS)
+def test_a_layers_mean_over_a_batch_is_that_of_the_plain_formula(sizes):
+    learned, mask = layer(*sizes)
     assert meanlayer.has_form(*(one[0] for one in learned), mask[0])
 
     def loss(learned, mask):
@@ -178,3 +191,60 @@ def test_a_layers_mean_over_a_batch_is_that_of_the_plain_formula(
 
     got = vmap(grad_and_value(loss))(learned, mask)
     assert_near(got, vmap(grad_and_value(loss))(exact(learned), mask.double()), 1e-5)
+
+
+@pytest.mark.parametrize("sizes", LAYERS)
+def test_a_step_takes_the_slopes_of_a_layers_mean_without_writing_them(sizes):
+    (x, weight, bias), mask = layer(*sizes)
+    params, rate = {"weight": weight, "bias": bias}, 0.3
+
+    def value(params, x, mask):
+        found = meanlayer.layer_mean(x, params["weight"], params["bias"], mask)
+        return found.sin().sum() + params["bias"].square().sum()  # a gradient beside
+
+    want = vmap(grad(value, argnums=(0, 1)))(params, x, mask)
+    right = vmap(grad(value, argnums=(0, 1)))(exact(params), x.double(), mask.double())
+    with products.products(params) as left:
+        found, to_x = vmap(grad(value, argnums=(0, 1)))(params, x, mask)
+    assert_near(to_x, want[1], 1e-6)
+    assert len(left.found) == 1
+    others = left.others(found)
+    assert others.keys() == {"bias"}
+    after = {name: params[name] - rate * slope for name, slope in want[0].items()}
+    moved = {name: rate * slope for name, slope in right[0].items()}
+    before = {name: value.clone() for name, value in params.items()}
+    left.descend(rate)
+    params["bias"].sub_(rate * others["bias"])
+    assert_near(params, after, 1e-6)
+    assert_near({name: before[name] - params[name] for name in params}, moved, 1e-4)
+
+
+def test_steps_of_f_layer_and_regulariser_are_those_of_written_slopes():
+    """Both leave a step of their own, which run beside each other; they leave nothing else."""
+    (x, weight, bias), mask = layer(50, 10, 512, 10)
+    _, cavity, layers, target = inputs(*SIZES["fmnist"])
+    start, rate = {**layers, "head": target, "weight": weight / 20, "bias": bias}, 0.01
+
+    def value(params, x, mask, cavity):
+        f = meanlayer.layer_mean(x, params["weight"], params["bias"], mask)
+        some = {name: params[name] for name in layers}
+        return loss()((f, some, params["head"]), cavity)
+
+    def after(leaves: bool):
+        params = {name: value.clone() for name, value in start.items()}
+        for _ in range(5):
+            with products.products(params if leaves else {}) as left:
+                found = vmap(grad(value))(params, x, mask, cavity)
+            assert len(left.found) == (2 if leaves else 0)
+            left.descend(rate)
+            for name, slope in left.others(found).items():
+                assert not leaves
+                params[name].sub_(rate * slope)
+        return params
+
+    got, want = after(True), after(False)
+    assert_near(got, want, 1e-6)
+    for name in ("weight", "bias"):  # the others' moves are near the rounding of what moves
+        moved = want[name] - start[name]
+        assert float(moved.norm()) > 0
+        assert_near(got[name] - start[name], moved, 1e-3)
