@@ -7,6 +7,7 @@
 Stages run one after the other, so that no time is measured beside other work; each has a file in
 the folder, written after every row, and a log. A stage whose file says that it is complete is not
 run again. `--seconds` ends the whole after that time; what is missing is named, and run next time.
+`--at-once 6` measures six networks side by side: sooner done, but each shares the GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,13 +66,15 @@ STAGES = (
 )
 
 
-def remaining(stage: Stage, before: dict[str, Any]) -> str:
-    """Return the words of what a stage's file does not have yet."""
+def remaining(stage: Stage, before: dict[str, Any], at_once: int = 1) -> list[str]:
+    """Return the words of what a stage's file does not have yet, for each of several programs."""
     if stage.name != "networks":
-        return stage.words
+        return [stage.words]
     rows = Counter(row.get("network") for row in before["rows"])
     missing = [name for name in NETWORKS if rows[name] < len(METHODS)]
-    return f"{stage.words} {' '.join(f'--workload {name}' for name in missing)}"
+    shares = [missing[place::at_once] for place in range(at_once)]
+    words = (" ".join(f"--workload {name}" for name in share) for share in shares if share)
+    return [f"{stage.words} {some}" for some in words]
 
 
 def together(stage: Stage, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def run_tests(folder: Path, processes: int, words: Sequence[str], limit: float) 
     if processes > 1:
         call += ["-n", str(processes), "--dist", "worksteal"]
     begun = time.perf_counter()
-    done = followed([*call, *words], log, limit)
+    done = followed([*call, *words], log, limit, processes)
     return told(log.read_text(), done, round(time.perf_counter() - begun, 1))
 
 
@@ -106,8 +110,12 @@ def told(text: str, done: bool, seconds: float) -> dict[str, Any]:
     return {"counts": counts, "not_passed": names, "seconds": seconds, "complete": complete}
 
 
-def followed(call: Sequence[str], log: Path, limit: float) -> bool:
-    """Run a program, its output in a log; return whether it ended within `limit` seconds."""
+def followed(call: Sequence[str], log: Path, limit: float, beside: int = 1) -> bool:
+    """Run a program, its output in a log; return whether it ended within `limit` seconds. With
+    others `beside` it, it has its share of the threads.
+    """
+    share = str(max(1, (os.cpu_count() or 1) // beside))
+    log.parent.mkdir(parents=True, exist_ok=True)
     paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     with log.open("w") as file:
         try:
@@ -116,7 +124,12 @@ def followed(call: Sequence[str], log: Path, limit: float) -> bool:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
+                env={
+                    **({"OMP_NUM_THREADS": share} if beside > 1 else {}),
+                    **os.environ,
+                    "PYTHONPATH": paths,
+                    "PYTHONUNBUFFERED": "1",
+                },
                 timeout=limit,
                 check=False,
             )
@@ -136,18 +149,34 @@ def run_stage(stage: Stage, folder: Path, given: argparse.Namespace, limit: floa
         return bool(found["complete"])
     nothing: dict[str, Any] = {"rows": []}
     before = json.loads(file.read_text()) if file.exists() else nothing
-    part = folder / f"{stage.name}-part.json"
-    words = [*remaining(stage, before).split(), "--device", given.device]
-    words += ["--data-dir", str(given.data_dir.resolve()), "--json", str(part)]
-    call = [sys.executable, "-m", "bayflower", "bench", *words]
-    done = followed(call, folder / f"{stage.name}.log", limit)
-    if not part.exists():
-        return False
-    now = json.loads(part.read_text())
-    now["environment"]["commit"] = given.commit or now["environment"]["commit"]
-    write_json(file, together(stage, before, now) | {"complete": done})
-    part.unlink()
-    return done
+    shares = remaining(stage, before, given.at_once)
+    beside = {"at_once": len(shares)} if len(shares) > 1 else {}
+
+    def run_share(place: int) -> tuple[bool, Path]:
+        part = folder / "parts" / f"{stage.name}-{place}.json"
+        part.unlink(missing_ok=True)
+        words = [*shares[place].split(), "--device", given.device]
+        words += ["--data-dir", str(given.data_dir.resolve()), "--json", str(part)]
+        log = part.with_suffix(".log") if beside else folder / f"{stage.name}.log"
+        call = [sys.executable, "-m", "bayflower", "bench", *words]
+        return followed(call, log, limit, len(shares)), part
+
+    with ThreadPoolExecutor(max(len(shares), 1)) as pool:
+        ended = list(pool.map(run_share, range(len(shares))))
+    for _, part in ended:
+        if part.exists():
+            now = json.loads(part.read_text())
+            commit = given.commit or now["environment"]["commit"]
+            now["environment"]["commit"] = commit
+            # as it was given: the file names no place of this machine
+            now["options"]["data_dir"] = str(given.data_dir)
+            now["rows"] = [row | {"commit": commit, **beside} for row in now["rows"]]
+            before = together(stage, before, now)
+            part.unlink()
+    complete = all(done for done, _ in ended)
+    if "environment" in before:
+        write_json(file, before | {"complete": complete})
+    return complete
 
 
 def is_complete(file: Path) -> bool:
@@ -166,11 +195,15 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=LONGEST, help="time for all stages")
+    parser.add_argument("--at-once", type=int, default=1, help="networks side by side")
     parser.add_argument("--processes", type=int, default=8, help="of the tests")
     parser.add_argument("--tests", action="append", default=[], help="word for pytest; repeatable")
     parser.add_argument("--commit", help="the code's, where it is no checkout")
     parser.add_argument("--page", action="store_true", help="print the page; run nothing")
     given = parser.parse_args()
+    for name in ("at_once", "processes"):
+        if (number := getattr(given, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {number}")
     if given.page:
         print(page(given.folder), end="")
         return

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import network_page
+from network_page import commit
 
 TITLE = "# What a GPU shows\n\nWritten by `python benchmarks/gpu.py FOLDER --page`.\n"
 PUBLISHED = {  # seconds of all rounds, and what others took, see docs/benchmarks.md
@@ -37,8 +38,9 @@ def page(folder: Path) -> str:
 def place(content: dict[str, Any]) -> str:
     """Return the machine and the state of the code."""
     where = content["environment"]
-    commit = (where["commit"] or "unknown")[:8]
-    return f"{where['device']}, torch {where['torch']}, commit {commit}"
+    commits = dict.fromkeys(commit(content, row) for row in content.get("rows", ()) or [{}])
+    said = "commits, see the rows" if len(commits) > 1 else f"commit {next(iter(commits))}"
+    return f"{where['device']}, torch {where['torch']}, {said}"
 
 
 def tests(content: dict[str, Any]) -> list[str]:
@@ -71,7 +73,7 @@ def methods(content: dict[str, Any]) -> list[str]:
     """Return rounds of methods on one workload, beside FedPer's."""
     rows = measured(content)
     lines = ["## Methods\n", f"{place(content)}. {data(rows)}\n"]
-    lines += table("method", "products", "ms a round", "to FedPer", "aim")
+    lines += table("method", "products", "ms a round", "to FedPer", "aim", "commit")
     for row in rows:
         aim = AIMS.get((row["method"], row["precision"]), "")
         if row["method"] == "fednp":
@@ -79,7 +81,8 @@ def methods(content: dict[str, Any]) -> list[str]:
         ratio = row.get("fedper_ratio")
         beside = "" if ratio is None else f"{ratio:.2f}"
         lines.append(
-            f"| {row['method']} | {row['precision']} | {row['ms']:.1f} | {beside} | {aim} |"
+            f"| {row['method']} | {row['precision']} | {row['ms']:.1f} | {beside} | {aim} | "
+            f"{commit(content, row)} |"
         )
     return lines + failures(content)
 
@@ -106,7 +109,7 @@ def races(content: dict[str, Any]) -> list[str]:
     rows = measured(content)
     lines = ["## Races\n", f"{place(content)}. Seconds of all rounds after three that warm up.\n"]
     measures = ("rounds", "all rounds", "ms a round", "samples a second", "memory")
-    lines += table("workload", "products", *measures, "aim", "published elsewhere")
+    lines += table("workload", "products", *measures, "aim", "published elsewhere", "commit")
     for row in rows:
         aim = PUBLISHED.get(row["workload"])
         peak = f"{row['peak_memory'] / 1e9:.1f} GB" if row.get("peak_memory") else "–"
@@ -114,7 +117,7 @@ def races(content: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {row['workload']} | {row['precision']} | {row['num_rounds']:,}{of} | "
             f"{row['total']:.2f} s | {row['ms']:.2f} | {row['samples_per_second']:,} | {peak} | "
-            f"{f'{aim} s' if aim else ''} | {row['rival'] or '–'} |"
+            f"{f'{aim} s' if aim else ''} | {row['rival'] or '–'} | {commit(content, row)} |"
         )
     return lines + failures(content)
 

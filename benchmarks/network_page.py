@@ -21,6 +21,13 @@ HEAD = (
     "faster that is than the same clients one by one in the same run, and the largest difference "
     "between states after one step in float64, stacked and by {beside}."
 )
+SHARED = " The networks shared the device, so that a round takes longer than alone."
+
+
+def commit(content: dict[str, Any], row: dict[str, Any]) -> str:
+    """Return the state of the code with which a row was measured."""
+    found: str = row.get("commit") or content["environment"]["commit"] or "unknown"
+    return found[:8]
 
 
 def cell(row: dict[str, Any] | None) -> str:
@@ -45,8 +52,12 @@ def page(contents: Iterable[dict[str, Any]]) -> str:
     places: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for content in contents:
         where = content["environment"]
-        key = where["device"], f"torch {where['torch']}", f"commit {(where['commit'] or '')[:8]}"
-        places[(*key, f"{where['threads']} threads")] += content["rows"]
+        key = where["device"], f"torch {where['torch']}", f"{where['threads']} threads"
+        for row in content["rows"]:
+            own = (f"commit {commit(content, row)}",)
+            if row.get("at_once"):
+                own += (f"{row['at_once']} networks at a time",)
+            places[(*key, *own)].append(row)
     found = [TITLE]
     for place, rows in places.items():
         good = [row for row in rows if not row["failed"]]
@@ -60,7 +71,8 @@ def page(contents: Iterable[dict[str, Any]]) -> str:
             f"{good[0]['data']}; medians of {good[0]['num_rounds']} rounds after "
             f"{good[0]['warm_up']} that do not count. {len(good)} of {len(rows)} pairs trained, "
             f"{stacked} of them stacked; {sum(one < 1e-9 for one in apart)} of {len(apart)} agree "
-            "within 1e-9. A pair that was refused shows the line that its user gets.\n",
+            "within 1e-9. A pair that was refused shows the line that its user gets."
+            f"{SHARED if rows[0].get('at_once') else ''}\n",
             f"| network | weights | {' | '.join(methods)} |",
             f"|---|---|{'---|' * len(methods)}",
         ]

@@ -1,5 +1,7 @@
 """Workloads of other simulators at their published sizes: the same networks, clients, batches and
-numbers of rounds. Only the pictures are made in memory, because speed does not depend on them.
+numbers of rounds. Only the pictures are made in memory. Each sample's label is drawn for itself, so
+that no network learns them all by heart: then some clients' changes are far beyond those of the
+others, as they are not with real data at this time, and rounds wait (`fused/ahead.py`).
 
     name              clients  a round  samples  batch  network
     pfl-cifar10         1,000       50       50     10  two convolutions, dropout, 1.6 M weights
@@ -122,21 +124,17 @@ def federation(name: str, data_dir: str, seed: int) -> Federation:
         )
     rng = np.random.default_rng(seed)
     bank = rng.standard_normal((BANK, *race.shape), dtype=np.float32)
-    labels = rng.integers(0, race.classes, BANK)
-    owners = tuple(
-        owner(number, rng.integers(0, BANK, race.samples + 2), bank, labels)
-        for number in range(race.clients)
-    )
+    owners = tuple(owner(number, race, bank, rng) for number in range(race.clients))
     about = {"kind": "made in memory"}
     return Federation(
         owners, (), race.classes, race.shape, "made in memory", about, race.described()
     )
 
 
-def owner(number: int, rows: np.ndarray, bank: np.ndarray, labels: np.ndarray) -> ClientData:
-    """Return a client that trains on all rows but the last two."""
-    train, test = rows[:-2], rows[-2:]
-    return ClientData(number, bank[train], labels[train], bank[test], labels[test])
+def owner(number: int, race: Race, bank: np.ndarray, rng: np.random.Generator) -> ClientData:
+    """Return a client with pictures of the bank, the last two of which are for its test."""
+    x, y = (rng.integers(0, most, race.samples + 2) for most in (len(bank), race.classes))
+    return ClientData(number, bank[x[:-2]], y[:-2], bank[x[-2:]], y[-2:])
 
 
 def speakers(race: Race, file: Path, seed: int) -> tuple[ClientData, ...]:

@@ -47,9 +47,12 @@ def test_what_pytest_says_is_counted(gpu, tmp_path):
 def test_networks_go_on_where_they_stopped(gpu):
     rows = [{"network": "cnn", "method": name, "ms": 1} for name in gpu.METHODS]
     before = {"rows": [*rows, {"network": "vit", "method": "fedmap", "ms": 1}]}
-    words = gpu.remaining(stage(gpu, "networks"), before).split()
-    missing = [word for word in words[1:] if word != "--workload"]
-    assert missing == [name for name in gpu.NETWORKS if name != "cnn"]
+    wanted = [name for name in gpu.NETWORKS if name != "cnn"]
+    for at_once in (1, 4, 100):
+        shares = gpu.remaining(stage(gpu, "networks"), before, at_once)
+        assert len(shares) == min(at_once, len(wanted))
+        words = [word for share in shares for word in share.split() if word != "--workload"]
+        assert sorted(words) == sorted([*wanted, *["networks"] * len(shares)])
     now = {"rows": [{"network": "vit", "method": "fedmap", "ms": 2}]}
     both = gpu.together(stage(gpu, "networks"), before, now)["rows"]
     assert [row["ms"] for row in both] == [1] * len(gpu.METHODS) + [2]
