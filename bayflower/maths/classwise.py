@@ -16,7 +16,6 @@ loop over a few sizes, none over clients or classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from torch.autograd import Function
 
 from ..stacked import groups
 from ..stacked.batched import front, has_kernels
+from ..stacked.constants import constant
 from .eigen import eigh
 from .manyclasses import Piece, many_factors
 
@@ -365,7 +365,7 @@ def rows_of(
     return found
 
 
-@lru_cache(maxsize=8)
+@constant(maxsize=8)
 def corners(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return rows and columns of the upper triangle of a (D, D) matrix, diagonal included."""
     row, column = torch.triu_indices(dim, dim, device=device)

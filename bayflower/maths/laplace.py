@@ -17,7 +17,6 @@ closed form; it is the mean of softmax over fixed draws (`DRAWS`), the same for 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..networks.model import Batch, Model
+from ..stacked.constants import constant
 from ..tasks import EXTRA, Task
 from ..tree import Tensors
 
@@ -335,7 +335,7 @@ def triangle(matrix: Tensor) -> Tensor:
     return torch.stack(columns, -1)
 
 
-@lru_cache(maxsize=16)
+@constant(maxsize=16)
 def draws(number: int) -> Tensor:
     """Return the fixed standard normal draws (DRAWS, number), in pairs of opposite sign, each
     coordinate with variance 1.
@@ -345,7 +345,7 @@ def draws(number: int) -> Tensor:
     return both / both.square().mean(0).sqrt()
 
 
-@lru_cache(maxsize=8)
+@constant(maxsize=8)
 def weight_draws(shape: tuple[int, ...], number: int) -> Tensor:
     """Return fixed standard normal draws (WEIGHT_DRAWS, *shape) in pairs of opposite sign; `number`
     tells parameters apart.

@@ -14,12 +14,13 @@ Nothing is divided by ω: a sample outside a node, or padding, has ω = κ = 0 a
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..stacked.constants import constant
 
 POINTS = 20  # of the quadrature
 SMALL = 1e-4  # below it tanh(c/2)/2c is its series
@@ -124,7 +125,7 @@ def left(mean: Tensor, spread: Tensor) -> Tensor:
     return (torch.sigmoid(mean[..., None] + spread.sqrt()[..., None] * points) * shares).sum(-1)
 
 
-@lru_cache(maxsize=8)
+@constant(maxsize=8)
 def quadrature(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return points and shares for means under a standard normal."""
     points, shares = np.polynomial.hermite_e.hermegauss(POINTS)

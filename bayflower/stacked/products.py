@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..tree import Tensors
+from .constants import constant
 from .replay import SIDE, side_stream
 from .routes import has_kernels
 
@@ -228,7 +228,7 @@ def first_derivative() -> bool:
     return bool(_steps) and sum(level.key() == grad for level in levels) == 1
 
 
-@lru_cache(maxsize=8)
+@constant(maxsize=8)
 def zero(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a 0 that nobody writes to."""
     return torch.zeros((), device=device, dtype=dtype)
