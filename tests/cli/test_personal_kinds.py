@@ -368,6 +368,7 @@ def test_files_that_are_not_ours_are_refused(runs, tmp_path):
         load_personal(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_clients_model_at_once(runs, tmp_path, capsys, monkeypatch):
     """Written once: a second call leaves finished models, and goes on with the rest."""
     monkeypatch.setattr(sys, "argv", [])

@@ -279,7 +279,7 @@ def write(folder, result) -> None:
     CHROMIUM is None, reason="no Chromium on this machine; apt-get install chromium"
 )
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("which", ["html", "hard"])
+@pytest.mark.parametrize("which", [pytest.param("html", marks=pytest.mark.slow), "hard"])
 def test_a_real_browser_shows_it(which, request, tmp_path, width):
     """Every figure is drawn with a size, no table is wider than its place, no label is cut or lies
     on another, nothing sticks out at the side, and the console is silent.

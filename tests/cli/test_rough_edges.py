@@ -128,7 +128,10 @@ def test_names_in_client_are_read_or_refused_without_numpys_words(tmp_path):
     assert "pickle" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("dataset", "shape"), [("digits", (1, 8, 8)), ("synthetic", (30,))])
+@pytest.mark.parametrize(
+    ("dataset", "shape"),
+    [("digits", (1, 8, 8)), pytest.param("synthetic", (30,), marks=pytest.mark.slow)],
+)
 def test_a_new_client_with_one_class_needs_no_num_classes(tmp_path, dataset, shape):
     """The federation knows the classes; the new client has seen one."""
     given = {**QUICK, "dataset": dataset, "keep": 0.1 if dataset == "digits" else 1.0}

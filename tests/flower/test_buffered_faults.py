@@ -25,7 +25,7 @@ def faulty(prepared, fail, **more):
     return started(prepared, Faulty, **more)
 
 
-@pytest.mark.parametrize("clocked", [True, False])
+@pytest.mark.parametrize("clocked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_invalid_lost_and_missing_replies_are_named_and_change_nothing(clocked, monkeypatch):
     """Client 0 sends NaN once, client 1 fails once, client 2 is silent once; the others' replies
     make the steps, and the three are asked again.
@@ -136,6 +136,7 @@ def test_a_node_that_is_gone_holds_nobody_up(monkeypatch):
     assert [record["num_clients"] for record in strategy.records] == [2] * 10
 
 
+@pytest.mark.slow
 def test_one_attacker_is_limited_after_its_change_is_rebased():
     """A slow client that multiplies its change by a thousand: with robust=gate the model is near
     that of honest clients, without it is not.

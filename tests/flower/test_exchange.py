@@ -103,7 +103,9 @@ def counted(monkeypatch, name: str) -> list[None]:
     return calls
 
 
-@pytest.mark.parametrize("kind", ["query", "train", "evaluate"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("query", marks=pytest.mark.slow), "train", "evaluate"]
+)
 @pytest.mark.parametrize("disk", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_reply_that_is_lost_is_asked_for_again(kind, disk, undisturbed, tmp_path, monkeypatch):
     """Of every client, the new one included; nobody trains, adapts or tests twice; it is nobody's
@@ -126,6 +128,7 @@ def test_a_reply_that_is_lost_is_asked_for_again(kind, disk, undisturbed, tmp_pa
     }
 
 
+@pytest.mark.slow
 def test_without_asking_again_the_round_goes_on_without_the_client():
     """0 = never: the deadline decides, as it does for a client that never answers."""
     prepared = small_prepared("fedmap", **{**FAST, "ask_again_seconds": 0})

@@ -140,7 +140,8 @@ class OwnBackward(nn.Module):
         return self.head(torch.relu(Reversed.apply(self.body(x))))
 
 
-@pytest.mark.parametrize("method", ["fedmap", pytest.param("fedbps", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedmap", "fedbps"])
 def test_a_network_that_torch_func_cannot_differentiate_runs_in_an_app(method, tmp_path):
     """Calibration and personal models included; one by one, with the bits of the loop."""
     found = []

@@ -199,7 +199,7 @@ class Own:
 
 
 @pytest.mark.parametrize("method", some(["FedMAP", "PFedVMP", "FedPer"], ["PFedVMP"]))
-@pytest.mark.parametrize("loop", ["own", "Flower's"])
+@pytest.mark.parametrize("loop", [pytest.param("own", marks=pytest.mark.slow), "Flower's"])
 def test_a_start_of_ones_own_runs_every_method(method, loop, tmp_path):
     base = getattr(strategies, method)
 

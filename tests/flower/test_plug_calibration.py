@@ -188,7 +188,8 @@ def test_off_holds_nothing_and_says_nothing(tmp_path):
     assert all(torch.equal(strategy.state.params[k], v) for k, v in more.state.params.items())
 
 
-@pytest.mark.parametrize("how", some(("shrunk", "client", "global"), ["shrunk"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["shrunk", "client", "global"])
 def test_our_split_gives_the_bits_of_the_same_split_by_hand(how, tmp_path):
     same = {"rounds": 2, "local_epochs": 2, "calibration": how}
     ours, theirs = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import assert_same_bits, some
+from conftest import assert_same_bits
 from flwr.clientapp import ClientApp
 from smallapp import CLIENTS, Small, app, data, grid, initial, make
 from torch import nn
@@ -112,7 +112,8 @@ def run(made, kind, model, rounds: int = 2, **more):
     return strategy
 
 
-@pytest.mark.parametrize("method", some(["FedMAP", "PFedVMP"], ["PFedVMP"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["FedMAP", "PFedVMP"])
 def test_a_hugging_face_kind_of_network_with_dict_batches(method, tmp_path):
     made = app(method.lower(), tmp_path, Words, data=parts, export=("pt2",))
     kind = getattr(strategies, method)

@@ -228,7 +228,7 @@ def test_a_parameter_fitted_to_the_same_samples_costs_a_fifth_of_a_sample() -> N
     assert conformal.spread(0.4) == 0
 
 
-@pytest.mark.parametrize("how", ["shrunk", "client"])
+@pytest.mark.parametrize("how", ["shrunk", pytest.param("client", marks=pytest.mark.slow)])
 def test_sets_cover_although_scaling_was_fitted_to_the_same_samples(how: str) -> None:
     rows, tested, number = 24, 200, 150
     hits = {"reused": 0, "ignored": 0}

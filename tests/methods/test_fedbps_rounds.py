@@ -306,6 +306,7 @@ def test_the_printed_ranking_sends_precisions_and_makes_the_most_certain_weights
         torch.testing.assert_close(sent["printed"].variance[name], 1 / variance)
 
 
+@pytest.mark.slow
 def test_fine_tuning_gives_a_personal_model_and_leaves_the_one_before():
     """`finetune_epochs`: all entries are trained, as FedPer's are; "before" is the model that a run
     without it calls personal.

@@ -28,7 +28,7 @@ def fisher(module, data, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["fisher", "empirical"])
+@pytest.mark.parametrize("kind", ["fisher", pytest.param("empirical", marks=pytest.mark.slow)])
 def test_two_rounds_equal_plain_torch(kind):
     """[eq. 1], [eq. 2], [eq. 3], [eq. 4] with loops."""
     weight, start, memory = 0.7, 0.2, 0.6

@@ -173,7 +173,7 @@ def test_the_prior_is_kept():
     ("f", "damping", "share", "rounds"),
     [
         pytest.param(SAME, 0.5, 1.0, 60, marks=pytest.mark.slow),
-        (MIXED, 0.5, 1.0, 45),
+        pytest.param(MIXED, 0.5, 1.0, 45, marks=pytest.mark.slow),
         (MIXED, 1.0, 0.5, 80),
         pytest.param(SAME, 1.0, 0.5, 80, marks=pytest.mark.slow),
         pytest.param(SAME, 0.3, 0.4, 220, marks=pytest.mark.slow),

@@ -159,7 +159,10 @@ def test_golden_base(golden):
         pytest.param({"min_count": 1, "xi_rule": "fixed"}, marks=pytest.mark.slow),
         pytest.param({"min_count": 3, "prior_precision": 0.8}, marks=pytest.mark.slow),
         {"min_count": 2, "centroid": "diag", "diag_floor": 0.02, "prior_precision": 0.5},
-        {"min_count": 3, "centroid": "count_mean", "prior_precision": 0.5},
+        pytest.param(
+            {"min_count": 3, "centroid": "count_mean", "prior_precision": 0.5},
+            marks=pytest.mark.slow,
+        ),
         {"min_count": 1, "centroid": "mean"},
         {"min_count": 2, "model": "mlp-bn"},
     ],

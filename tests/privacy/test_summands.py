@@ -156,7 +156,7 @@ def test_a_lost_memory_makes_all_start_anew():
     [
         ("qlsd", {f"turns/{k}" for k in range(4)}),
         ("fedsep", {f"sizes/{k}" for k in range(4)}),
-        ("vd", set()),
+        pytest.param("vd", set(), marks=pytest.mark.slow),
         ("fedbps", set()),
     ],
 )
