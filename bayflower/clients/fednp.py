@@ -40,9 +40,9 @@ from torch import Tensor
 
 from ..contract import Phase, Posterior, Survey, Work
 from ..maths import npn
-from ..maths.gaussian import Diagonal, damp, quotient
+from ..maths.gaussian import Diagonal, quotient
 from ..maths.laplace import Seen, independent
-from ..maths.propagation import regulariser, tilted
+from ..maths.propagation import new_factor, regulariser
 from ..maths.tilted import make_slopes
 from ..networks.model import Batch, Model
 from ..stacked.meanlayer import layer_mean, layer_sum
@@ -173,17 +173,7 @@ class Client(fedavg.Global):
         """Return the new factor, damped [eq. 10], and (theta_k, n_k, its change)."""
         number, memo = count(data), work.memo
         f = self.site(work.survey.total["f"].double() / number)
-        site = tilted(f, memo.cavity, self.slopes).site
-        new = damp(memo.own, site, self.config.damping)
-        good = new.precision.isfinite() & new.shift.isfinite()
-        change = Diagonal(
-            *(
-                torch.where(good, a - b, torch.zeros_like(a))
-                for a, b in zip(new, memo.own, strict=True)
-            )
-        )
-        # as the server's ledger does it, to the bit
-        after = Diagonal(*(a + b for a, b in zip(memo.own, change, strict=True)))
+        change, after = new_factor(f, memo.cavity, memo.own, self.slopes, self.config.damping)
         extra = {name: value for name, value in work.params.items() if name.startswith(EXTRA)}
         sent = Update(number, self.network(work.params), work.buffers, extra, change, memo.turns)
         return State(after, memo.turns.clamp(min=0) + 1, memo.epoch, {}), sent

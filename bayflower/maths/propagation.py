@@ -18,6 +18,8 @@ With e = ∂c/∂f, u = 1 − σ(c), E the mean under the tilted weights and h =
 
 and all else is the chain rule (`stacked/propagationkernels.py`). The cavity is a constant there.
 Second derivatives are those of the plain formula.
+
+A client's new factor of p(z) is here, too (`new_factor`).
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from torch.func import vjp, vmap
 
 from ..stacked.batched import fronts, has_kernels, on_stacks
 from ..stacked.products import all_may_leave, first_derivative, left_own
+from ..stacked.recorded import recorded
 from ..tree import Tensors
 from . import npn
-from .gaussian import Diagonal
+from .gaussian import Diagonal, damp
 from .tilted import Slopes, Tilted, bounded, nodes_of, quadrature, tilt
 
 NAMES = tuple(
@@ -45,6 +48,7 @@ NAMES = tuple(
 )
 INPUTS = 3 + len(NAMES) + 1  # f, shift and precision of the cavity, the layers, the target
 SETTINGS = 3  # ε, the weight, the number of nodes
+FACTORS = 5  # tensors that a new factor is made of
 SAVED = 3  # what the value's kernels hand to that of the slopes
 
 
@@ -82,6 +86,31 @@ def tilted(f: Tensor, cavity: Diagonal, slopes: Slopes) -> Tilted:
     return tilt(mean, var, bounded(f, var), slopes)
 
 
+def new_factor(
+    f: Tensor, cavity: Diagonal, own: Diagonal, slopes: Slopes, damping: float
+) -> tuple[Diagonal, Diagonal]:
+    """Return (the change of a client's factor, the factor after it): damped, from `own` towards
+    tilted / cavity. Where that is not finite, nothing changes.
+    """
+    if not has_kernels(f):
+        return plain_factor(f, cavity, own, slopes, damping)
+    inputs = (f, *cavity, *own)
+    found = Factor.apply(*inputs, slopes, damping)
+    return Diagonal(*found[:2]), Diagonal(*found[2:])
+
+
+def plain_factor(
+    f: Tensor, cavity: Diagonal, own: Diagonal, slopes: Slopes, damping: float
+) -> tuple[Diagonal, Diagonal]:
+    """Return what `new_factor` does, by the plain formula."""
+    new = damp(own, tilted(f, cavity, slopes).site, damping)
+    good = new.precision.isfinite() & new.shift.isfinite()
+    zero = torch.zeros_like(new.shift)
+    change = Diagonal(*(torch.where(good, a - b, zero) for a, b in zip(new, own, strict=True)))
+    # as the server's ledger does it, to the bit
+    return change, Diagonal(*(a + b for a, b in zip(own, change, strict=True)))
+
+
 def has_form(f: Tensor, layers: Tensors, target: Tensor, slopes: Slopes) -> bool:
     """Return whether kernels exist for this regulariser: float32 on a GPU, moments by the
     trapezoid rule, a small first layer.
@@ -93,6 +122,48 @@ def has_form(f: Tensor, layers: Tensors, target: Tensor, slopes: Slopes) -> bool
     from ..stacked import propagationcalls
 
     return propagationcalls.fits(f.shape[0], layers["1.bias.mean"].shape[0], nodes)
+
+
+class Factor(Function):
+    """(Precision and shift of the change, those of the factor after it) of f, the cavity and the
+    factor before, each as precision and shift, and the settings. It has no derivative.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        tensors = tuple(one[None] for one in inputs[:FACTORS])
+        return tuple(one[0] for one in stacked_factors(*tensors, *inputs[FACTORS:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
+        tensors = fronts(inputs[:FACTORS], dims[:FACTORS], info)
+        return on_stacks(stacked_factors, tensors, *inputs[FACTORS:]), (0,) * 4
+
+
+def stacked_factors(*inputs: Any) -> tuple[Tensor, ...]:
+    """Return what `Factor` returns, with the clients' axis in front; on a GPU some hundred small
+    kernels in one recording, whose results are copied out of it.
+    """
+    found = recorded(factors_of, inputs[:FACTORS], *inputs[FACTORS:])
+    kept = tuple(torch.empty_like(one) for one in found)
+    torch._foreach_copy_(kept, found)
+    return kept
+
+
+def factors_of(*inputs: Any) -> tuple[Tensor, ...]:
+    """Return what `Factor` returns, with the clients' axis in front, by the plain formula."""
+    tensors, settings = inputs[:FACTORS], inputs[FACTORS:]
+
+    def one(f: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+        change, after = plain_factor(f, Diagonal(*numbers[:2]), Diagonal(*numbers[2:]), *settings)
+        return (*change, *after)
+
+    found: tuple[Tensor, ...] = vmap(one)(*tensors)
+    return found
 
 
 class Regulariser(Function):

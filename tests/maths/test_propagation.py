@@ -1,17 +1,20 @@
 """FedNP's regulariser for stacks: its function with slopes of its own against the plain formula
-differentiated by torch, once and twice, under vmap and without.
+differentiated by torch, once and twice, under vmap and without. A client's new factor, number by
+number.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 from torch.func import grad, vmap
 
 from bayflower.maths import npn, propagation
 from bayflower.maths.gaussian import Diagonal
-from bayflower.maths.propagation import NAMES, Regulariser, plain, regulariser
+from bayflower.maths.propagation import NAMES, Regulariser, new_factor, plain, regulariser
 from bayflower.maths.tilted import make_slopes, nodes_of, trapezoid
+from bayflower.tree import stack, take, to
 
 F64 = torch.float64
 SETTINGS = (0.2, 0.7, 65)  # ε, weight, nodes
@@ -91,3 +94,54 @@ def test_only_the_trapezoid_rule_has_nodes():
     assert nodes_of(make_slopes("trapezoid")) == 65
     assert nodes_of(make_slopes("quadrature", 9)) == 9
     assert [nodes_of(make_slopes(name)) for name in ("thm2", "logz", "probit")] == [None] * 3
+
+
+def factor_by_hand(f, cavity, own, damping):
+    """Of one number: a sum over a million points, then a step from the old factor."""
+    precision, shift = cavity
+    mean, std = shift / precision, precision**-0.5
+    f = max(min(f, 5 / std), -5 / std)
+    z = torch.linspace(mean - 12 * std, mean + 12 * std, 1_000_001, dtype=F64)
+    density = (-0.5 * ((z - mean) / std).square()).exp() * torch.sigmoid(f * z)
+    z_mean = float((density * z).sum() / density.sum())
+    z_var = float((density * (z - z_mean).square()).sum() / density.sum())
+    site = 1 / z_var - precision, z_mean / z_var - shift
+    return [old + damping * (new - old) for old, new in zip(own, site, strict=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_new_factor_is_the_damped_quotient_of_tilted_and_cavity(device, stacked, monkeypatch):
+    """Five times with other numbers: a GPU records it in the second, and must not overwrite what it
+    gave before.
+    """
+    if stacked and device == "cpu":
+        monkeypatch.setattr(propagation, "has_kernels", lambda f: True)
+    make, damping, found = torch.Generator().manual_seed(2), 0.3, []
+    for _ in range(5):
+        f, shift, old_shift = (torch.randn(3, 4, generator=make, dtype=F64) for _ in range(3))
+        precision, old = (torch.rand(3, 4, generator=make, dtype=F64) for _ in range(2))
+        f[1, 2], f[2] = 40.0, float("nan")  # far beyond the limit; nothing known of a client
+        cavity, own = Diagonal(1 + precision, shift), Diagonal(old, old_shift)
+
+        def of(f, cavity, own):
+            return new_factor(f, cavity, own, trapezoid, damping)
+
+        given = to((f, cavity, own), device)
+        if stacked:
+            change, after = vmap(of)(*given)
+        else:
+            change, after = stack([of(*take(given, k)) for k in range(3)])
+        found.append((f, cavity, own, change, after))
+    for f, cavity, own, change, after in found:
+        for name in Diagonal._fields:
+            start, moved, end = (getattr(one, name).cpu() for one in (own, change, after))
+            assert torch.equal(end, start + moved)
+            assert not moved[2].any()
+        for k in range(2):
+            for d in range(4):
+                numbers = [[float(one[k, d]) for one in both] for both in (cavity, own)]
+                want = factor_by_hand(float(f[k, d]), *numbers, damping)
+                got = [float(one[k, d]) for one in after]
+                near = 5e-3 if (k, d) == (1, 2) else 1e-6  # 65 points are few for so steep a site
+                assert got == pytest.approx(want, rel=near, abs=1e-6), (k, d)
