@@ -105,6 +105,16 @@ def to(tree: T, device: torch.device | str) -> T:
     return map_tree(lambda leaf: leaf.to(device), tree)
 
 
+def recast(values: Tensors, like: Tensors | None = None) -> Tensors:
+    """Return the values in float64, or in the dtypes of `like`; a GPU converts all at once."""
+    kinds = {name: like[name].dtype if like else torch.float64 for name in values}
+    if all(values[name].dtype == kind for name, kind in kinds.items()):
+        return values
+    found = {name: torch.empty_like(values[name], dtype=kind) for name, kind in kinds.items()}
+    torch._foreach_copy_(list(found.values()), list(values.values()))
+    return found
+
+
 def flatten(tree: Any, prefix: str = "") -> Tensors:
     """Return the leaves by name."""
     if tree is None:

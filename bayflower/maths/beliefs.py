@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..stacked.recorded import recorded
-from ..tree import Tensors, digest
+from ..tree import Tensors, digest, recast
 from . import dropout, hypernet
 from .guesses import holds
 
@@ -186,7 +186,7 @@ def climbed(
     )
     if not holds(taken > 0):
         part = hypernet.within(pace.reach, before, after)
-        after = hypernet.recast(hypernet.between(part, before, after), before)
+        after = recast(hypernet.between(part, before, after), before)
         velocity = {name: part * value for name, value in velocity.items()}
     rows, speeds = (
         dict(zip(names, hypernet.separated(some.pop(hypernet.OWN)), strict=True))

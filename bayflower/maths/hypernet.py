@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..tree import Tensors
+from ..tree import Tensors, recast
 
 SHARES = 20  # of a step that are looked at: 1, ½, ¼, …
 MOST = 2**23  # moves that are computed at once, of all shares, clients and some weights
@@ -279,16 +279,6 @@ def between(share: float | Tensor, before: Tensors, after: Tensors) -> Tensors:
     """Return where `share` of the step from `before` to `after` leads, in float64."""
     start = recast(before)
     return along(course(start, after), start, share)
-
-
-def recast(values: Tensors, like: Tensors | None = None) -> Tensors:
-    """Return the values in float64, or in the dtypes of `like`; a GPU converts all at once."""
-    kinds = {name: like[name].dtype if like else torch.float64 for name in values}
-    if all(values[name].dtype == kind for name, kind in kinds.items()):
-        return values
-    found = {name: torch.empty_like(values[name], dtype=kind) for name, kind in kinds.items()}
-    torch._foreach_copy_(list(found.values()), list(values.values()))
-    return found
 
 
 def separated(rows: Tensor) -> list[Tensor]:

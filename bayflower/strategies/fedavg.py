@@ -27,8 +27,8 @@ from ..contract import ServerHalf, Statistic, Sum
 from ..errors import ConfigError
 from ..maths.exact import Scaled
 from ..settings import setting
-from ..stacked.weighted import weighted_sum
-from ..tree import Tensors
+from ..stacked.weighted import weighted_sums
+from ..tree import Tensors, recast
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,17 @@ def weighted(group: str, tensors: Tensors, weight: Tensor) -> dict[str, Scaled]:
 
 def summed(group: str, tensors: Tensors, weight: Tensor) -> Tensors:
     """Return Σ_k weight_k·tensor_k by "group/name" of stacked tensors, in float64."""
-    return {f"{group}/{name}": weighted_sum(weight, value) for name, value in tensors.items()}
+    return {f"{group}/{name}": one for name, one in weighted_sums(weight, tensors).items()}
 
 
 def averaged(group: str, old: Tensors, total: Sum, weight: Tensor) -> Tensors:
     """Return Σ weight·tensor / Σ weight by name, in the dtype of `old`."""
-
-    def mean(name: str, value: Tensor) -> Tensor:
-        ratio = total[f"{group}/{name}"] / weight
-        return (ratio if value.is_floating_point() else ratio.round()).to(value.dtype)
-
-    return {name: mean(name, value) for name, value in old.items()}
+    if not old:
+        return {}
+    sums = [total[f"{group}/{name}"] for name in old]
+    number = weight.to(sums[0].device, torch.float64)
+    means = dict(zip(old, torch._foreach_div(sums, number), strict=True))
+    for name, value in old.items():
+        if not value.is_floating_point():
+            means[name].round_()
+    return recast(means, old)
