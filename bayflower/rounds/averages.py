@@ -31,14 +31,16 @@ class Table:
 
     def note(self, numbers: Mapping[int, Sequence[float]], changed: Iterable[int]) -> None:
         """Take in the numbers of clients whose numbers have changed."""
-        for client in changed:
-            own = numbers[client]
-            row = self.row.setdefault(client, len(self.row))
-            if row == len(self.room.clients):
-                both = (np.concatenate([one, np.zeros_like(one)]) for one in self.room)
-                self.room = Averages(*both)
-            for column, value in zip(self.room, (client, fmean(own), len(own)), strict=True):
-                column[row] = value
+        clients = list(changed)
+        rows = [self.row.setdefault(client, len(self.row)) for client in clients]
+        while len(self.row) > len(self.room.clients):
+            both = (np.concatenate([one, np.zeros_like(one)]) for one in self.room)
+            self.room = Averages(*both)
+        known = [numbers[client] for client in clients]
+        for column, values in zip(
+            self.room, (clients, list(map(fmean, known)), list(map(len, known))), strict=True
+        ):
+            column[rows] = values
 
     def drop(self, clients: Iterable[int]) -> None:
         """Forget some clients; the last one takes the row of each."""

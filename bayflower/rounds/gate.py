@@ -91,6 +91,9 @@ MEMORY = 0.3
 TURNED = -0.15
 STEADY = 0.2
 BLOCK = 256  # rows that are worked on at once
+CANCELLED = 1e-6  # share of a squared sum below which a difference of squares has few digits left
+NOTHING = 1e-24  # times the number of rows: the square of what rounding leaves of their sum
+SMALLEST, LARGEST = 1e-56, 1e200  # squared lengths of rows that need no scaling
 
 
 class Sketches(NamedTuple):
@@ -150,7 +153,7 @@ class Gate:
             return
         past = unit(np.stack([self.own[clients[place]] for place in known]), fresh=True)
         mine = short(whole if len(known) == len(clients) else whole[known])
-        for place, agreed in zip(known, (past * mine).sum(1).tolist(), strict=True):
+        for place, agreed in zip(known, along(past, mine).tolist(), strict=True):
             client = clients[place]
             self.itself[client] = agreed
             before = self.steady.get(client, [])
@@ -192,14 +195,8 @@ class Gate:
         whole = self.moves(clients, seen) if self.adds_up and clients else seen
         if len(clients) >= MANY:
             now = short(seen)
-            counts = np.array([client not in gone for client in clients])[:, None]
-            total = (whole if counts.all() else whole * counts).sum(0)
-            agreed: list[float] = []
-            if len(clients) >= CROWD:
-                for begin in range(0, len(clients), BLOCK):
-                    part, counted = whole[begin : begin + BLOCK], counts[begin : begin + BLOCK]
-                    rest = total - (part if counted.all() else part * counted)
-                    agreed += (part * unit(rest, fresh=True)).sum(1).tolist()
+            counts = np.array([client not in gone for client in clients], float)
+            agreed = with_others(whole, counts) if len(clients) >= CROWD else []
             for client, one in zip(clients, agreed, strict=bool(agreed)):
                 self.past[client] = [*self.past.get(client, []), one][-LAST:]
             self.table.note(self.past, clients if agreed else ())
@@ -343,17 +340,40 @@ def unpacked(texts: Mapping[str, str], dtype: Any) -> dict[int, Vector]:
     return {int(c): np.frombuffer(base64.b64decode(one), dtype) for c, one in texts.items()}
 
 
+def with_others(rows: Vector, counts: Vector) -> list[float]:
+    """Return the cosine of each row (length 1, or 0) with the sum of the others that count (1, or
+    0): of c and T − c, from the products of c with T and itself. It is 0 where they cancel.
+    """
+    total: Vector = np.einsum("i,ij->j", counts, rows)  # a BLAS has other bits with more threads
+    ahead, own = np.einsum("ij,j->i", rows, total), along(rows, rows)
+    whole = along(total[None], total[None])
+    length = whole - counts * (2 * ahead - own)
+    found = (ahead - counts * own) / np.sqrt(np.maximum(length, TINY))
+    for place in np.flatnonzero(length < CANCELLED * np.maximum(whole, 1.0)).tolist():
+        own, rest = rows[place][None], (total - counts[place] * rows[place])[None]
+        rounding = along(rest, rest) < NOTHING * max(len(rows), 1)
+        found[place] = 0.0 if rounding else along(own, unit(rest, fresh=True))[0]
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+def along(rows: Vector, others: Vector) -> Vector:
+    """Return the product of each row with its other."""
+    found: Vector = np.einsum("ij,ij->i", rows, others)
+    return found
+
+
 def unit(rows: Vector, fresh: bool = False) -> Vector:
     """Return rows of length 1; numbers that are none count as 0. `fresh`: may be overwritten."""
     found = np.asarray(rows, float) if fresh else np.array(rows, float)
     for begin in range(0, len(found), BLOCK):  # small enough for a processor's cache
         part = found[begin : begin + BLOCK]
-        most = largest(part)
-        if not np.isfinite(most).all():
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = along(part, part)
+        if not ((squares > SMALLEST) & (squares < LARGEST)).all():
             np.nan_to_num(part, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-            most = largest(part)
-        part /= np.maximum(most, TINY)  # so that no square is inf
-        part /= np.maximum(np.sqrt((part * part).sum(-1, keepdims=True)), TINY)
+            part /= np.maximum(largest(part), TINY)  # so that no square is inf
+            squares = along(part, part)
+        part /= np.maximum(np.sqrt(squares), TINY)[:, None]
     return found
 
 

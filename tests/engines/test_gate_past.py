@@ -64,3 +64,45 @@ def test_a_round_that_is_closed_late_counts_as_one_that_is_closed_at_once():
     assert late.memory() == soon.memory()
     assert not late.open
     assert len(late.past["num_examples"]) == 3
+
+
+def cosine_with_others(rows, counts, place):
+    """Oracle: the sum of the others, one after the other, and its cosine."""
+    rest = sum(
+        (row for k, row in enumerate(rows) if k != place and counts[k]), np.zeros(len(rows[0]))
+    )
+    length = np.sqrt((rest**2).sum())
+    return float((rows[place] * rest).sum() / length) if length > 1e-9 else 0.0
+
+
+def test_a_cosine_with_the_others_is_that_of_their_sum():
+    """Also of one that does not count, of zeros, and where the others cancel almost or wholly."""
+    rng = np.random.default_rng(1)
+    for number in (2, 9, 300):
+        rows = gate.unit(rng.standard_normal((number, 64)) + 0.3)
+        counts = (rng.random(number) < 0.7).astype(float)
+        rows[0] = 0
+        found = gate.with_others(rows, counts)
+        want = [cosine_with_others(rows, counts, place) for place in range(number)]
+        np.testing.assert_allclose(found, want, atol=1e-12)
+    one, other = gate.unit(rng.standard_normal((2, 64)))
+    for small in (0.0, 1e-7):
+        near = gate.unit((one + small * other)[None])[0]
+        rows = np.stack([near, *[one, -one] * 4])  # of the first, the others cancel
+        got, want = (
+            gate.with_others(rows, np.ones(9))[:2],
+            [cosine_with_others(rows, np.ones(9), k) for k in range(2)],
+        )
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_rows_of_length_one_whatever_their_numbers():
+    rows = np.array(
+        [[3.0, 4.0], [3e250, -4e250], [3e-50, 4e-50], [0, 0], [np.nan, 2.0], [np.inf, -5.0]]
+    )
+    want = [[0.6, 0.8], [0.6, -0.8], [0.6, 0.8], [0, 0], [0, 1], [0, -1]]
+    before = rows.copy()
+    np.testing.assert_allclose(gate.unit(rows), want, rtol=1e-15)
+    np.testing.assert_array_equal(rows, before)
+    for row, one in zip(rows, want, strict=True):
+        np.testing.assert_allclose(gate.unit(row[None], fresh=True), [one], rtol=1e-15)
