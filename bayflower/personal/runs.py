@@ -62,11 +62,11 @@ class Opened(NamedTuple):
     differing: Sequence[int] = ()  # training clients whose data are not those of the run
 
 
-def open_run(folder: Path, data_dir: str = "") -> Opened:
+def open_run(folder: Path | str, data_dir: str = "") -> Opened:
     """Return the run in `folder`, or the only one below it; its data are made again from its
     settings.
     """
-    folder = place.the_run(folder)
+    folder = place.the_run(Path(folder))
     found = checkpoint.read(folder)
     if found is None:
         raise ConfigError(
@@ -84,9 +84,9 @@ def open_run(folder: Path, data_dir: str = "") -> Opened:
 
 
 def export(
-    folder: Path,
+    folder: Path | str,
     client: int | str,
-    into: Path,
+    into: Path | str,
     formats: Sequence[str] = ("safetensors", "pt2"),
     data_dir: str = "",
     overwrite: bool = False,
@@ -94,7 +94,7 @@ def export(
     """Write the personal model that a client, by its number or name, had at the end of the run in
     `folder`; return its card. Another client's model is replaced with `overwrite` only.
     """
-    opened = open_run(folder, data_dir)
+    opened, into = open_run(folder, data_dir), Path(into)
     number = number_of(opened, client)
     there = read_json(into / "card.json").get("client", number)
     if there != number and not overwrite:
@@ -149,8 +149,8 @@ def ready_client(opened: Opened, data: ClientData) -> tuple[ClientData, Scaling 
 
 
 def export_all(
-    folder: Path,
-    into: Path,
+    folder: Path | str,
+    into: Path | str,
     formats: Sequence[str] = ("safetensors", "pt2"),
     data_dir: str = "",
     overwrite: bool = False,
@@ -159,7 +159,7 @@ def export_all(
     card, and whether the model was written now. Finished models are left as they are unless
     `overwrite`.
     """
-    opened = open_run(folder, data_dir)
+    opened, into = open_run(folder, data_dir), Path(into)
     clients = range(opened.run.data.total_clients)
     done = {} if overwrite else {n: finished(opened, n, into, formats) for n in clients}
     for client in clients:

@@ -107,7 +107,7 @@ def test_images_with_and_without_channels_and_as_pixels(images, runs, tmp_path):
         model.predict(x.astype(float))
     with pytest.raises(ConfigError, match="from 0 to 510, but pixels go from 0 to 255"):
         model.predict(x.astype(int) * 2)
-    export(runs("fedmap"), 0, tmp_path, ("safetensors",))
+    export(str(runs("fedmap")), 0, str(tmp_path), ("safetensors",))
     digits, model = load_source(open_run(runs("fedmap")).run.data).x[:5], load_personal(tmp_path)
     want = model.predict_proba(digits)
     assert np.array_equal(model.predict_proba(digits[:, 0]), want)

@@ -374,7 +374,7 @@ def test_every_clients_model_at_once(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     for client in range(7):
         assert not (tmp_path / f"client-{client}").exists()
-    list(export_all(runs("fedmap"), tmp_path, ("safetensors",)))
+    list(export_all(str(runs("fedmap")), str(tmp_path), ("safetensors",)))
     done = [(tmp_path / f"client-{n}" / "card.json").stat().st_mtime_ns for n in range(7)]
     (tmp_path / "client-3" / "card.json").unlink()
     found = list(export_all(runs("fedmap"), tmp_path, ("safetensors",)))
