@@ -61,7 +61,16 @@ STAGES = (
     ),
     Stage("overheads-float32", "the same in float32", f"races {TEN} --rounds 20"),
     Stage("races", "other simulators' workloads at their numbers of rounds", "races --tf32"),
-    Stage("profile", "where the time of rounds on 50 clients goes", f"profile {FIFTY}"),
+    Stage(
+        "profile",
+        "where the time of rounds on 50 clients goes",
+        f"profile {FIFTY} --method fednp --tf32",
+    ),
+    Stage(
+        "profile-ten",
+        "where the time of rounds on ten clients goes",
+        "profile --workload cnn3-10 --method reptile --method metavd --tf32",
+    ),
     Stage("networks", "networks that people bring", "networks"),
 )
 

@@ -126,13 +126,15 @@ def profile(content: dict[str, Any]) -> list[str]:
     """Return where the time of a round goes."""
     rows = measured(content)
     lines = ["## Where the time goes\n", f"{place(content)}\n"]
-    lines += table("workload", "method", "stage", "ms", "of a round")
+    lines += table("workload", "method", "products", "stage", "ms", "of a round")
     for row in rows:
         percent = row.get("percent")
         share = "" if percent is None else f"{percent:.0f} %"
-        lines.append(
-            f"| {row['workload']} | {row['method']} | {row['stage']} | {row['ms']:.2f} | {share} |"
-        )
+        first = f"| {row['workload']} | {row['method']} | {row['precision']} |"
+        lines.append(f"{first} {row['stage']} | {row['ms']:.2f} | {share} |")
+        for one in row.get("kernels", ()):
+            name = one["kernel"].replace("|", " ")[:60]
+            lines.append(f"{first} of it `{name}`, {one['calls']} times | {one['ms']:.2f} | |")
     return lines + failures(content)
 
 
@@ -158,5 +160,6 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "overheads-float32": overheads,
     "races": races,
     "profile": profile,
+    "profile-ten": profile,
     "networks": networks,
 }

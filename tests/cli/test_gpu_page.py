@@ -91,3 +91,17 @@ def test_the_page_has_the_numbers_of_the_files(gpu, tmp_path):
     assert f"| {of_ten[0]['samples_per_second']:,} | 0.50 |" in found  # half of Reptile's time
     assert "Not measured: metavd on cnn3-10: no memory" in found
     assert found.count("Not complete") == 1
+
+
+def test_the_page_names_the_kernels_of_a_round(gpu, tmp_path):
+    file = ROOT / "benchmarks" / "results" / "gpu_h200" / "profile.json"
+    (tmp_path / "profile-ten.json").write_text(file.read_text())
+    found, listed = gpu.page(tmp_path), 0
+    for row in json.loads(file.read_text())["rows"]:
+        assert (
+            f"| {row['method']} | {row['precision']} | {row['stage']} | {row['ms']:.2f} |" in found
+        )
+        for kernel in row.get("kernels", ()):
+            listed += 1
+            assert f"{kernel['calls']} times | {kernel['ms']:.2f} | |" in found
+    assert listed > 0
