@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..stacked.constants import outside
 from ..stacked.losses import mean_nll, nll
 from ..stacked.masked import mask_norms, real_samples
 from ..stacked.randomly import with_our_numbers
@@ -147,10 +148,11 @@ class Model:
         """Return the constants on the device and in the dtype of `like`."""
         key = (like.device, like.dtype)
         if key not in self._fixed:
-            self._fixed[key] = {
-                name: cast(value, like.dtype).to(like.device)
-                for name, value in self.constants.items()
-            }
+            with outside(), torch.no_grad():
+                self._fixed[key] = {
+                    name: cast(value, like.dtype).to(like.device)
+                    for name, value in self.constants.items()
+                }
         return self._fixed[key]
 
     def module(self, params: Tensors, buffers: Tensors) -> nn.Module:
