@@ -4,8 +4,10 @@ settings of all kinds and all deaths, without Ray.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +28,19 @@ from bayflower.fused.workers.crew import ray as module
 pytest.importorskip("ray", reason="the extra `simulation` is not installed")
 # slow, because a busy machine takes minutes to start Ray, or fails to
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+
+
+def collect() -> None:
+    """Collect the files that Ray leaves open: later each is a warning in some other test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tidied():
+    yield
+    collect()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import SMALL, assert_same_bits
 from test_herd import assert_same, ready
-from test_workers import connected, on
+from test_workers import collect, connected, on
 
 from bayflower.files import checkpoint
 from bayflower.flower.processes import free_port
@@ -51,6 +51,12 @@ class Killing:
 def timeless(outcome: Any) -> Any:
     """Return an outcome without the lines on what died."""
     return outcome._replace(faults=(), usage=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tidied():
+    yield
+    collect()
 
 
 @pytest.fixture(scope="module")
