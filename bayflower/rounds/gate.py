@@ -350,9 +350,10 @@ def with_others(rows: Vector, counts: Vector) -> list[float]:
     length = whole - counts * (2 * ahead - own)
     found = (ahead - counts * own) / np.sqrt(np.maximum(length, TINY))
     for place in np.flatnonzero(length < CANCELLED * np.maximum(whole, 1.0)).tolist():
-        own, rest = rows[place][None], (total - counts[place] * rows[place])[None]
-        rounding = along(rest, rest) < NOTHING * max(len(rows), 1)
-        found[place] = 0.0 if rounding else along(own, unit(rest, fresh=True))[0]
+        row = rows[place][None]
+        rest = total - counts[place] * row
+        rounding = along(rest, rest) < NOTHING * len(rows)
+        found[place] = 0.0 if rounding else along(row, unit(rest, fresh=True))[0]
     return found.tolist()  # type: ignore[no-any-return]
 
 
