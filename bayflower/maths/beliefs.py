@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..stacked.recorded import recorded
+from ..stacked.recorded import kept, recorded
 from ..tree import Tensors, digest, recast
 from . import dropout, hypernet
 from .guesses import holds
@@ -182,7 +182,7 @@ def climbed(
     numbers = (*before.values(), *(still[name] for name in hypernet.PSI), going, moved, share)
     found, speed, taken = recorded(hypernet.flat_step, numbers, pace)
     after, velocity = (
-        dict(zip(hypernet.NAMES, hypernet.kept(some), strict=True)) for some in (found, speed)
+        dict(zip(hypernet.NAMES, kept(some), strict=True)) for some in (found, speed)
     )
     if not holds(taken > 0):
         part = hypernet.within(pace.reach, before, after)

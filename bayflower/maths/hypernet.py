@@ -198,15 +198,6 @@ def flat_step(*given: Any) -> tuple[Numbers, Numbers, Tensor]:
     return limited_step(tuple(numbers[:size]), tuple(numbers[size:]), moved, share, pace)
 
 
-def kept(numbers: Numbers) -> Numbers:
-    """Return numbers that a recording of a GPU will not overwrite."""
-    if not numbers[0].is_cuda:
-        return numbers
-    found = tuple(torch.empty_like(one) for one in numbers)
-    torch._foreach_copy_(found, numbers)
-    return found
-
-
 def fitting(reach: float, before: Tensors, way: Tensors, waits: bool) -> Tensor:
     """Return the largest share of 1, ½, ¼, … of a step at which the outputs move by at most `reach`
     (), root mean square over clients and weights; 0 if there is none among SHARES.

@@ -34,7 +34,7 @@ from torch.func import vjp, vmap
 
 from ..stacked.batched import fronts, has_kernels, on_stacks
 from ..stacked.products import all_may_leave, first_derivative, left_own
-from ..stacked.recorded import recorded
+from ..stacked.recorded import kept, recorded
 from ..tree import Tensors
 from . import npn
 from .gaussian import Diagonal, damp
@@ -148,10 +148,7 @@ def stacked_factors(*inputs: Any) -> tuple[Tensor, ...]:
     """Return what `Factor` returns, with the clients' axis in front; on a GPU some hundred small
     kernels in one recording, whose results are copied out of it.
     """
-    found = recorded(factors_of, inputs[:FACTORS], *inputs[FACTORS:])
-    kept = tuple(torch.empty_like(one) for one in found)
-    torch._foreach_copy_(kept, found)
-    return kept
+    return kept(recorded(factors_of, inputs[:FACTORS], *inputs[FACTORS:]))
 
 
 def factors_of(*inputs: Any) -> tuple[Tensor, ...]:

@@ -4,7 +4,8 @@ of the same shapes.
 Starting a kernel from Python takes longer than a small kernel runs. The first call with a shape is
 a plain one, the second is recorded, and later ones copy their arguments to where the recording
 reads them. Results are the recording's own tensors: the next call in the same stream overwrites
-them. On a GPU only; elsewhere, and where a function cannot be recorded, it is called.
+them, unless they are copied (`kept`). On a GPU only; elsewhere, and where a function cannot be
+recorded, it is called.
 """
 
 from __future__ import annotations
@@ -44,6 +45,15 @@ def recorded(fn: Callable[..., Any], tensors: tuple[Tensor, ...], *facts: Any) -
     torch._foreach_copy_(own, tensors)
     graph.replay()
     return results
+
+
+def kept(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return results that the next call will not overwrite; a GPU copies all at once."""
+    if not results[0].is_cuda:
+        return results
+    found = tuple(torch.empty_like(one) for one in results)
+    torch._foreach_copy_(found, results)
+    return found
 
 
 def record(
