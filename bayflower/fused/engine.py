@@ -148,7 +148,7 @@ class Fused:
             raise
         except (RuntimeError, NotImplementedError) as error:
             log.debug("the stack failed", exc_info=True)
-            if self.half.model.seen.fill(error):
+            if self.half.model.seen.again(error):
                 self.close()
                 return self._stacked(what, fn)
             self.one_by_one_because = (

@@ -62,7 +62,7 @@ def tried(model: Model, x: Tensor) -> Trial:
             keys = torch.zeros(TWO, dtype=torch.int64, device=x.device)
             vmap(chance.within(fn))(keys, params, buffers, clients)
         except (RuntimeError, NotImplementedError, ValueError, ConfigError) as error:
-            return why(fn) if stacked.seen.fill(error) else unmapped(error)
+            return why(fn) if stacked.seen.again(error) else unmapped(error)
         return None
 
     training = model.unstackable or why(first)

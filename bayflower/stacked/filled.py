@@ -1,8 +1,12 @@
-"""Tensors that a network makes and then fills in place, in stacks.
+"""Tensors that a network writes into, in stacks.
 
 `out = torch.zeros(B, T, H)` makes one tensor for all clients of a stack, which has no place for the
 numbers of each: `out[:, t] = h` is refused. Made of the samples it has a place for every client.
-That takes memory, so it is done only for networks that need it.
+
+Some layers of stacks keep their output for the slopes where torch's keep their input: a linear
+layer with the LeakyReLU after it. A network that writes into such an output gets a copy.
+
+Both take memory, so they are done only for networks that need them.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ import torch
 from torch import Tensor
 
 REFUSED = "inplace arithmetic"  # how vmap begins to say that there is no place
+CHANGED = "modified by an inplace operation"  # autograd's words for a kept tensor that was changed
 _samples: ContextVar[Tensor | None] = ContextVar("samples", default=None)
+_copies: ContextVar[bool] = ContextVar("copies", default=False)
 
 
 @contextmanager
@@ -27,6 +33,26 @@ def made_of(samples: Tensor) -> Iterator[None]:
         yield
     finally:
         _samples.reset(token)
+
+
+@contextmanager
+def written() -> Iterator[None]:
+    """Give away copies of the outputs that layers keep, inside."""
+    token = _copies.set(True)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
+def writes() -> bool:
+    """Return whether the network writes into what layers keep."""
+    return _copies.get()
+
+
+def own(x: Tensor) -> Tensor:
+    """Return an output that its layer keeps, or a copy for a network that writes into it."""
+    return x.clone() if writes() else x
 
 
 def of_samples(torchs: Callable[..., Tensor]) -> Callable[..., Any]:

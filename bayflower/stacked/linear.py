@@ -36,12 +36,13 @@ class Linear(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, ctx.slope, ctx.low = inputs
-        ctx.save_for_backward(x, weight, bias, output)
+        # without an activation the slopes do not need the output, which others may write into
+        ctx.save_for_backward(x, weight, bias, *(() if ctx.slope == 1.0 else (output,)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, out = ctx.saved_tensors
-        facts = (ctx.slope, ctx.low)
+        x, weight, bias, *kept = ctx.saved_tensors
+        out, facts = kept[0] if kept else g, (ctx.slope, ctx.low)  # of g only the shape is read
         to_x = to_weight = to_bias = None
         if ctx.needs_input_grad[0]:
             to_x = LinearInput.apply(g, out, weight, x.dtype, *facts)
@@ -134,7 +135,7 @@ class LinearWeight(Function):
 
 def slopes(out: Tensor, slope: float) -> Tensor:
     """Return 1 where the output is above 0, else `slope`."""
-    return torch.where(out > 0, 1.0, slope).to(out.dtype)
+    return torch.full_like(out, slope).masked_fill(out > 0, 1.0)
 
 
 # -- the functions of stacks: the clients' axis is in front of every tensor ------------------------

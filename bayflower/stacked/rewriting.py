@@ -52,15 +52,16 @@ class Seen:
         self.draws: bool | None = None
         self.plain = False  # whether only plain autograd can differentiate it
         self.fills = False  # whether it fills tensors of its own with numbers of a stack
+        self.writes = False  # whether it writes into what layers keep for their slopes
 
-    def fill(self, error: Exception) -> bool:
+    def again(self, error: Exception) -> bool:
         """Return whether a stack that failed may be tried again: its tensors will have a place for
-        every client.
+        every client, or it will get copies of what layers keep.
         """
-        if self.fills or filled.REFUSED not in str(error):
-            return False
-        self.fills = True
-        return True
+        before = self.fills, self.writes
+        self.fills |= filled.REFUSED in str(error)
+        self.writes |= filled.CHANGED in str(error)
+        return (self.fills, self.writes) != before
 
 
 class Replacing(TorchFunctionMode):
@@ -119,6 +120,8 @@ def passing(seen: Seen, train: bool, stacked: bool, x: Tensor | None = None) -> 
             inside.enter_context(formulas())
         if train:
             inside.enter_context(chance.one_pass())
+        if stacked and seen.writes:
+            inside.enter_context(filled.written())
         if stacked and seen.fills and x is not None:
             inside.enter_context(filled.made_of(x))
             inside.enter_context(Replacing({**TABLES[kind], **filled.FUNCTIONS}))

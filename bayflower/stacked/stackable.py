@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
-from . import routes
+from . import filled, routes
 from .batched import Conv, Size, padded
 from .direct import WINDOW, Direct, DirectPool, Last
 from .forms import give, has, is_plain
@@ -100,8 +100,8 @@ def linear(self: nn.Linear, input: Tensor, slope: float = 1.0) -> Tensor:
     (1: none).
     """
     if routes.linear(input, self.weight):
-        facts = (self.bias, slope, in_bfloat16(input))
-        return Linear.apply(input, self.weight, *facts)  # type: ignore[no-any-return]
+        out = Linear.apply(input, self.weight, self.bias, slope, in_bfloat16(input))
+        return out if slope == 1.0 else filled.own(out)  # with an activation it keeps its output
     out = nn.Linear.forward(self, input)
     return out if slope == 1.0 else functional.leaky_relu(out, slope)
 
@@ -177,7 +177,7 @@ def exchanged(known: list[Step]) -> list[Step]:
             found.append(step)
         elif (slope := slope_below(before)) is not None and has(step.layer, pool):
             found[-1] = Step(step.layer, slope)
-        elif increasing(before):
+        elif increasing(before) and not filled.writes():  # it keeps its output
             found.insert(len(found) - 1, step)
         else:
             found.append(step)

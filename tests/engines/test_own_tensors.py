@@ -152,9 +152,9 @@ def test_tensors_are_made_of_the_samples_only_where_that_is_needed():
             filled.FUNCTIONS[torch.full](size=(2,), fill_value=3), torch.full((2,), 3)
         )
     seen = Seen()
-    assert not seen.fill(RuntimeError("something else"))
-    assert seen.fill(RuntimeError("vmap: inplace arithmetic(self, *extra_args) is not possible"))
-    assert not seen.fill(RuntimeError("vmap: inplace arithmetic, once more"))
+    assert not seen.again(RuntimeError("something else"))
+    assert seen.again(RuntimeError("vmap: inplace arithmetic(self, *extra_args) is not possible"))
+    assert not seen.again(RuntimeError("vmap: inplace arithmetic, once more"))
 
 
 # -- what is not stacked ---------------------------------------------------------------------------
