@@ -1,5 +1,5 @@
 """FedNP's regulariser: KL_θ + KL_z of a tilted Gaussian and of what a natural-parameter network
-makes of it. On a GPU it is four kernels of all clients, slopes included, in place of some three
+makes of it. On a GPU it is three kernels of all clients, slopes included, in place of some three
 hundred.
 
     symbol          here             shape
@@ -49,7 +49,7 @@ NAMES = tuple(
 INPUTS = 3 + len(NAMES) + 1  # f, shift and precision of the cavity, the layers, the target
 SETTINGS = 3  # ε, the weight, the number of nodes
 FACTORS = 5  # tensors that a new factor is made of
-SAVED = 3  # what the value's kernels hand to that of the slopes
+SAVED = 4  # what the value's kernels hand to the slopes: that of f first
 
 
 def regulariser(
@@ -145,10 +145,28 @@ class Factor(Function):
 
 
 def stacked_factors(*inputs: Any) -> tuple[Tensor, ...]:
-    """Return what `Factor` returns, with the clients' axis in front; on a GPU some hundred small
-    kernels in one recording, whose results are copied out of it.
+    """Return what `Factor` returns, with the clients' axis in front; on a GPU one kernel, or some
+    hundred small ones in one recording, whose results are copied out of it.
     """
-    return kept(recorded(factors_of, inputs[:FACTORS], *inputs[FACTORS:]))
+    tensors, (slopes, damping) = inputs[:FACTORS], inputs[FACTORS:]
+    if (nodes := factor_nodes(tensors, slopes)) is None:
+        return kept(recorded(factors_of, tensors, slopes, damping))
+    from ..stacked import propagationcalls
+
+    return propagationcalls.factors(tensors, nodes, damping)
+
+
+def factor_nodes(tensors: tuple[Tensor, ...], slopes: Slopes) -> int | None:
+    """Return the nodes that a kernel of new factors takes, None where there is no such kernel: one
+    is there for float64 on a GPU and moments by the trapezoid rule.
+    """
+    nodes = nodes_of(slopes)
+    exact = all(one.dtype == torch.float64 for one in tensors)
+    if nodes is None or not (exact and has_kernels(tensors[0])):
+        return None
+    from ..stacked import propagationcalls
+
+    return nodes if propagationcalls.fits(tensors[0].shape[1], 1, nodes) else None
 
 
 def factors_of(*inputs: Any) -> tuple[Tensor, ...]:
@@ -164,8 +182,8 @@ def factors_of(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 class Regulariser(Function):
-    """(The regulariser, and three tensors that its slopes need) of the inputs and settings; only
-    the first has a derivative.
+    """(The regulariser, its slope in f, and three tensors that its other slopes need) of the inputs
+    and settings; only the first has a derivative.
     """
 
     @staticmethod
@@ -280,7 +298,6 @@ def step_slopes(g: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         return stacked_slopes(g, *inputs)
     from ..stacked import propagationcalls
 
-    known = (g, tensors, saved, *settings[:2])
-    to_f = propagationcalls.slope_of_f(*known)
-    descend = partial(propagationcalls.descend, *known)
-    return (to_f, *left_own(descend, (g, *tensors, *saved), weights))
+    descend = partial(propagationcalls.descend, g, tensors, saved, *settings[:2])
+    others = left_own(descend, (g, *tensors, *saved), weights)
+    return propagationcalls.slope_of_f(g, saved), *others

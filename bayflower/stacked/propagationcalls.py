@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .propagationkernels import _front, _slopes, _value
+from .propagationkernels import _factor, _front, _slopes, _value
 
 MOST_TILE = 2**13  # nodes of a client's moments that a program holds
 MOST_WEIGHTS = 2**10  # weights of the last layer that a program holds
@@ -22,19 +22,22 @@ def fits(dim: int, hidden: int, nodes: int) -> bool:
 
 def values(
     inputs: tuple[Tensor, ...], epsilon: float, strength: float, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the regulariser (A,), and what its slopes need: moments (A, 4, D), hidden layer (A, 6,
-    H), slopes in it (A, J, 2, H). A is in front of every tensor.
+) -> tuple[Tensor, ...]:
+    """Return the regulariser (A,) and its slope in f (A, D), and what other slopes need: moments
+    (A, 4, D), hidden layer (A, 6, H), slopes in it (A, J, 2, H). A is in front of every tensor.
     """
     inputs = tuple(one.contiguous() for one in inputs)
     (dim, wide, outputs, blocks), tile = shape_of(inputs)
     clients, empty = len(inputs[0]), inputs[0].new_empty
     moments, hidden = empty(clients, 4, dim), empty(clients, 6, wide)
-    found, parts = empty(clients, blocks), empty(clients, blocks, 2, wide)
+    shares, parts = empty(clients, blocks), empty(clients, blocks, 2, wide)
+    found, to_f = empty(clients), torch.empty_like(inputs[0])
+    ended = empty(clients, dtype=torch.int32)
     _front[(clients,)](
         *inputs[:7],
         moments,
         hidden,
+        ended,
         dim,
         wide,
         NODES=nodes,
@@ -44,18 +47,16 @@ def values(
         num_warps=8,
     )
     _value[(clients * blocks,)](
+        *inputs[3:5],
         *inputs[7:],
-        moments,
-        hidden,
-        found,
-        parts,
+        *(moments, hidden, ended, shares, parts, found, to_f),
         *(dim, wide, outputs, blocks),
         EPSILON=epsilon,
         STRENGTH=strength,
         **tile,
         num_warps=warps(tile),
     )
-    return found.sum(-1), moments, hidden, parts
+    return found, to_f, moments, hidden, parts
 
 
 def slopes(
@@ -69,23 +70,14 @@ def slopes(
     found besides.
     """
     inputs = tuple(one.contiguous() for one in inputs)
-    found = tuple(torch.empty_like(one) for one in (inputs[0], *inputs[3:]))
+    found = tuple(torch.empty_like(one) for one in inputs[3:])
     run_slopes(g, inputs, saved, found, epsilon, strength)
-    return found
+    return slope_of_f(g, saved), *found
 
 
-def slope_of_f(
-    g: Tensor,
-    inputs: tuple[Tensor, ...],
-    saved: tuple[Tensor, ...],
-    epsilon: float,
-    strength: float,
-) -> Tensor:
-    """Return the slope in f alone."""
-    inputs = tuple(one.contiguous() for one in inputs)
-    found = torch.empty_like(inputs[0])
-    run_slopes(g, inputs, saved, (found, *inputs[3:]), epsilon, strength, only_f=True)
-    return found
+def slope_of_f(g: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+    """Return the slope in f alone, times g (A,)."""
+    return g[:, None] * saved[0]
 
 
 def descend(
@@ -97,7 +89,7 @@ def descend(
     rate: float,
 ) -> None:
     """Take a step down the slopes in the layers and the target, in place."""
-    run_slopes(g, inputs, saved, (inputs[0], *inputs[3:]), epsilon, strength, rate=rate)
+    run_slopes(g, inputs, saved, inputs[3:], epsilon, strength, rate)
 
 
 def run_slopes(
@@ -108,26 +100,43 @@ def run_slopes(
     epsilon: float,
     strength: float,
     rate: float | None = None,
-    only_f: bool = False,
 ) -> None:
     """Write slopes to `found`, or with a rate subtract them there."""
     sizes, tile = shape_of(inputs)
     f, _, _, w1m, w1r, _, b1r, *last = inputs
-    _slopes[(len(f) * (1 if only_f else sizes[-1] + 1),)](
+    _slopes[(len(f) * (sizes[-1] + 1),)](
         g.contiguous(),
         *(w1m, w1r, b1r, *last),
-        *(one.contiguous() for one in saved),
+        *(one.contiguous() for one in saved[1:]),
         *found,
         *sizes,
         0.0 if rate is None else rate,
         EPSILON=epsilon,
         STRENGTH=strength,
-        ROWS=min(64, triton.next_power_of_2(sizes[-1])),
         DESCEND=rate is not None,
-        ONLY_F=only_f,
         **tile,
-        num_warps=8 if only_f else warps(tile),
+        num_warps=warps(tile),
     )
+
+
+def factors(inputs: tuple[Tensor, ...], nodes: int, rate: float) -> tuple[Tensor, ...]:
+    """Return the change of each client's factor and the factor after it, each as precision and
+    shift (A, D), of f, the cavity and the factor before, all in float64.
+    """
+    inputs = tuple(one.contiguous() for one in inputs)
+    found = tuple(torch.empty_like(one) for one in inputs[1:])
+    clients, dim = inputs[0].shape
+    _factor[(clients,)](
+        *inputs,
+        *found,
+        dim,
+        RATE=rate,
+        NODES=nodes,
+        WIDE=triton.next_power_of_2(nodes),
+        D=triton.next_power_of_2(dim),
+        num_warps=8,
+    )
+    return found
 
 
 def warps(tile: dict[str, int]) -> int:
@@ -144,5 +153,7 @@ def shape_of(inputs: tuple[Tensor, ...]) -> tuple[tuple[int, ...], dict[str, int
     dim, wide, outputs = inputs[0].shape[1], inputs[3].shape[2], inputs[-1].shape[1]
     h = triton.next_power_of_2(wide)
     p = min(MOST_WEIGHTS // h, 512, triton.next_power_of_2(outputs))
-    tile = {"D": triton.next_power_of_2(dim), "H": h, "P": p}
-    return (dim, wide, outputs, -(-outputs // p)), tile
+    blocks = -(-outputs // p)
+    rows = min(64, triton.next_power_of_2(blocks))
+    tile = {"D": triton.next_power_of_2(dim), "H": h, "P": p, "ROWS": rows}
+    return (dim, wide, outputs, blocks), tile

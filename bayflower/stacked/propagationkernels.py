@@ -1,9 +1,12 @@
-"""GPU kernels in Triton for FedNP's regulariser of many clients at once: two for its value, and one
-for all slopes. `maths/propagation.py` has the formulas.
+"""GPU kernels in Triton for FedNP's regulariser of many clients at once: two for its value and the
+slope of f, and one for all other slopes. One more makes new factors. `maths/propagation.py` has the
+formulas.
 
     _front   one program a client: the tilted moments and the hidden layer, with their slopes
-    _value   some of a client's P weights a program: their KL_θ, and its slopes in the hidden layer
-    _slopes  the same programs for the slopes of the last layer; one more a client for all others
+    _value   some of a client's P weights a program: their KL_θ, and its slopes in the hidden layer;
+             the one that ends last adds them up, and goes on to the slope of f
+    _slopes  the same programs for the slopes of the last layer; one more a client for the first
+    _factor  one program a client, in float64
 
 A step of plain gradient descent needs the slope of f at once, and takes the others at its end,
 without writing them.
@@ -49,10 +52,12 @@ def _gauss(mean, rho, place, inside):
 
 
 @triton.jit
-def _tilt(mean, var, f, NODES: tl.constexpr, WIDE: tl.constexpr):
-    """Mean and variance of the tilted Gaussian (D,), and their slopes in f."""
+def _averages(mean, var, f, NODES: tl.constexpr, WIDE: tl.constexpr):
+    """At each node (D, WIDE): z, u = 1 − σ(f z), u (1 − u), weights under the tilted Gaussian, u −
+    g1, its square less u (1 − u); then g1 and g2 (D,).
+    """
     n = tl.arange(0, WIDE)
-    t = -REACH + n.to(tl.float32) * (2 * REACH / (NODES - 1))
+    t = tl.full((WIDE,), 2 * REACH / (NODES - 1), mean.dtype) * n.to(mean.dtype) - REACH
     e = mean[:, None] + tl.sqrt(var)[:, None] * t[None, :]
     c = f[:, None] * e
     z = tl.exp(-tl.abs(c))
@@ -61,11 +66,17 @@ def _tilt(mean, var, f, NODES: tl.constexpr, WIDE: tl.constexpr):
     weight = tl.exp(log_weight - tl.max(log_weight, 1)[:, None])
     weight = weight / tl.sum(weight, 1)[:, None]
     u = tl.where(c > 0, z, 1.0) / (1.0 + z)
-    both = z / ((1.0 + z) * (1.0 + z))  # u (1 − u)
+    both = z / ((1.0 + z) * (1.0 + z))
     g1 = tl.sum(weight * u, 1)
     away = u - g1[:, None]
     h = away * away - both
-    g2 = tl.sum(weight * h, 1)
+    return e, u, both, weight, away, h, g1, tl.sum(weight * h, 1)
+
+
+@triton.jit
+def _tilt(mean, var, f, NODES: tl.constexpr, WIDE: tl.constexpr):
+    """Mean and variance of the tilted Gaussian (D,), and their slopes in f."""
+    e, u, both, weight, away, h, g1, g2 = _averages(mean, var, f, NODES, WIDE)
     eu = e * u - tl.sum(weight * e * u, 1)[:, None]
     of_g1 = tl.sum(weight * (eu * away - both * e), 1)
     bent = eu * (h - g2[:, None]) - (2.0 * away + 2.0 * u - 1.0) * both * e
@@ -75,6 +86,63 @@ def _tilt(mean, var, f, NODES: tl.constexpr, WIDE: tl.constexpr):
     g2 = tl.where(g2 < low, low, tl.where(g2 > 0, 0.0, g2))
     of_var = var * var * f * (2.0 * g2 + f * of_g2)
     return mean + f * var * g1, var * (1.0 + f * f * var * g2), var * (g1 + f * of_g1), of_var
+
+
+@triton.jit
+def _finite(x):
+    """Whether numbers are neither infinite nor none."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def _factor(
+    f,
+    precision,
+    shift,
+    own_precision,
+    own_shift,
+    change_precision,
+    change_shift,
+    new_precision,
+    new_shift,
+    dim,
+    RATE: tl.constexpr,
+    NODES: tl.constexpr,
+    WIDE: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The change of a client's factor, and the factor after it: from its own towards the site's, by
+    RATE; no change where that is not finite.
+    """
+    d = tl.arange(0, D)
+    there = d < dim
+    place = tl.program_id(0).to(tl.int64) * dim + d
+    cavity = tl.load(precision + place, mask=there, other=1.0)
+    mean = tl.load(shift + place, mask=there, other=0.0) / cavity
+    var = 1.0 / cavity
+    given = tl.load(f + place, mask=there, other=0.0)
+    most = tl.sqrt(MOST_SPREAD / var)
+    bound = tl.where(given > most, most, tl.where(given < -most, -most, given))
+    _, _, _, _, _, _, g1, g2 = _averages(mean, var, bound, NODES, WIDE)
+    spread = bound * bound * var
+    low = -1.0 / (4.0 + spread)
+    g2 = tl.where(g2 < low, low, tl.where(g2 > 0, 0.0, g2))
+    left = 1.0 + spread * g2
+    site_precision = -bound * bound * g2 / left
+    site_shift = (bound * g1 - bound * bound * g2 * mean) / left
+    p = tl.load(own_precision + place, mask=there, other=0.0)
+    s = tl.load(own_shift + place, mask=there, other=0.0)
+    if RATE != 1.0:
+        rate = tl.full((D,), RATE, tl.float64)
+        site_precision = p + rate * (site_precision - p)
+        site_shift = s + rate * (site_shift - s)
+    good = _finite(site_precision) & _finite(site_shift)
+    more_precision = tl.where(good, site_precision - p, 0.0)
+    more_shift = tl.where(good, site_shift - s, 0.0)
+    tl.store(change_precision + place, more_precision, mask=there)
+    tl.store(change_shift + place, more_shift, mask=there)
+    tl.store(new_precision + place, p + more_precision, mask=there)
+    tl.store(new_shift + place, s + more_shift, mask=there)
 
 
 @triton.jit
@@ -88,6 +156,7 @@ def _front(
     b1r,
     moments,
     hidden,
+    ended,
     dim,
     wide,
     NODES: tl.constexpr,
@@ -96,9 +165,10 @@ def _front(
     H: tl.constexpr,
 ):
     """moments[a] = z_m, z_s, ∂z_m/∂f, ∂z_s/∂f; hidden[a] = mean and variance of the hidden layer,
-    the slopes of both in the linear mean, and of both in the linear variance.
+    the slopes of both in the linear mean, and of both in the linear variance; ended[a] = 0.
     """
     a = tl.program_id(0).to(tl.int64)
+    tl.store(ended + a, 0)
     d, h = tl.arange(0, D), tl.arange(0, H)
     inside = (d < dim)[:, None] & (h < wide)[None, :]
     m1, v1, _ = _gauss(w1m, w1r, (a * dim + d[:, None]) * wide + h[None, :], inside)
@@ -134,7 +204,51 @@ def _front(
 
 
 @triton.jit
+def _of_hidden(a, parts, hidden, wide, blocks, H: tl.constexpr, ROWS: tl.constexpr):
+    """The slopes in mean and variance of a client's linear hidden layer, all parts together."""
+    h = tl.arange(0, H)
+    to_hm, to_hv = tl.zeros((H,), tl.float32), tl.zeros((H,), tl.float32)
+    for start in range(0, blocks, ROWS):
+        b = start + tl.arange(0, ROWS)
+        some = (b < blocks)[:, None] & (h < wide)[None, :]
+        part = parts + (a * blocks + b[:, None]) * 2 * wide + h[None, :]
+        to_hm += tl.sum(tl.load(part, mask=some, other=0.0, cache_modifier=".cg"), 0)
+        to_hv += tl.sum(tl.load(part + wide, mask=some, other=0.0, cache_modifier=".cg"), 0)
+    row = hidden + a * 6 * wide + h
+    to_om = to_hm * tl.load(row + 2 * wide, mask=h < wide, other=0.0)
+    to_om += to_hv * tl.load(row + 3 * wide, mask=h < wide, other=0.0)
+    to_ov = to_hm * tl.load(row + 4 * wide, mask=h < wide, other=0.0)
+    to_ov += to_hv * tl.load(row + 5 * wide, mask=h < wide, other=0.0)
+    return to_om, to_ov
+
+
+@triton.jit
+def _sum(shares, blocks, ROWS: tl.constexpr):
+    """The sum of what other programs have written."""
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, blocks, ROWS):
+        b = start + tl.arange(0, ROWS)
+        total += tl.load(shares + b, mask=b < blocks, other=0.0, cache_modifier=".cg")
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _of_f(a, w1m, w1r, moments, zm, zv, to_om, to_ov, dim, wide, D: tl.constexpr, H: tl.constexpr):
+    """The slope of KL_θ + KL_z in f (D,), from those in the linear hidden layer."""
+    d, h = tl.arange(0, D), tl.arange(0, H)
+    inside = (d < dim)[:, None] & (h < wide)[None, :]
+    m1, v1, _ = _gauss(w1m, w1r, (a * dim + d[:, None]) * wide + h[None, :], inside)
+    to_zm = tl.sum(m1 * to_om[None, :] + 2.0 * zm[:, None] * v1 * to_ov[None, :], 1)
+    to_zv = tl.sum((v1 + m1 * m1) * to_ov[None, :], 1)
+    of_zm = tl.load(moments + (a * 4 + 2) * dim + d, mask=d < dim, other=0.0)
+    of_zv = tl.load(moments + (a * 4 + 3) * dim + d, mask=d < dim, other=0.0)
+    return (to_zm + zm) * of_zm + (to_zv + 0.5 * (zv - 1.0) / zv) * of_zv
+
+
+@triton.jit
 def _value(
+    w1m,
+    w1r,
     w2m,
     w2r,
     b2m,
@@ -142,8 +256,11 @@ def _value(
     target,
     moments,
     hidden,
-    values,
+    ended,
+    shares,
     parts,
+    values,
+    to_f,
     dim,
     wide,
     outputs,
@@ -153,12 +270,14 @@ def _value(
     D: tl.constexpr,
     H: tl.constexpr,
     P: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """values[a, j] = STRENGTH·(KL_θ of some weights; the first also KL_z), parts[a, j] = the slopes
-    of that KL_θ in mean and variance of the hidden layer.
+    """shares[a, j] = STRENGTH·(KL_θ of some weights; the first also KL_z), parts[a, j] = the slopes
+    of that KL_θ in mean and variance of the hidden layer. Of all parts together: values[a], and
+    to_f[a], its slope.
     """
     a, j = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
-    h, p = tl.arange(0, H), j * P + tl.arange(0, P)
+    d, h, p = tl.arange(0, D), tl.arange(0, H), j * P + tl.arange(0, P)
     within = (h < wide)[:, None] & (p < outputs)[None, :]
     place = (a * wide + h[:, None]) * outputs + p[None, :]
     m2, v2, _ = _gauss(w2m, w2r, place, within)
@@ -166,23 +285,28 @@ def _value(
     wanted = tl.load(target + a * outputs + p, mask=p < outputs, other=0.0)
     hm = tl.load(hidden + a * 6 * wide + h, mask=h < wide, other=0.0)
     hv = tl.load(hidden + (a * 6 + 1) * wide + h, mask=h < wide, other=0.0)
+    zm = tl.load(moments + a * 4 * dim + d, mask=d < dim, other=0.0)
+    zv = tl.load(moments + (a * 4 + 1) * dim + d, mask=d < dim, other=1.0)
     far = tl.sum(hm[:, None] * m2, 0) + bm2 - wanted
     s = tl.sum(hv[:, None] * (v2 + m2 * m2) + (hm * hm)[:, None] * v2, 0) + bv2
     s = tl.where(p < outputs, s, EPSILON)
     ratio = (s - EPSILON) / EPSILON
     total = tl.sum(ratio - _log1p(ratio) + far * far / EPSILON, 0)
     if j == 0:
-        d = tl.arange(0, D)
-        zm = tl.load(moments + a * 4 * dim + d, mask=d < dim, other=0.0)
-        zv = tl.load(moments + (a * 4 + 1) * dim + d, mask=d < dim, other=1.0)
         total += tl.sum(zm * zm + ((zv - 1.0) - tl.log(zv)), 0)
-    tl.store(values + a * blocks + j, 0.5 * STRENGTH * total)
+    tl.store(shares + a * blocks + j, 0.5 * STRENGTH * total)
     to_mean, to_var = far / EPSILON, ratio / (2.0 * s)
     to_hm = tl.sum(to_mean[None, :] * m2 + 2.0 * hm[:, None] * to_var[None, :] * v2, 1)
     to_hv = tl.sum(to_var[None, :] * (v2 + m2 * m2), 1)
     row = parts + (a * blocks + j) * 2 * wide + h
     tl.store(row, to_hm, mask=h < wide)
     tl.store(row + wide, to_hv, mask=h < wide)
+    tl.debug_barrier()  # all threads have written before one counts
+    if tl.atomic_add(ended + a, 1, sem="acq_rel") == blocks - 1:
+        tl.store(values + a, _sum(shares + a * blocks, blocks, ROWS))
+        to_om, to_ov = _of_hidden(a, parts, hidden, wide, blocks, H, ROWS)
+        found = _of_f(a, w1m, w1r, moments, zm, zv, to_om, to_ov, dim, wide, D, H)
+        tl.store(to_f + a * dim + d, STRENGTH * found, mask=d < dim)
 
 
 @triton.jit
@@ -207,7 +331,6 @@ def _slopes(
     moments,
     hidden,
     parts,
-    to_f,
     to_w1m,
     to_w1r,
     to_b1m,
@@ -229,52 +352,32 @@ def _slopes(
     P: tl.constexpr,
     ROWS: tl.constexpr,
     DESCEND: tl.constexpr,
-    ONLY_F: tl.constexpr,
 ):
     """The slopes of the last layer and the target, some of a client's weights a program; the first
-    program of a client has those of the first layer and of f. ONLY_F: that of f alone. DESCEND: a
-    step down all the others.
+    program of a client has those of the first layer. DESCEND: a step down all of them.
     """
     pid = tl.program_id(0)
-    programs = 1 if ONLY_F else blocks + 1
-    a, j = (pid // programs).to(tl.int64), (pid % programs).to(tl.int64)
+    a, j = (pid // (blocks + 1)).to(tl.int64), (pid % (blocks + 1)).to(tl.int64)
     h = tl.arange(0, H)
     scale = STRENGTH * tl.load(g + a)
     of_hidden = hidden + a * 6 * wide + h
     if j == 0:
         d = tl.arange(0, D)
-        to_hm, to_hv = tl.zeros((H,), tl.float32), tl.zeros((H,), tl.float32)
-        for start in range(0, blocks, ROWS):
-            b = start + tl.arange(0, ROWS)
-            some = (b < blocks)[:, None] & (h < wide)[None, :]
-            row = parts + (a * blocks + b[:, None]) * 2 * wide + h[None, :]
-            to_hm += tl.sum(tl.load(row, mask=some, other=0.0), 0)
-            to_hv += tl.sum(tl.load(row + wide, mask=some, other=0.0), 0)
-        to_om = to_hm * tl.load(of_hidden + 2 * wide, mask=h < wide, other=0.0)
-        to_om = scale * (to_om + to_hv * tl.load(of_hidden + 3 * wide, mask=h < wide, other=0.0))
-        to_ov = to_hm * tl.load(of_hidden + 4 * wide, mask=h < wide, other=0.0)
-        to_ov = scale * (to_ov + to_hv * tl.load(of_hidden + 5 * wide, mask=h < wide, other=0.0))
+        to_om, to_ov = _of_hidden(a, parts, hidden, wide, blocks, H, ROWS)
+        to_om, to_ov = scale * to_om, scale * to_ov
         of_moments = moments + a * 4 * dim + d
         zm = tl.load(of_moments, mask=d < dim, other=0.0)
         zv = tl.load(of_moments + dim, mask=d < dim, other=1.0)
         inside = (d < dim)[:, None] & (h < wide)[None, :]
         first = (a * dim + d[:, None]) * wide + h[None, :]
-        m1, v1, of_rho = _gauss(w1m, w1r, first, inside)
+        m1, _, of_rho = _gauss(w1m, w1r, first, inside)
         cross = 2.0 * zv[:, None] * m1 * to_ov[None, :] + zm[:, None] * to_om[None, :]
-        if not ONLY_F:
-            _put(to_w1m, first, cross, inside, rate, DESCEND)
-            to_v1 = (zv + zm * zm)[:, None] * to_ov[None, :]
-            _put(to_w1r, first, to_v1 * of_rho, inside, rate, DESCEND)
-            of_bias = _sigmoid(tl.load(b1r + a * wide + h, mask=h < wide, other=0.0))
-            _put(to_b1m, a * wide + h, to_om, h < wide, rate, DESCEND)
-            _put(to_b1r, a * wide + h, to_ov * of_bias, h < wide, rate, DESCEND)
-        to_zm = tl.sum(m1 * to_om[None, :] + 2.0 * zm[:, None] * v1 * to_ov[None, :], 1)
-        to_zv = tl.sum((v1 + m1 * m1) * to_ov[None, :], 1)
-        of_zm = tl.load(of_moments + 2 * dim, mask=d < dim, other=0.0)
-        of_zv = tl.load(of_moments + 3 * dim, mask=d < dim, other=0.0)
-        found = (to_zm + scale * zm) * of_zm + (to_zv + scale * 0.5 * (zv - 1.0) / zv) * of_zv
-        if not DESCEND:
-            tl.store(to_f + a * dim + d, found, mask=d < dim)
+        _put(to_w1m, first, cross, inside, rate, DESCEND)
+        to_v1 = (zv + zm * zm)[:, None] * to_ov[None, :]
+        _put(to_w1r, first, to_v1 * of_rho, inside, rate, DESCEND)
+        of_bias = _sigmoid(tl.load(b1r + a * wide + h, mask=h < wide, other=0.0))
+        _put(to_b1m, a * wide + h, to_om, h < wide, rate, DESCEND)
+        _put(to_b1r, a * wide + h, to_ov * of_bias, h < wide, rate, DESCEND)
     else:
         p = (j - 1) * P + tl.arange(0, P)
         within = (h < wide)[:, None] & (p < outputs)[None, :]

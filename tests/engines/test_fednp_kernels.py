@@ -1,4 +1,4 @@
-"""The GPU kernels of FedNP's regulariser and f-layer against plain formulas in float64:
+"""The GPU kernels of FedNP's regulariser, f-layer and factors against plain formulas in float64:
 values, gradients, and what has no kernels.
 """
 
@@ -109,6 +109,52 @@ def test_a_step_takes_the_slopes_without_writing_them(name):
     for name, slope in others.items():
         params[name].sub_(rate * slope)
     assert_near(params, after, 1e-6)
+
+
+def factors(dim: int, spread: float, clients: int = 5) -> tuple[torch.Tensor, ...]:
+    """Return f, the cavity and the factors before, in float64."""
+    f, cavity, _, _ = inputs(clients, dim, 1, 1, spread)
+    make = torch.Generator().manual_seed(1)
+    own = [torch.randn(clients, dim, generator=make, dtype=torch.float64) for _ in range(2)]
+    return f.double(), *cavity, own[0].abs().cuda(), own[1].cuda()
+
+
+@pytest.mark.parametrize("damping", [0.3, 1.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize(("dim", "nodes"), [(10, 65), (7, 9), (40, 33), (1, 3)])
+def test_new_factors_are_those_of_the_plain_formula(dim, nodes, spread, damping):
+    tensors, slopes = factors(dim, spread), make_slopes("quadrature", nodes)
+    assert propagation.factor_nodes(tensors, slopes) == nodes
+    got = propagation.stacked_factors(*tensors, slopes, damping)
+    want = propagation.factors_of(*tensors, slopes, damping)
+    assert_near(got, want, 1e-12)
+    assert torch.equal(got[2], tensors[3] + got[0])  # the server's ledger adds up the changes
+    assert torch.equal(got[3], tensors[4] + got[1])
+
+
+def test_a_factor_that_is_not_finite_stays():
+    tensors, slopes = factors(10, 5.0), make_slopes("trapezoid")
+    tensors[0][0, 0], tensors[1][2, 2], tensors[2][4, 9] = float("nan"), float("nan"), float("inf")
+    got = propagation.stacked_factors(*tensors, slopes, 0.5)
+    assert_near(got, propagation.factors_of(*tensors, slopes, 0.5), 1e-12)
+    for client, place in ((0, 0), (2, 2), (4, 9)):
+        assert got[0][client, place] == got[1][client, place] == 0
+
+
+def test_moments_in_closed_form_have_no_kernel_for_factors():
+    tensors, slopes = factors(10, 1.0), make_slopes("thm2")
+    assert propagation.factor_nodes(tensors, slopes) is None
+    for _ in range(3):  # a plain call, a recording, a replay
+        got = propagation.stacked_factors(*tensors, slopes, 0.5)
+        assert_near(got, propagation.factors_of(*tensors, slopes, 0.5), 1e-12)
+
+
+def test_programs_that_end_in_any_order_give_the_same_sums():
+    f, cavity, layers, target = inputs(*SIZES["fmnist"])
+    every = [vmap(grad_and_value(loss()))((f, layers, target), cavity) for _ in range(20)]
+    for slopes, value in every[1:]:
+        assert torch.equal(value, every[0][1])
+        assert torch.equal(slopes[0], every[0][0][0])
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-4, 5.0, 100.0])

@@ -117,6 +117,7 @@ def test_a_new_factor_is_the_damped_quotient_of_tilted_and_cavity(device, stacke
     """
     if stacked and device == "cpu":
         monkeypatch.setattr(propagation, "has_kernels", lambda f: True)
+        monkeypatch.setattr(propagation, "factor_nodes", lambda *_: None)
     make, damping, found = torch.Generator().manual_seed(2), 0.3, []
     for _ in range(5):
         f, shift, old_shift = (torch.randn(3, 4, generator=make, dtype=F64) for _ in range(3))
