@@ -40,6 +40,7 @@ from torch import Tensor
 
 from ..contract import Phase, Posterior, Survey, Work
 from ..maths import npn
+from ..maths.fromfeatures import regularised
 from ..maths.gaussian import Diagonal, quotient
 from ..maths.laplace import Seen, independent
 from ..maths.propagation import new_factor, regulariser
@@ -127,15 +128,13 @@ class Client(fedavg.Global):
             self.network(params), work.buffers, batch.x, train=True, mask=batch.mask
         )
         nll = self.model.mean_nll(logits, batch.y, batch.mask)
-        f = layer_mean(features.flatten(1), *self.f_layer(params), batch.mask)
         layers = {
             name.removeprefix(EXTRA + "npn."): value
             for name, value in params.items()
             if name.startswith(EXTRA + "npn.")
         }
         target = params[classifier(params, self.model.head_names)].reshape(-1)
-        kl = regulariser(
-            self.site(f),
+        known = (
             work.memo.cavity,
             layers,
             target,
@@ -143,7 +142,10 @@ class Client(fedavg.Global):
             self.config.epsilon,
             self.config.np_weight,
         )
-        return nll + kl, buffers
+        x, layer = features.flatten(1), self.f_layer(params)
+        if self.config.site == "vector":
+            return nll + regularised(x, layer, batch.mask, *known), buffers
+        return nll + regulariser(self.site(layer_mean(x, *layer, batch.mask)), *known), buffers
 
     def network(self, params: Tensors) -> Tensors:
         """Return the parameters of the user's network."""

@@ -151,9 +151,9 @@ def stacked_factors(*inputs: Any) -> tuple[Tensor, ...]:
     tensors, (slopes, damping) = inputs[:FACTORS], inputs[FACTORS:]
     if (nodes := factor_nodes(tensors, slopes)) is None:
         return kept(recorded(factors_of, tensors, slopes, damping))
-    from ..stacked import propagationcalls
+    from ..stacked import factorkernels
 
-    return propagationcalls.factors(tensors, nodes, damping)
+    return factorkernels.factors(tensors, nodes, damping)
 
 
 def factor_nodes(tensors: tuple[Tensor, ...], slopes: Slopes) -> int | None:

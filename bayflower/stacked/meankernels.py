@@ -16,12 +16,12 @@ FEW = 64  # outputs up to which the mean's program has registers for twice as ma
 
 
 @triton.jit
-def _mean(
+def _mean_of(
+    a,
     x,
     weight,
     bias,
     mask,
-    out,
     pooled,
     samples,
     inputs,
@@ -30,10 +30,9 @@ def _mean(
     WIDTH: tl.constexpr,
     D: tl.constexpr,
 ):
-    """pooled[a, k] = Σ_b mask_b x[a, b, k] / max(Σ mask, 1), out[a] = pooled W + b Σ mask / max(Σ
-    mask, 1).
+    """pooled[a, k] = Σ_b mask_b x[a, b, k] / max(Σ mask, 1); the value is pooled W + b Σ mask /
+    max(Σ mask, 1).
     """
-    a = tl.program_id(0).to(tl.int64)
     lanes, k, d = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, D)
     number = tl.sum(tl.zeros((ROWS,), tl.float32), 0)
     for start in range(0, samples, ROWS):
@@ -56,12 +55,42 @@ def _mean(
         column = column / most
         tl.store(pooled + a * inputs + c, column, mask=c < inputs)
         total += tl.sum(column[:, None] * layer, 0)
-    tl.store(out + a * outputs + d, total, mask=d < outputs)
+    return total
+
+
+@triton.jit
+def _mean(
+    x,
+    weight,
+    bias,
+    mask,
+    out,
+    pooled,
+    samples,
+    inputs,
+    outputs,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+):
+    """out[a] = the value of `_mean_of`."""
+    a, d = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    found = _mean_of(a, x, weight, bias, mask, pooled, samples, inputs, outputs, ROWS, WIDTH, D)
+    tl.store(out + a * outputs + d, found, mask=d < outputs)
+
+
+@triton.jit
+def _slope(g, scale, a, outputs, D: tl.constexpr, SCALED: tl.constexpr):
+    """g[a], times scale[a] if there is one."""
+    d = tl.arange(0, D)
+    found = tl.load(g + a * outputs + d, mask=d < outputs, other=0.0)
+    return found * tl.load(scale + a) if SCALED else found
 
 
 @triton.jit
 def _mean_slopes(
     g,
+    scale,
     weight,
     mask,
     pooled,
@@ -75,15 +104,16 @@ def _mean_slopes(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
+    SCALED: tl.constexpr,
     ONLY_X: tl.constexpr,
 ):
     """The gradients of `_mean` for some of a client's inputs; the first program also has that of
-    the bias. ONLY_X: that of x alone.
+    the bias. ONLY_X: that of x alone. SCALED: g times scale takes the place of g.
     """
     a, j = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
     lanes, d = tl.arange(0, ROWS), tl.arange(0, D)
     c = j * WIDTH + tl.arange(0, WIDTH)
-    slope = tl.load(g + a * outputs + d, mask=d < outputs, other=0.0)
+    slope = _slope(g, scale, a, outputs, D, SCALED)
     inside = (c < inputs)[:, None] & (d < outputs)[None, :]
     place = (a * inputs + c[:, None]) * outputs + d[None, :]
     along = tl.sum(tl.load(weight + place, mask=inside, other=0.0) * slope[None, :], 1)
@@ -108,6 +138,7 @@ def _mean_slopes(
 @triton.jit
 def _descend(
     g,
+    scale,
     mask,
     pooled,
     weight,
@@ -120,9 +151,10 @@ def _descend(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """weight[a] −= rate · pooled[a]ᵀ g[a] for some of a client's inputs; the first program also has
-    bias[a] −= rate · g[a] Σ mask / max(Σ mask, 1).
+    bias[a] −= rate · g[a] Σ mask / max(Σ mask, 1). SCALED: as in `_mean_slopes`.
     """
     a, j = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
     lanes, d = tl.arange(0, ROWS), tl.arange(0, D)
@@ -130,7 +162,7 @@ def _descend(
     inside = (c < inputs)[:, None] & (d < outputs)[None, :]
     place = weight + (a * inputs + c[:, None]) * outputs + d[None, :]
     before = tl.load(place, mask=inside, other=0.0)
-    slope = rate * tl.load(g + a * outputs + d, mask=d < outputs, other=0.0)
+    slope = rate * _slope(g, scale, a, outputs, D, SCALED)
     column = tl.load(pooled + a * inputs + c, mask=c < inputs, other=0.0)
     tl.store(place, before - column[:, None] * slope[None, :], mask=inside)
     if j == 0:
@@ -150,10 +182,9 @@ def mean(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> tuple[Tensor,
     clients, samples, inputs = x.shape
     outputs = weight.shape[-1]
     out, pooled = torch.empty_like(bias), x.new_empty(clients, inputs)
-    most = 2 * MOST_TILE if outputs <= FEW else MOST_TILE
     _mean[(clients,)](
         *(x, weight, bias, mask, out, pooled, samples, inputs, outputs),
-        **sizes(samples, inputs, outputs, most),
+        **sizes(samples, inputs, outputs, most(outputs)),
     )
     return out, pooled
 
@@ -164,17 +195,18 @@ def slopes(
     """Return the gradients with respect to x (A, B, F), weight and bias."""
     g, weight, mask, pooled = (one.contiguous() for one in (g, weight, mask, pooled))
     to_weight, to_bias = torch.empty_like(weight), torch.empty_like(g)
-    return run_slopes(g, weight, mask, pooled, to_weight, to_bias), to_weight, to_bias
+    return run_slopes(g, None, weight, mask, pooled, to_weight, to_bias), to_weight, to_bias
 
 
-def slope_of_x(g: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
-    """Return the gradient with respect to x alone."""
+def slope_of_x(g: Tensor, weight: Tensor, mask: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return the gradient with respect to x alone, times `scale` (A,) if it is given."""
     g, weight, mask = (one.contiguous() for one in (g, weight, mask))
-    return run_slopes(g, weight, mask, g, weight, g, only_x=True)  # the last three are not used
+    return run_slopes(g, scale, weight, mask, g, weight, g, only_x=True)  # the last are not used
 
 
 def run_slopes(
     g: Tensor,
+    scale: Tensor | None,
     weight: Tensor,
     mask: Tensor,
     pooled: Tensor,
@@ -187,8 +219,9 @@ def run_slopes(
     tile, blocks = narrow(samples, inputs, outputs)
     to_x = g.new_empty(clients, samples, inputs)
     _mean_slopes[(clients * blocks,)](
-        *(g, weight, mask, pooled, to_x, to_weight, to_bias),
-        *(samples, inputs, outputs, blocks),
+        *(g, g if scale is None else scale.contiguous(), weight, mask, pooled),
+        *(to_x, to_weight, to_bias, samples, inputs, outputs, blocks),
+        SCALED=scale is not None,
         ONLY_X=only_x,
         **tile,
     )
@@ -196,15 +229,31 @@ def run_slopes(
 
 
 def descend(
-    g: Tensor, mask: Tensor, pooled: Tensor, weight: Tensor, bias: Tensor, rate: float
+    g: Tensor,
+    mask: Tensor,
+    pooled: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    rate: float,
+    scale: Tensor | None = None,
 ) -> None:
-    """Subtract `rate` times the gradients from weight (A, F, D) and bias (A, D), in place."""
+    """Subtract `rate` times the gradients from weight (A, F, D) and bias (A, D), in place; times
+    `scale` (A,) if it is given.
+    """
     g, mask, pooled = (one.contiguous() for one in (g, mask, pooled))
     (clients, samples), (inputs, outputs) = mask.shape, weight.shape[1:]
     tile, blocks = narrow(samples, inputs, outputs)
     _descend[(clients * blocks,)](
-        *(g, mask, pooled, weight, bias, samples, inputs, outputs, blocks, rate), **tile
+        *(g, g if scale is None else scale.contiguous(), mask, pooled, weight, bias),
+        *(samples, inputs, outputs, blocks, rate),
+        SCALED=scale is not None,
+        **tile,
     )
+
+
+def most(outputs: int) -> int:
+    """Return how many numbers the mean's program holds at once."""
+    return 2 * MOST_TILE if outputs <= FEW else MOST_TILE
 
 
 def narrow(samples: int, inputs: int, outputs: int) -> tuple[dict[str, int], int]:

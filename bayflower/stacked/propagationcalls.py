@@ -4,11 +4,13 @@ where a CUDA device and Triton are there.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 
-from .propagationkernels import _factor, _front, _slopes, _value
+from .propagationkernels import _front, _slopes, _value
 
 MOST_TILE = 2**13  # nodes of a client's moments that a program holds
 MOST_WEIGHTS = 2**10  # weights of the last layer that a program holds
@@ -20,43 +22,69 @@ def fits(dim: int, hidden: int, nodes: int) -> bool:
     return d * n <= MOST_TILE and d * h <= MOST_TILE // 2 and h <= 64
 
 
+class Room(NamedTuple):
+    """What the first kernel writes for the others: moments (A, 4, D), hidden layer (A, 6, H), and
+    how many programs of a client have ended (A,).
+    """
+
+    moments: Tensor
+    hidden: Tensor
+    ended: Tensor
+
+
+def room(inputs: tuple[Tensor, ...]) -> Room:
+    """Return the room for some inputs."""
+    (clients, dim), wide = inputs[0].shape, inputs[3].shape[2]
+    empty = inputs[0].new_empty
+    ended = empty(clients, dtype=torch.int32)
+    return Room(empty(clients, 4, dim), empty(clients, 6, wide), ended)
+
+
 def values(
     inputs: tuple[Tensor, ...], epsilon: float, strength: float, nodes: int
 ) -> tuple[Tensor, ...]:
-    """Return the regulariser (A,) and its slope in f (A, D), and what other slopes need: moments
-    (A, 4, D), hidden layer (A, 6, H), slopes in it (A, J, 2, H). A is in front of every tensor.
+    """Return the regulariser (A,) and its slope in f (A, D), and what other slopes need: moments,
+    hidden layer, slopes in it (A, J, 2, H). A is in front of every tensor.
     """
     inputs = tuple(one.contiguous() for one in inputs)
+    own = room(inputs)
+    _front[(len(inputs[0]),)](*inputs[:7], *own, **first_tile(inputs, nodes))
+    return whole_values(inputs, own, epsilon, strength)
+
+
+def first_tile(inputs: tuple[Tensor, ...], nodes: int) -> dict[str, int]:
+    """Return the sizes of the first kernel, and what it is compiled for."""
+    (dim, wide, *_), tile = shape_of(inputs)
+    return {
+        "dim": dim,
+        "wide": wide,
+        "NODES": nodes,
+        "WIDE": triton.next_power_of_2(nodes),
+        "D": tile["D"],
+        "H": tile["H"],
+        "num_warps": 8,
+    }
+
+
+def whole_values(
+    inputs: tuple[Tensor, ...], own: Room, epsilon: float, strength: float
+) -> tuple[Tensor, ...]:
+    """Return what `values` does after the first kernel."""
     (dim, wide, outputs, blocks), tile = shape_of(inputs)
     clients, empty = len(inputs[0]), inputs[0].new_empty
-    moments, hidden = empty(clients, 4, dim), empty(clients, 6, wide)
     shares, parts = empty(clients, blocks), empty(clients, blocks, 2, wide)
     found, to_f = empty(clients), torch.empty_like(inputs[0])
-    ended = empty(clients, dtype=torch.int32)
-    _front[(clients,)](
-        *inputs[:7],
-        moments,
-        hidden,
-        ended,
-        dim,
-        wide,
-        NODES=nodes,
-        WIDE=triton.next_power_of_2(nodes),
-        D=tile["D"],
-        H=tile["H"],
-        num_warps=8,
-    )
     _value[(clients * blocks,)](
         *inputs[3:5],
         *inputs[7:],
-        *(moments, hidden, ended, shares, parts, found, to_f),
+        *(*own, shares, parts, found, to_f),
         *(dim, wide, outputs, blocks),
         EPSILON=epsilon,
         STRENGTH=strength,
         **tile,
         num_warps=warps(tile),
     )
-    return found, to_f, moments, hidden, parts
+    return found, to_f, own.moments, own.hidden, parts
 
 
 def slopes(
@@ -117,26 +145,6 @@ def run_slopes(
         **tile,
         num_warps=warps(tile),
     )
-
-
-def factors(inputs: tuple[Tensor, ...], nodes: int, rate: float) -> tuple[Tensor, ...]:
-    """Return the change of each client's factor and the factor after it, each as precision and
-    shift (A, D), of f, the cavity and the factor before, all in float64.
-    """
-    inputs = tuple(one.contiguous() for one in inputs)
-    found = tuple(torch.empty_like(one) for one in inputs[1:])
-    clients, dim = inputs[0].shape
-    _factor[(clients,)](
-        *inputs,
-        *found,
-        dim,
-        RATE=rate,
-        NODES=nodes,
-        WIDE=triton.next_power_of_2(nodes),
-        D=triton.next_power_of_2(dim),
-        num_warps=8,
-    )
-    return found
 
 
 def warps(tile: dict[str, int]) -> int:

@@ -1,12 +1,10 @@
 """GPU kernels in Triton for FedNP's regulariser of many clients at once: two for its value and the
-slope of f, and one for all other slopes. One more makes new factors. `maths/propagation.py` has the
-formulas.
+slope of f, and one for all other slopes. `maths/propagation.py` has the formulas.
 
     _front   one program a client: the tilted moments and the hidden layer, with their slopes
     _value   some of a client's P weights a program: their KL_θ, and its slopes in the hidden layer;
              the one that ends last adds them up, and goes on to the slope of f
     _slopes  the same programs for the slopes of the last layer; one more a client for the first
-    _factor  one program a client, in float64
 
 A step of plain gradient descent needs the slope of f at once, and takes the others at its end,
 without writing them.
@@ -89,65 +87,9 @@ def _tilt(mean, var, f, NODES: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _finite(x):
-    """Whether numbers are neither infinite nor none."""
-    return tl.abs(x) < float("inf")
-
-
-@triton.jit
-def _factor(
-    f,
-    precision,
-    shift,
-    own_precision,
-    own_shift,
-    change_precision,
-    change_shift,
-    new_precision,
-    new_shift,
-    dim,
-    RATE: tl.constexpr,
-    NODES: tl.constexpr,
-    WIDE: tl.constexpr,
-    D: tl.constexpr,
-):
-    """The change of a client's factor, and the factor after it: from its own towards the site's, by
-    RATE; no change where that is not finite.
-    """
-    d = tl.arange(0, D)
-    there = d < dim
-    place = tl.program_id(0).to(tl.int64) * dim + d
-    cavity = tl.load(precision + place, mask=there, other=1.0)
-    mean = tl.load(shift + place, mask=there, other=0.0) / cavity
-    var = 1.0 / cavity
-    given = tl.load(f + place, mask=there, other=0.0)
-    most = tl.sqrt(MOST_SPREAD / var)
-    bound = tl.where(given > most, most, tl.where(given < -most, -most, given))
-    _, _, _, _, _, _, g1, g2 = _averages(mean, var, bound, NODES, WIDE)
-    spread = bound * bound * var
-    low = -1.0 / (4.0 + spread)
-    g2 = tl.where(g2 < low, low, tl.where(g2 > 0, 0.0, g2))
-    left = 1.0 + spread * g2
-    site_precision = -bound * bound * g2 / left
-    site_shift = (bound * g1 - bound * bound * g2 * mean) / left
-    p = tl.load(own_precision + place, mask=there, other=0.0)
-    s = tl.load(own_shift + place, mask=there, other=0.0)
-    if RATE != 1.0:
-        rate = tl.full((D,), RATE, tl.float64)
-        site_precision = p + rate * (site_precision - p)
-        site_shift = s + rate * (site_shift - s)
-    good = _finite(site_precision) & _finite(site_shift)
-    more_precision = tl.where(good, site_precision - p, 0.0)
-    more_shift = tl.where(good, site_shift - s, 0.0)
-    tl.store(change_precision + place, more_precision, mask=there)
-    tl.store(change_shift + place, more_shift, mask=there)
-    tl.store(new_precision + place, p + more_precision, mask=there)
-    tl.store(new_shift + place, s + more_shift, mask=there)
-
-
-@triton.jit
-def _front(
-    f,
+def _begin(
+    a,
+    given,
     shift,
     precision,
     w1m,
@@ -164,10 +106,10 @@ def _front(
     D: tl.constexpr,
     H: tl.constexpr,
 ):
-    """moments[a] = z_m, z_s, ∂z_m/∂f, ∂z_s/∂f; hidden[a] = mean and variance of the hidden layer,
-    the slopes of both in the linear mean, and of both in the linear variance; ended[a] = 0.
+    """Of f `given`: moments[a] = z_m, z_s, ∂z_m/∂f, ∂z_s/∂f; hidden[a] = mean and variance of the
+    hidden layer, the slopes of both in the linear mean, and of both in the linear variance;
+    ended[a] = 0.
     """
-    a = tl.program_id(0).to(tl.int64)
     tl.store(ended + a, 0)
     d, h = tl.arange(0, D), tl.arange(0, H)
     inside = (d < dim)[:, None] & (h < wide)[None, :]
@@ -176,7 +118,6 @@ def _front(
     exact = tl.load(precision + a * dim + d, mask=d < dim, other=1.0).to(tl.float64)
     mean = tl.load(shift + a * dim + d, mask=d < dim, other=0.0).to(tl.float64) / exact
     var = (1.0 / exact).to(tl.float32)
-    given = tl.load(f + a * dim + d, mask=d < dim, other=0.0)
     most = tl.sqrt(MOST_SPREAD / var)
     bound = tl.where(given > most, most, tl.where(given < -most, -most, given))
     zm, zv, of_zm, of_zv = _tilt(mean.to(tl.float32), var, bound, NODES, WIDE)
@@ -201,6 +142,49 @@ def _front(
     tl.store(row + 3 * wide, of_q - 2.0 * p * of_p, mask=h < wide)
     tl.store(row + 4 * wide, bend_p, mask=h < wide)
     tl.store(row + 5 * wide, bend_q - 2.0 * p * bend_p, mask=h < wide)
+
+
+@triton.jit
+def _front(
+    f,
+    shift,
+    precision,
+    w1m,
+    w1r,
+    b1m,
+    b1r,
+    moments,
+    hidden,
+    ended,
+    dim,
+    wide,
+    NODES: tl.constexpr,
+    WIDE: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+):
+    """`_begin` for f as it is given."""
+    a, d = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    given = tl.load(f + a * dim + d, mask=d < dim, other=0.0)
+    _begin(
+        a,
+        given,
+        shift,
+        precision,
+        w1m,
+        w1r,
+        b1m,
+        b1r,
+        moments,
+        hidden,
+        ended,
+        dim,
+        wide,
+        NODES,
+        WIDE,
+        D,
+        H,
+    )
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from devices import GPU
 from torch.func import grad, grad_and_value, vmap
 
-from bayflower.maths import npn, propagation
+from bayflower.maths import fromfeatures, npn, propagation
 from bayflower.maths.gaussian import Diagonal
 from bayflower.maths.tilted import make_slopes
 from bayflower.stacked import meanlayer, products
@@ -109,6 +109,53 @@ def test_a_step_takes_the_slopes_without_writing_them(name):
     for name, slope in others.items():
         params[name].sub_(rate * slope)
     assert_near(params, after, 1e-6)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.7])
+@pytest.mark.parametrize(("name", "features"), [("fmnist", 512), ("wide", 70), ("odd numbers", 3)])
+def test_a_step_from_features_is_that_of_the_layer_and_the_regulariser(name, features, factor):
+    _, cavity, layers, target = inputs(*SIZES[name])
+    make = torch.Generator().manual_seed(4)
+    clients, dim = cavity.shift.shape
+    shapes = {"weight": (features, dim), "bias": (dim,)}
+    own = {n: torch.randn(clients, *s, generator=make).cuda() for n, s in shapes.items()}
+    own["weight"] /= features**0.5
+    params = {**layers, **own, "head": target}
+    x = torch.randn(clients, 6, features, generator=make).cuda()
+    mask = torch.ones(clients, 6).cuda()
+    mask[0, 2:], mask[-1] = 0, 0
+    rate = 0.3
+
+    def value(params, x, mask, cavity):
+        some = {name: params[name] for name in layers}
+        known = (cavity, some, params["head"], make_slopes("trapezoid"), EPSILON, WEIGHT)
+        kl = fromfeatures.regularised(x, (params["weight"], params["bias"]), mask, *known)
+        return factor * kl + x.sin().sum() / 100
+
+    step = vmap(grad_and_value(value, argnums=(0, 1)))
+    (want, want_x), total = step(exact(params), x.double(), mask.double(), cavity)
+    with products.products(params) as left:
+        (found, to_x), got = step(params, x, mask, cavity)
+    assert_near((to_x, got), (want_x, total))
+    assert len(left.found) == 2
+    assert not left.others(found)
+    after = {name: params[name].double() - rate * slope for name, slope in want.items()}
+    before = {name: value.clone() for name, value in params.items()}
+    left.descend(rate)
+    for name, value in params.items():
+        moved = float((after[name] - before[name]).norm())
+        assert float((value - after[name]).norm()) <= 1e-5 * moved + 2e-7 * float(value.norm())
+
+
+def test_sums_of_the_f_layer_are_those_of_the_plain_formula():
+    make = torch.Generator().manual_seed(5)
+    shapes = ((4, 130, 50), (4, 50, 7), (4, 7))
+    x, weight, bias = (torch.randn(*shape, generator=make).cuda() for shape in shapes)
+    mask = (torch.rand(4, 130, generator=make) > 0.4).float().cuda()
+    mask[3] = 0
+    got = vmap(meanlayer.layer_sum)(x, weight, bias, mask)
+    assert_near(got, vmap(meanlayer.plain_sum)(*exact((x, weight, bias, mask))))
+    assert not got[3].any()
 
 
 def factors(dim: int, spread: float, clients: int = 5) -> tuple[torch.Tensor, ...]:
