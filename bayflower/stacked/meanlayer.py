@@ -40,19 +40,12 @@ def layer_mean(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
 
 def layer_sum(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of x W + b over the samples that count, (D,)."""
-    if has_form(x, weight, bias, mask):
-        return LayerMean.apply(x, weight, bias, mask)[0] * mask.sum().clamp(min=1)  # type: ignore[no-any-return]
-    return plain_sum(x, weight, bias, mask)
-
-
-def plain_sum(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum by the plain formula."""
     return ((x @ weight + bias) * mask[:, None]).sum(0)
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
     """Return the mean by the plain formula."""
-    return plain_sum(x, weight, bias, mask) / mask.sum().clamp(min=1)
+    return layer_sum(x, weight, bias, mask) / mask.sum().clamp(min=1)
 
 
 def has_form(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> bool:

@@ -147,17 +147,6 @@ def test_a_step_from_features_is_that_of_the_layer_and_the_regulariser(name, fea
         assert float((value - after[name]).norm()) <= 1e-5 * moved + 2e-7 * float(value.norm())
 
 
-def test_sums_of_the_f_layer_are_those_of_the_plain_formula():
-    make = torch.Generator().manual_seed(5)
-    shapes = ((4, 130, 50), (4, 50, 7), (4, 7))
-    x, weight, bias = (torch.randn(*shape, generator=make).cuda() for shape in shapes)
-    mask = (torch.rand(4, 130, generator=make) > 0.4).float().cuda()
-    mask[3] = 0
-    got = vmap(meanlayer.layer_sum)(x, weight, bias, mask)
-    assert_near(got, vmap(meanlayer.plain_sum)(*exact((x, weight, bias, mask))))
-    assert not got[3].any()
-
-
 def factors(dim: int, spread: float, clients: int = 5) -> tuple[torch.Tensor, ...]:
     """Return f, the cavity and the factors before, in float64."""
     f, cavity, _, _ = inputs(clients, dim, 1, 1, spread)
