@@ -21,6 +21,12 @@ HEAD = (
     "faster that is than the same clients one by one in the same run, and the largest difference "
     "between states after one step in float64, stacked and by {beside}."
 )
+NEAR = 1e-9
+WHY = (
+    "Why some agree less: torch's Hardswish and Hardsigmoid, and on a GPU its slopes of "
+    "weight_norm, have float32's digits in float64, too. FedBPS's mask ranks weights: where scores "
+    "agree to all digits, another weight may be the one that is personal."
+)
 SHARED = " The networks shared the device, so that a round takes longer than alone."
 
 
@@ -70,7 +76,7 @@ def page(contents: Iterable[dict[str, Any]]) -> str:
             HEAD.format(beside=beside) + "\n",
             f"{good[0]['data']}; medians of {good[0]['num_rounds']} rounds after "
             f"{good[0]['warm_up']} that do not count. {len(good)} of {len(rows)} pairs trained, "
-            f"{stacked} of them stacked; {sum(one < 1e-9 for one in apart)} of {len(apart)} agree "
+            f"{stacked} of them stacked; {sum(one < NEAR for one in apart)} of {len(apart)} agree "
             "within 1e-9. A pair that was refused shows the line that its user gets."
             f"{SHARED if rows[0].get('at_once') else ''}\n",
             f"| network | weights | {' | '.join(methods)} |",
@@ -81,7 +87,7 @@ def page(contents: Iterable[dict[str, Any]]) -> str:
             weights = next((row["weights"] for row in mine.values() if row.get("weights")), 0)
             cells = [cell(mine.get(method)) for method in methods]
             found.append(f"| {name} | {weights:,} | {' | '.join(cells)} |")
-        found.append("")
+        found += [f"\n{WHY}\n"] if any(one >= NEAR for one in apart) else [""]
     return "\n".join(found)
 
 
