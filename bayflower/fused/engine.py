@@ -26,10 +26,12 @@ from ..networks.mixing import try_out
 from ..networks.model import Batch
 from ..rounds import solo
 from ..rounds.halves import Halves
+from ..rounds.steps import taking
 from ..stacked.mapped import mapped
 from ..stacked.replay import Graphs
 from ..tree import map_tree, stack, take, to, upload
 from . import choice
+from .alone import RecordedSteps
 from .bank import Bank, DeviceBank
 from .phases import StackedPass, StackedPhase
 from .replies import Replies
@@ -57,11 +59,8 @@ class Fused:
         lap: Callable[[str], None] = lambda stage: None,
     ) -> None:
         settings, self.lap = run.settings, lap
-        self.device, self.dtype, self.seed = (
-            settings.torch_device(),
-            settings.torch_dtype(),
-            settings.seed,
-        )
+        self.device, self.dtype = settings.torch_device(), settings.torch_dtype()
+        self.seed = settings.seed
         self.stack = stack_of(clients, self.device, self.dtype)
         self.unstacked, self.per_client = halves.client, halves.server.per_client
         try_out(halves.model, self.stack.train.x)
@@ -70,6 +69,7 @@ class Fused:
         fresh = halves.client.init(*(to(tree, self.device) for tree in halves.initial))
         self.bank = bank or DeviceBank(fresh, self.stack.clients, self.device)
         self.graphs = Graphs(self.device, settings.cuda_graphs)
+        self.steps = RecordedSteps(halves.model.manner, self.graphs)  # of clients one by one
         # cap on clients trained together (0 = none), and a number known to fit into memory
         self.most, self.fits = settings.max_fused, 0
         # the reason if clients are not stacked
@@ -179,7 +179,7 @@ class Fused:
             own = take(broadcast, place) if self.per_client else broadcast
             data, keys = self.stack.alone(client), {"client": client, "round": round}
             try:
-                with solo.one_thread():
+                with solo.one_thread(), taking(self.steps):
                     mine = take(states, place)
                     parts.append(
                         solo.train(self.unstacked, mine, own, data, seed=self.seed, **keys)
@@ -213,11 +213,10 @@ class Fused:
 
     def close(self) -> None:
         """Free the device's memory."""
-        for replay in (
-            *(stacked.replay for stacked in self.stacked_phases.values()),
-            *(one.replay for one in self.stacked_passes.values()),
-        ):
-            replay.close()
+        owners: list[StackedPhase | StackedPass] = [*self.stacked_phases.values()]
+        for owner in (*owners, *self.stacked_passes.values()):
+            owner.replay.close()
+        self.steps.known.clear()
         self.stacked_phases.clear()
         self.stacked_passes.clear()
 
@@ -365,18 +364,19 @@ class Fused:
         if found is not None:
             return found
         keys: dict[str, Any] = {"seed": self.seed, "round": round}
-        return [  # no stack: a state may grow with the client's samples
-            solo.adapt(
-                self.unstacked,
-                take(states, i),
-                take(broadcast, i) if self.per_client else broadcast,
-                self.stack.alone(client),
-                purpose,
-                client=client,
-                **keys,
-            )
-            for i, client in enumerate(chosen)
-        ]
+        with taking(self.steps):
+            return [  # no stack: a state may grow with the client's samples
+                solo.adapt(
+                    self.unstacked,
+                    take(states, i),
+                    take(broadcast, i) if self.per_client else broadcast,
+                    self.stack.alone(client),
+                    purpose,
+                    client=client,
+                    **keys,
+                )
+                for i, client in enumerate(chosen)
+            ]
 
     def _adapted_together(
         self, chosen: list[int], states: Any, broadcast: Any, purpose: Purpose, round: int

@@ -30,6 +30,7 @@ from ..recipes import step as recipes
 from ..recipes.rates import at_share
 from ..stacked import chance
 from ..tree import Tensors, map_tree
+from .steps import step_of, taker
 
 log = logging.getLogger("bayflower")
 CHUNK = 1024  # test samples in one forward pass
@@ -214,7 +215,7 @@ def run_phases(
 ) -> tuple[Work, float]:
     """Return the work after all phases of `purpose`, and the mean loss over the samples seen."""
     total = torch.zeros((), dtype=torch.float64, device=data.x.device)
-    seen = 0
+    seen, steps = 0, taker()
     recipe = recipes.of(half.training, half.model.num_classes)
     weights = recipe.weights_of(data.y)
     for phase in half.phases(purpose):
@@ -223,7 +224,7 @@ def run_phases(
         keys: dict[str, Any] = {"seed": seed, "client": client, "round": round}
         plan = batches.plan(len(data.y), phase, **keys, purpose=purpose, coupled=half.model.coupled)
         layers = batches.layers_key(stage=f"{purpose}/{phase.name}", **keys)
-        own = 0
+        own, own_step = 0, step_of(half, phase, recipe)
         if recipe.augments:
             own = batches.layers_key(stage=f"augment/{purpose}/{phase.name}", **keys)
         for step, groups in enumerate(plan):
@@ -240,11 +241,12 @@ def run_phases(
             )
             if work.opt.rate:
                 work = at_share(work, recipe.share(purpose, round, step, len(plan)))
-            with chance.step(chance.further_number(layers, step)), recipe.losses(weights):
-                work, info = half.step(phase, work, chosen, noise)
+            args = (chosen, noise, chance.further_number(layers, step), weights)
+            work, info = steps.take((purpose, phase.name), own_step, work, *args)
             count = sum(len(rows) for rows in groups)
             total += info["loss"].detach().double() * count
             seen += count
+        work = steps.done(work)
     return work, float(total) / max(seen, 1)
 
 
