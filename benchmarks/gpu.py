@@ -71,6 +71,7 @@ STAGES = (
         "where the time of rounds on ten clients goes",
         "profile --workload cnn3-10 --method reptile --method metavd --tf32",
     ),
+    Stage("single", "steps of clients one by one", "single --tf32"),
     Stage("networks", "networks that people bring", "networks"),
 )
 

@@ -138,6 +138,21 @@ def profile(content: dict[str, Any]) -> list[str]:
     return lines + failures(content)
 
 
+def single(content: dict[str, Any]) -> list[str]:
+    """Return the time of steps where clients are trained one by one."""
+    rows = measured(content)
+    lines = ["## One by one\n", f"{place(content)}. {data(rows)}\n"]
+    lines += table(
+        "workload", "method", "products", "steps are", "ms a round", "ms a step", "commit"
+    )
+    for row in rows:
+        first = f"| {row['workload']} | {row['method']} | {row['precision']} | {row['way']} |"
+        own = f" {row['ms']:.1f} | {row['ms_a_step']:.3f} | {commit(content, row)} |"
+        lines.append(first + own)
+    lines.append("\nAim: 1 ms a step.")
+    return lines + failures(content)
+
+
 def networks(content: dict[str, Any]) -> list[str]:
     """Return the table of networks without its own title."""
     return network_page.page([content]).removeprefix(network_page.TITLE).strip().splitlines()
@@ -161,5 +176,6 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "races": races,
     "profile": profile,
     "profile-ten": profile,
+    "single": single,
     "networks": networks,
 }

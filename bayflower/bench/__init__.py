@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from .cases import Options
 from .raced import raced
 from .report import Report, environment, table
+from .single import single
 from .stages import profile, steps
 from .suites import cpu, cross_device, methods, scaling, with_ratios
 from .zoo import brought
@@ -35,6 +36,7 @@ SUITES: dict[str, tuple[Suite, str]] = {
     "networks": (brought, "networks that people bring: stacked or why not, how fast, the numbers"),
     "profile": (profile, "where the time of a round goes"),
     "steps": (steps, "time of one training step over the number of clients in it"),
+    "single": (single, "time of a step where clients are trained one by one, recorded and plain"),
 }
 
 

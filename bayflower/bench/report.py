@@ -222,6 +222,16 @@ COLUMNS: dict[str, Columns] = {
         ("ms", "ms a step", lambda v: number(v, 3)),
         ("us_per_client", "µs a client", lambda v: number(v, 1)),
     ],
+    "single": [
+        ("workload", "workload", text),
+        ("method", "method", text),
+        ("precision", "products", text),
+        ("way", "steps are", text),
+        ("ms", "ms a round", milliseconds),
+        ("steps", "steps a round", text),
+        ("ms_a_step", "ms a step", lambda v: number(v, 3)),
+        ("peak_memory", "memory", memory),
+    ],
 }
 CAPTIONS = {
     "methods": "median of rounds after {warm_up} that do not count; ratio: one by one / fused",
@@ -236,6 +246,8 @@ CAPTIONS = {
     "apart: the largest difference between states after a step in float64, stacked and by {beside}",
     "profile": "mean of {num_rounds} rounds; evaluation is not part of a round",
     "steps": "median; clients: those that are in the step",
+    "single": "median of rounds after {warm_up} that do not count; ms a step: a whole round by the "
+    "steps of its clients",
 }
 
 
@@ -255,6 +267,7 @@ def table(content: dict[str, Any]) -> Table:
         "cross-device",
         "races",
         "networks",
+        "single",
     ):
         caption += "; memory on a CPU: peak of the whole process so far"
     versions = f"{where['device']}, torch {where['torch']}"

@@ -39,20 +39,27 @@ class RecordedSteps(Steps):
     def __init__(self, manner: Manner, graphs: Graphs) -> None:
         self.manner, self.graphs = manner, graphs
         self.known: dict[Any, RecordedStep] = {}
+        self.last: tuple[Any, Any] = (None, None)  # a work and its forms
 
     def take(self, name: Any, step: Step, work: Work, *args: Any) -> tuple[Work, Tensors]:
         """Return what `step` returns of the work and the other arguments."""
         if not self.graphs.on:
             return step(work, *args)
-        kind = name, tuple(forms(one) for one in (work, *args[0], *args[1:2], args[3]))
+        groups, noise, _, weights = args
+        shapes = self.last[1] if work is self.last[0] else forms(work)
+        kind = name, shapes, *(forms(one) for one in (*groups, noise, weights))
         one = self.known.get(kind)
         if one is None and self.fine():
             one = self.known[kind] = RecordedStep(self.graphs)
-        return step(work, *args) if one is None else one.take(step, work, *args)
+        after, info = step(work, *args) if one is None else one.take(step, work, *args)
+        # a recorded step keeps the forms of the work
+        self.last = (after, shapes) if one is not None and one.graph is not None else (None, None)
+        return after, info
 
     def done(self, work: Work) -> Work:
         """Return the work in memory of its own: the next client's comes to where it is now."""
-        own = {memory(leaf) for one in self.known.values() for leaf in one.own()}
+        self.last = None, None
+        own = {memory(leaf) for one in self.known.values() for leaf in one.here}
         return map_tree(lambda leaf: leaf.clone() if memory(leaf) in own else leaf, work)
 
     def fine(self) -> bool:
@@ -71,6 +78,8 @@ class RecordedStep:
         self.refused = False
         self.args: tuple[Work, tuple[Batch, ...], Tensors, Tensor, Tensor | None] | None = None
         self.loss: Tensor | None = None
+        self.here: list[Tensor] = []  # what the recording reads, the work first
+        self.moving = 0  # tensors of the work
 
     def take(
         self,
@@ -102,6 +111,7 @@ class RecordedStep:
             own(key),
             None if weights is None else own(weights),
         )
+        self.here, self.moving = arguments(self.args), len(leaves(self.args[0]))
         self.loss = torch.zeros((), dtype=torch.float64, device=key.device)
         graph = self.new_graph()
         try:
@@ -129,7 +139,7 @@ class RecordedStep:
         assert self.args is not None
         assert self.loss is not None
         after, info = step(*self.args)
-        here, there = leaves(self.args[0]), leaves(after)
+        here, there = self.here[: self.moving], leaves(after)
         if forms(after) != forms(self.args[0]):
             raise RuntimeError("a step changes the shapes of the work")
         mine = {memory(leaf) for leaf in here}
@@ -147,9 +157,10 @@ class RecordedStep:
         assert self.args is not None
         assert self.loss is not None
         assert self.graph is not None
+        begin = self.moving if given[0] is self.args[0] else 0  # the work may be there
         pairs = [
             (a, b)
-            for a, b in zip(self.own(), arguments(given), strict=True)
+            for a, b in zip(self.here[begin:], arguments(given, begin == 0), strict=True)
             if a.data_ptr() != b.data_ptr() and a.numel()
         ]
         copy([a for a, _ in pairs], [b for _, b in pairs])
@@ -170,13 +181,9 @@ class RecordedStep:
             self.refuse()
         return want, info
 
-    def own(self) -> list[Tensor]:
-        """Return the tensors that a recording reads."""
-        return [] if self.args is None else arguments(self.args)
-
     def refuse(self) -> None:
         """Take plain steps from now on."""
-        self.refused, self.graph, self.args = True, None, None
+        self.refused, self.graph, self.args, self.here = True, None, None, []
 
 
 def own(leaf: Tensor) -> Tensor:
@@ -189,16 +196,11 @@ def memory(leaf: Tensor) -> int:
     return leaf.untyped_storage().data_ptr()
 
 
-def arguments(given: Any) -> list[Tensor]:
-    """Return the tensors of a step's arguments."""
-    work, groups, noise, key, weights = given
-    return [
-        *leaves(work),
-        *leaves(groups),
-        *leaves(noise),
-        key,
-        *([] if weights is None else [weights]),
-    ]
+def arguments(given: Any, with_work: bool = True) -> list[Tensor]:
+    """Return the tensors of a step's arguments, those of the work first."""
+    work, groups, noise, *last = given
+    others = [*leaves(groups), *leaves(noise), *(one for one in last if one is not None)]
+    return [*leaves(work), *others] if with_work else others
 
 
 def forms(tree: Any) -> Any:

@@ -93,6 +93,25 @@ def test_the_page_has_the_numbers_of_the_files(gpu, tmp_path):
     assert found.count("Not complete") == 1
 
 
+def test_the_page_has_steps_of_clients_one_by_one(gpu, tmp_path):
+    options = bench.Options("cpu", workloads=("digits",), rounds=1)
+    quick = bench.run("single", options, tmp_path / "single.json", lambda line: None)
+    (row,) = quick["rows"]
+    found = gpu.page(tmp_path)
+    assert f"| fedavg | float32 | plain | {row['ms']:.1f} | {row['ms_a_step']:.3f} |" in found
+    assert "1 ms a step" in found
+
+
+def test_pages_say_why_numbers_differ(gpu, tmp_path):
+    file = ROOT / "benchmarks" / "results" / "gpu_h200" / "networks.json"
+    content = json.loads(file.read_text())
+    (tmp_path / "networks.json").write_text(json.dumps(content))
+    assert "Hardswish" in gpu.page(tmp_path)
+    fine = [row for row in content["rows"] if (row.get("apart") or 0) < 1e-9]
+    (tmp_path / "networks.json").write_text(json.dumps(content | {"rows": fine}))
+    assert "Hardswish" not in gpu.page(tmp_path)
+
+
 def test_the_page_names_the_kernels_of_a_round(gpu, tmp_path):
     file = ROOT / "benchmarks" / "results" / "gpu_h200" / "profile.json"
     (tmp_path / "profile-ten.json").write_text(file.read_text())

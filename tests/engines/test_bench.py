@@ -104,6 +104,18 @@ def test_networks_are_stacked_timed_and_compared():
     assert "no linear layer before its head" in row["failed"]
 
 
+def test_steps_of_clients_one_by_one_are_timed():
+    content = measured("single", rounds=2)
+    (row,) = content["rows"]
+    assert (row["failed"], row["way"]) == (None, "plain")  # on a CPU nothing is recorded
+    run = cases.loaded("fedavg", cases.Options("cpu").values("digits", 1))
+    batch = run.run.training.batch_size
+    steps = sum(-(-len(data.y_train) // batch) for data in run.federation.clients)
+    assert row["steps"] == steps
+    assert row["ms_a_step"] == pytest.approx(row["ms"] / steps)
+    assert "steps a round" in shown(content)
+
+
 def test_numbers_that_differ_are_seen(monkeypatch):
     """Break it on purpose: the loop engine's clients train with another rate."""
     real = zoo.in_loop
@@ -184,7 +196,9 @@ def test_what_cannot_run_is_a_row_with_the_reason(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("suite", ["methods", "scaling", "cross-device", "profile", "steps"])
+@pytest.mark.parametrize(
+    "suite", ["methods", "scaling", "cross-device", "profile", "single", "steps"]
+)
 def test_without_a_gpu_every_row_says_so(suite):
     content = measured(
         suite, device="cuda", workloads=("digits",), clients=(2,), methods=("fedper",)
