@@ -67,7 +67,7 @@ class Client(AddOn):
         kinds = {name: type(part) for name, part in model.module_for(True).named_modules()}
         if not issubclass(kinds.get(self.layer, type(None)), nn.Linear):
             known = [name for name, kind in kinds.items() if issubclass(kind, nn.Linear)]
-            what = f"a {kinds[self.layer].__name__}" if self.layer in kinds else "no layer"
+            what = f"of type {kinds[self.layer].__name__}" if self.layer in kinds else "no layer"
             raise ConfigError(
                 f"the dropout posterior needs a linear layer, {self.layer!r} is {what}; name one "
                 f"as dropout_layer: {', '.join(known) or 'there is none'}"

@@ -194,9 +194,11 @@ class Server(ServerHalf):
             if name in self.anatomy.head_names and params[name].ndim == 2
         ]
         if not heads:
+            found = [f"{name} {tuple(params[name].shape)}" for name in self.anatomy.head_names]
             raise ConfigError(
-                "class centroids need a head with a weight matrix, to know the features; name it, "
-                "e.g. head='classifier'"
+                "class centroids need a head with a linear layer, whose inputs are the features; "
+                f"the head has {', '.join(sorted(found)) or 'no weights'}. Name the layers from "
+                "the first linear one as head, or end the network with a linear layer"
             )
         # one logit tells two classes apart
         num_classes, dim = max(heads[-1].shape[0], 2), heads[0].shape[1]

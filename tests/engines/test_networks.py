@@ -252,7 +252,7 @@ def test_metavd_asks_for_a_linear_layer_with_one_row_a_sample():
         def forward(self, x):
             return self.fc(self.words(x.long()))
 
-    with pytest.raises(ConfigError, match="needs a linear layer, 'words' is a EmbeddingBag"):
+    with pytest.raises(ConfigError, match="needs a linear layer, 'words' is of type EmbeddingBag"):
         fused("metavd", Straight, (6,), WORDS)
     assert fused("metavd", Straight, (6,), WORDS, dropout_layer="fc").remarks == ()
     with pytest.raises(ConfigError, match="several rows a sample"):
