@@ -61,7 +61,7 @@ def test_heads_of_other_shapes():
     binary = build("mlp", (4,), 2)
     assert Server(Config(), binary.anatomy).init(*binary.initial(0), ()).centroids.shape == (2, 16)
     flat = Model(lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), 6, head="1")
-    with pytest.raises(ConfigError, match="need a head with a weight matrix"):
+    with pytest.raises(ConfigError, match="need a head with a linear layer"):
         Server(Config(), flat.anatomy).init(*flat.initial(0), ())
     strange = Model(
         lambda: nn.Sequential(
