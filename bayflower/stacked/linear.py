@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from . import routes
 from .batched import front, fronts, on_stacks
-from .products import Product, first_derivative, left, may_leave
+from .products import Product, first_derivative, left, may_leave, slopes
 
 
 class Linear(Function):
@@ -131,11 +131,6 @@ class LinearWeight(Function):
         if bias is None:
             return on_stacks(to_weight_alone, tuple(tensors), *inputs[5:]), (0, 0)
         return on_stacks(to_weights, (*tensors, bias), *inputs[5:]), (0, 0)
-
-
-def slopes(out: Tensor, slope: float) -> Tensor:
-    """Return 1 where the output is above 0, else `slope`."""
-    return torch.full_like(out, slope).masked_fill(out > 0, 1.0)
 
 
 # -- the functions of stacks: the clients' axis is in front of every tensor ------------------------

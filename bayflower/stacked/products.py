@@ -234,6 +234,11 @@ def zero(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), device=device, dtype=dtype)
 
 
+def slopes(out: Tensor, slope: float) -> Tensor:
+    """Return 1 where the output is above 0, else `slope`."""
+    return torch.full_like(out, slope).masked_fill(out > 0, 1.0)
+
+
 def step(one: Left, rate: float) -> None:
     """Take one step, in place."""
     if isinstance(one, Own):
@@ -250,7 +255,7 @@ def step(one: Left, rate: float) -> None:
 
         linearkernels.descend(*one, rate)
         return
-    bent = torch.where(one.out > 0, 1.0, one.slope).to(one.g.dtype) * one.g
+    bent = slopes(one.out, one.slope).to(one.g.dtype) * one.g
     one.weight.baddbmm_(bent.mT, one.x, alpha=-rate)
     if one.bias is not None:
         one.bias.sub_(bent.sum(1), alpha=rate)
