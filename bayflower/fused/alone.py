@@ -59,6 +59,8 @@ class RecordedSteps(Steps):
     def done(self, work: Work) -> Work:
         """Return the work in memory of its own: the next client's comes to where it is now."""
         self.last = None, None
+        if not self.known:
+            return work
         own = {memory(leaf) for one in self.known.values() for leaf in one.here}
         return map_tree(lambda leaf: leaf.clone() if memory(leaf) in own else leaf, work)
 
@@ -209,16 +211,15 @@ def forms(tree: Any) -> Any:
     return tuple((name, leaf.shape, leaf.dtype) for name, leaf in named.items())
 
 
-def random_state(like: Tensor, state: Tensor | None = None) -> Tensor | None:
-    """Return the state of torch's generator, after setting one if it is given."""
+def random_state(like: Tensor, new: Tensor | None = None) -> Tensor | None:
+    """Return the state of torch's generator of a GPU, and set `new` in its place if it is given."""
     if not like.is_cuda:
         return None
     generator = torch.cuda.default_generators[like.device.index or 0]
-    if state is not None:
-        now = generator.get_state()
-        generator.set_state(state)
-        return now
-    return generator.get_state()
+    before = generator.get_state()
+    if new is not None:
+        generator.set_state(new)
+    return before
 
 
 def near(got: Tensor, want: Tensor, before: Tensor) -> bool:
